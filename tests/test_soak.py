@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.support.soak.__main__ import GAP_S, plan, soak
-from tests.support.soak.record import MAY_GROW, growth
+from tests.support.soak.record import MAY_GROW, growth, process_figures
 from tests.support.soak.world import EARLY, MISCHIEF, World
 
 SEED = 7
@@ -104,6 +104,19 @@ def test_growth_is_that_of_the_process_that_is_there_at_the_end() -> None:
         for more, wrong in ((much, 0), (much + 1, 1)):
             values = [*young, *([9] * 25), *([9] * 25), *([9 + more] * 25)]
             assert len(red(growth([*before, *life(2, **{name: values})]))) == wrong
+
+
+def test_files_of_a_tier_count_once_they_are_deleted(tmp_path: Path) -> None:
+    def used() -> int:
+        return int(process_figures(os.getpid(), tmp_path)["descriptors"])
+
+    segment = tmp_path / "disk" / "segment"
+    segment.parent.mkdir()
+    before = used()
+    with segment.open("wb"):
+        assert used() == before
+        segment.unlink()
+        assert used() == before + 1
 
 
 def test_a_seed_is_a_plan_and_some_mischief_is_early() -> None:

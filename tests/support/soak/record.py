@@ -10,7 +10,8 @@ first quarter is left out because caches and indexes fill then. What may differ:
 - Private memory: ``HEAP_BYTES``. It also counts what malloc keeps free for the next time that many
   threads need memory at once. The processes of tiers grow by 0.4 MiB, engines by 5 MiB.
 - Descriptors and threads: those of one engine, which may be away in one quarter and not in the
-  other. After the engines have ended the daemon must have exactly as many as a new one.
+  other. Files of the disk tier's segments come and go with what it holds: only deleted ones count.
+  After the engines have ended the daemon must have exactly as many as a new one.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ HELD: Final = (
 )
 """Nothing of it may be left after the engines have ended."""
 _POINTS: Final = 600
+_GONE: Final = " (deleted)"
+"""So the kernel ends the names of files without a name."""
 
 Sample = dict[str, Any]
 
@@ -57,9 +60,20 @@ def process_figures(pid: int, folder: Path) -> Sample:
     proc = Path("/proc") / str(pid)
     lines = [line.split() for line in (proc / "smaps_rollup").read_text().splitlines()[1:]]
     kib = {words[0]: int(words[1]) for words in lines}
-    descriptors, threads = (len(list((proc / of).iterdir())) for of in ("fd", "task"))
+    files = [_target(link) for link in (proc / "fd").iterdir()]
+    descriptors = sum(
+        not name.startswith(f"{folder}/disk/") or name.endswith(_GONE) for name in files
+    )
+    threads = len(list((proc / "task").iterdir()))
     seen = {"private_bytes": kib["Pss_Anon:"] << 10, "descriptors": descriptors}
     return {"pid": pid, **seen, "threads": threads, **told(folder, pid)}
+
+
+def _target(link: Path) -> str:
+    """What a descriptor is of; empty if it was closed meanwhile."""
+    with suppress(OSError):
+        return str(link.readlink())
+    return ""
 
 
 def sample(world: World, at_s: float) -> Sample:
