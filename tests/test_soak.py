@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvass.tiers.disk.segment import SEGMENT
 from tests.support.soak.__main__ import GAP_S, plan, soak
 from tests.support.soak.record import MAY_GROW, growth, process_figures
 from tests.support.soak.world import EARLY, MISCHIEF, World
@@ -106,15 +107,17 @@ def test_growth_is_that_of_the_process_that_is_there_at_the_end() -> None:
             assert len(red(growth([*before, *life(2, **{name: values})]))) == wrong
 
 
-def test_files_of_a_tier_count_once_they_are_deleted(tmp_path: Path) -> None:
+def test_one_descriptor_of_each_segment_does_not_count(tmp_path: Path) -> None:
     def used() -> int:
         return int(process_figures(os.getpid(), tmp_path)["descriptors"])
 
-    segment = tmp_path / "disk" / "segment"
+    segment = tmp_path / "disk" / f"00000001{SEGMENT}"
     segment.parent.mkdir()
     before = used()
     with segment.open("wb"):
         assert used() == before
+        with segment.open("rb"):
+            assert used() == before + 1
         segment.unlink()
         assert used() == before + 1
 

@@ -225,6 +225,20 @@ def test_what_follows_a_step_that_raised_is_not_stored(
         assert daemon.status()["rows"] == 3
 
 
+def test_a_step_whose_planning_failed_is_none_that_raised(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = engine()
+    a.generate("a", PROMPT)
+    a.world.tolerant = True  # the failure is counted
+    with monkeypatch.context() as defect:
+        defect.setattr(Planner, "_notice_reset", lambda _: 1 / 0)
+        a.step()
+    a.generate("b", range(500, 600))
+    assert daemon.status()["rows"] == 6
+    assert not a.rank.connector._boundary.counters
+
+
 def test_what_was_computed_before_a_step_that_raised_is_stored(daemon: Daemon, engine: Any) -> None:
     a = engine()
     a.delay_grants(lambda: 2)

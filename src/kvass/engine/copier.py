@@ -102,7 +102,7 @@ class Copier:
             self._spoil(self._number + 1)
         if work.emptied:
             self._raised = NEVER
-        self._number = work.number
+        self._number = work.number or self._number  # 0: planning it raised before it had one
         self._unstored, self._computed, self._idle = work, False, not work.computes
         for load in work.loads:
             if not self._boundary.run(False, self._begin, load):

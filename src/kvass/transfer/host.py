@@ -40,6 +40,9 @@ Pages = npt.NDArray[np.void]
 
 BLOCKS_PER_SPAN: Final = 4
 """From this many consecutive blocks on (on average), slices beat gather and scatter."""
+PAGE_IN_ORDER: Final = 4096
+"""From pages of this many bytes on, to scatter in the slot's order is faster than block by block,
+1.1 to 1.4 times. Smaller ones take up to 1.5 times as long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,9 +85,9 @@ class _Bundle:
             to, pages = _as_bytes(self.grid), _as_bytes(slot)
             for block, at, n in spans:
                 to[:, block : block + n] = pages[:, at : at + n]
-        elif self.flat is None:
+        elif self.flat is None or self.flat.itemsize < PAGE_IN_ORDER:
             self.grid[:, row.blocks] = slot
-        else:  # in the slot's order: 1.2 to 1.4 times as fast as through the grid
+        else:
             self.flat[:, np.newaxis][self._places(row)] = slot[..., np.newaxis]
 
     def _places(self, row: RowCopy) -> I64Array:

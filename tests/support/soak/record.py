@@ -10,7 +10,8 @@ first quarter is left out because caches and indexes fill then. What may differ:
 - Private memory: ``HEAP_BYTES``. It also counts what malloc keeps free for the next time that many
   threads need memory at once. The processes of tiers grow by 0.4 MiB, engines by 5 MiB.
 - Descriptors and threads: those of one engine, which may be away in one quarter and not in the
-  other. Files of the disk tier's segments come and go with what it holds: only deleted ones count.
+  other. Files of the disk tier's segments come and go with what it holds: one descriptor of each
+  that exists does not count.
   After the engines have ended the daemon must have exactly as many as a new one.
 """
 
@@ -25,6 +26,7 @@ from typing import Any, Final, NamedTuple
 
 from kvass.errors import KvassError
 from kvass.simulate.report import Line, head, plot
+from kvass.tiers.disk.segment import SEGMENT, TABLE
 from tests.support.soak.memory import told
 from tests.support.soak.world import DISK_BYTES, World
 
@@ -48,8 +50,8 @@ HELD: Final = (
 )
 """Nothing of it may be left after the engines have ended."""
 _POINTS: Final = 600
-_GONE: Final = " (deleted)"
-"""So the kernel ends the names of files without a name."""
+_SEGMENTS: Final = (SEGMENT, TABLE)
+"""The names of deleted files end with `` (deleted)``."""
 
 Sample = dict[str, Any]
 
@@ -61,9 +63,8 @@ def process_figures(pid: int, folder: Path) -> Sample:
     lines = [line.split() for line in (proc / "smaps_rollup").read_text().splitlines()[1:]]
     kib = {words[0]: int(words[1]) for words in lines}
     files = [_target(link) for link in (proc / "fd").iterdir()]
-    descriptors = sum(
-        not name.startswith(f"{folder}/disk/") or name.endswith(_GONE) for name in files
-    )
+    segments = {n for n in files if n.startswith(f"{folder}/disk/") and n.endswith(_SEGMENTS)}
+    descriptors = len(files) - len(segments)
     threads = len(list((proc / "task").iterdir()))
     seen = {"private_bytes": kib["Pss_Anon:"] << 10, "descriptors": descriptors}
     return {"pid": pid, **seen, "threads": threads, **told(folder, pid)}

@@ -13,7 +13,8 @@ What the names mean:
   pages scattered over the engine's memory, against memcpy of the same bytes into the same kind of
   memory, chunk by chunk, one call each; ``load_vs_memcpy``: lookup, copies, release.
 - ``store_copies_vs_pages``: the copies of that store alone, from ``submit`` until they are settled,
-  against memcpy of the same pages, one by one in the same order; ``load_copies_vs_pages`` likewise.
+  against memcpy of the same pages, one by one in the same order; ``load_copies_vs_pages`` likewise,
+  with two threads against one.
 - ``lookup_128k_us``: a prompt of 512 keys (131,072 tokens in chunks of 256), all hits, chosen at
   random among 128 that were stored, rows of 4 KiB: found, pinned, answered. ``release_128k_us``:
   its release, until the daemon has carried it out. ``lookup_128k_vs_dict``: both, against a bare
