@@ -182,7 +182,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             work.placements = self._run(self.blender, [], BlendPlanner.take_placements)
             scheduled = scheduler_output.num_scheduled_tokens
             work.replaced = self._run(self.blender, [], BlendPlanner.replaced, scheduled)
-        self._run(self._planner, None, _plan, scheduler_output, work)
+        self._run(self._planner, None, plan, scheduler_output, work)
         if not self._run(self._planner, False, Planner.hand_over, work):
             self._run(self._planner, None, Planner.revoke, work)
         return work
@@ -309,5 +309,5 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._run(self._copier, None, Copier.close)
 
 
-def _plan(planner: Planner, scheduler_output: Any, work: StepMetadata) -> None:
+def plan(planner: Planner, scheduler_output: Any, work: StepMetadata) -> None:
     planner.plan(adapt.VllmStep(scheduler_output), work)
