@@ -111,6 +111,7 @@ def test_engines_in_threads_over_a_tier_under_pressure(tmp_path: Path) -> None:
                 stop.set()
                 for done in working:
                     done.result(timeout=60)
+            assert all(hits), hits
         daemon.wait_until(leases=0, reservations=0, promotions=0, rows_loading=0)
         flushed(daemon)
         daemon.wait_until(pins=0)
