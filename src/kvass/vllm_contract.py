@@ -135,9 +135,20 @@ multimodal/inputs.py
     MultiModalFeatureSpec.mm_hash = None
 lora/request.py
     LoRARequest.adapter_id
+    LoRARequest.load_inplace = False
+    LoRARequest.lora_int_id
     LoRARequest.name
     LoRARequest.lora_name
     LoRARequest.lora_path = ''
+lora/lora_model.py
+    LoRAModel.id
+    LoRAModel.loras
+lora/model_manager.py
+    LoRAModelManager.list_adapters(self)
+lora/worker_manager.py
+    WorkerLoRAManager.create_lora_manager(self, model, vllm_config)
+v1/worker/lora_model_runner_mixin.py
+    LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
 v1/kv_cache_interface.py
     KVCacheConfig.num_blocks
     KVCacheConfig.kv_cache_tensors

@@ -136,8 +136,8 @@ def start(model: Path, folder: Path) -> Iterator[Starter]:
 
 @pytest.fixture(scope="session")
 def adapters(folder: Path) -> Path:
-    """A folder of two LoRA adapters. An engine caches what is older than itself."""
-    for seed, name in enumerate(("one", "other")):
+    """A folder of LoRA adapters, older than all engines."""
+    for seed, name in enumerate(("one", "other", *"ABCDEFGH")):
         write_lora(folder / "adapters" / name, TINY, seed=seed)
     return folder / "adapters"
 

@@ -8,6 +8,7 @@ Laws of this file:
 - Of ranks that hold equal bytes only the first stores; the others tell the daemon nothing of it.
 - What a copy owes the daemon is settled on the copy thread, right after the last byte. The engine's
   thread waits for copies only in a step that computes nothing, for at most ``COPY_WAIT_S``.
+- Nothing is copied for a LoRA adapter that this rank does not hold (``held_adapters.py``).
 - Memory of another boot of the daemon than the one that gave the slots is never touched.
 - After a forward pass that raised, or never ran, nothing is stored that it or a later step
   computed, until the engine has emptied its own prefix cache: until then it may build on blocks
@@ -27,6 +28,7 @@ import numpy as np
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.engine import tracing
 from kvass.engine.boundary import Boundary, log
+from kvass.engine.held_adapters import GONE, UNKNOWN, HeldAdapters, News
 from kvass.engine.memory import KVMemory, open_mover
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork, Store
@@ -57,8 +59,12 @@ class Copier:
         rank: int,
         boundary: Boundary,
         make_mover: Callable[[KVMemory], Mover] | None = None,
+        held: HeldAdapters | None = None,
     ) -> None:
-        """Raises UsageError for a rank outside the engine's world."""
+        """``held``: the LoRA adapters that this rank holds, of an engine that serves some. Raises
+        UsageError for a rank outside the engine's world."""
+        self._rank = rank
+        self._held = held
         self._setup = setup
         self._make_mover = make_mover or partial(open_mover, single=setup.single_copies)
         self._strategy = setup.strategy.at(rank)
@@ -104,8 +110,9 @@ class Copier:
             self._raised = NEVER
         self._number = work.number or self._number  # 0: planning it raised before it had one
         self._unstored, self._computed, self._idle = work, False, not work.computes
+        self._look(self._number)
         for load in work.loads:
-            if not self._boundary.run(False, self._begin, load):
+            if not self._loads(load) or not self._boundary.run(False, self._begin, load):
                 self._finished.add(load.request)
                 self._failed.add(load.request)
                 self._boundary.run(None, self._refuse, load)
@@ -115,12 +122,13 @@ class Copier:
         self._unstored = None
         if not computed:
             self._spoil(work.number)
+        self._look(work.number or self._number)
         if work.step == 0:
             return
         stores = work.stores if self._strategy.writes else []
         self._open[work.step] = len(stores) + 1
         for store in stores:
-            good = store.computed < self._raised
+            good = store.computed < self._raised and self._computed_by(store)
             if not good or not self._boundary.run(False, self._begin, store):
                 self._close_one(work.step)
                 self._boundary.run(None, self._refuse, store)
@@ -170,6 +178,15 @@ class Copier:
         settled, self._settled = self._settled, []
         return settled
 
+    def adapter_news(self) -> dict[int, News]:
+        """By rank the LoRA adapters that this one holds since the last call; none in a step that
+        raised. After ``report``."""
+        if self._held is None or not self._computed:
+            return {}
+        self._look(self._number)
+        news = self._held.news()
+        return {self._rank: news} if news else {}
+
     def close(self) -> None:
         """End the copies, then the session: EOF says that nothing is written any more."""
         if self._mover is not None:
@@ -177,6 +194,32 @@ class Copier:
             self._poll()
         if self._client is not None:
             self._client.close()
+
+    # ------------------------------------------------------------ adapters
+
+    def _look(self, number: int) -> None:
+        """Note which adapters this rank holds in step ``number``."""
+        if self._held is not None and not self._boundary.run(False, self._seen, number):
+            self._held.lost(number)
+
+    def _seen(self, number: int) -> bool:
+        assert self._held is not None
+        self._held.look(number)
+        return True
+
+    def _loads(self, load: Load) -> bool:
+        """Whether this rank holds the adapter whose KV ``load`` brings, or will read it."""
+        if (adapter := load.adapter) is None:
+            return True
+        now = UNKNOWN if self._held is None else self._held.now(adapter.name)
+        return now == adapter.digests[self._rank] or (now == GONE and adapter.expected)
+
+    def _computed_by(self, store: Store) -> bool:
+        """Whether this rank held the adapter whose name ``store`` has whenever it computed."""
+        if (adapter := store.adapter) is None:
+            return True
+        digest, steps = adapter.digests[self._rank], (store.first_step, store.computed)
+        return self._held is not None and self._held.computed(adapter.name, digest, *steps)
 
     # ------------------------------------------------------------ copies
 

@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.engine import tracing
-from kvass.engine.adapters import Adapters, NoSalt
+from kvass.engine.adapters import Adapters, Named, NoSalt
+from kvass.engine.held_adapters import News
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
@@ -55,7 +56,7 @@ class Planner:
         self._loads: list[Load] = []
         self._emptied = False
         self._speed = PrefillSpeed()
-        self._adapters = Adapters(setup.adapters)
+        self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
         self.traffic = EngineTraffic()
         self._tracing = tracing.begin()
         self.when_answered: Answered | None = None
@@ -89,6 +90,8 @@ class Planner:
         """A request begins."""
         self._notice_reset()
         self._requests[request.name] = RequestState(request)
+        if (adapter := request.adapter) is not None:
+            self._adapters.track(adapter)
 
     def forget(self, name: str, table: Table = ()) -> None:
         """A request ended, in whatever way; it still has the blocks of ``table``. Those that are
@@ -110,14 +113,15 @@ class Planner:
             return 0
         first, chunks = local // self._setup.chunk_tokens, self._matchable(state.request)
         end = self._hit_end(state.request, chunks)
-        salt: bytes | NoSalt = NoSalt.UNKNOWN
+        named: Named | NoSalt | None = NoSalt.UNKNOWN
         if self._client.connected and end > local:
-            salt = self._salt_to_match(state)
-        if salt is NoSalt.PENDING:
+            named = self._adapter_to_match(state)
+        if named is NoSalt.PENDING:
             return None
-        if isinstance(salt, NoSalt):
+        if isinstance(named, NoSalt):
             self._client.settle(name)
             return 0
+        state.matched, salt = named, b"" if named is None else named.salt
         hashes, width = state.digests(chunks, salt)
         width = width or len(state.request.block_hashes(0, 1)[0])
         blocks = partial(self._blocks_of, state, salt, local, end) if self._in_blocks else None
@@ -176,22 +180,21 @@ class Planner:
         below_last = (request.known_tokens - 1) // self._setup.chunk_tokens
         return min(request.hashed_chunks, below_last)
 
-    def _salt_to_match(self, state: RequestState) -> bytes | NoSalt:
+    def _adapter_to_match(self, state: RequestState) -> Named | NoSalt | None:
         """What is mixed into the hashes of a match. All asks of it need one look at the files."""
         if (adapter := state.request.adapter) is None:
-            return b""
+            return None
         if state.match_since is None:
             state.match_since = self._adapters.step
-        return self._adapters.salt(adapter, state.match_since)
+        return self._adapters.to_load(adapter, state.match_since)
 
     def allocated(self, name: str, table: Table, external: int) -> None:
         """The engine gave a request the blocks of ``table``: begin the load of ``external`` tokens,
         or give the match back if there are none. It may call again, without tokens, while the
         request loads."""
         state = self._requests[name]
-        salt = self._salt_to_match(state) if external and self.events else NoSalt.UNKNOWN
-        # After a preemption its adapter is loaded anew, and it is looked up again.
-        state.match_since = state.store_since = None
+        # After a preemption its adapter may be another, and it is looked up again.
+        state.match_since = None
         state.counted = False
         if external == 0:
             self._client.settle(name)
@@ -206,7 +209,8 @@ class Planner:
                 self._client.release(match.boot, match.lease)
             elif match.first == 0:
                 state.offered = max(state.offered, match.chunks)
-            if load.lease and self.events is not None and isinstance(salt, bytes):
+            if load.lease and self.events is not None:
+                salt = b"" if state.matched is None else state.matched.salt
                 digests, width = state.digests(match.chunks, salt)
                 rows = [  # in order: a router ignores a block whose parent it does not know
                     (group, chunk)
@@ -244,6 +248,7 @@ class Planner:
             blocks=blocks,
             skip=skip,
             trace=state.request.trace,
+            adapter=None if state.matched is None else state.matched.held,
         )
 
     # ------------------------------------------------------------ a step
@@ -270,7 +275,6 @@ class Planner:
                 len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
             )
         self._client.new_step()
-        self._adapters.new_step()
         return told
 
     def revoke(self, work: StepWork) -> None:
@@ -288,7 +292,10 @@ class Planner:
         for name in failed:
             if (state := self._requests.get(name)) is not None:
                 state.offer_again()
-                state.store_since = None
+
+    def adapters_held(self, news: Mapping[int, News]) -> None:
+        """What the ranks hold since a step: ``Adapters.reported``."""
+        self._adapters.reported(news)
 
     # ------------------------------------------------------------ the engine's questions
 
@@ -310,6 +317,7 @@ class Planner:
     def was_emptied(self) -> None:
         """The engine's own prefix cache is empty now, and it published that."""
         self._emptied = True
+        self._adapters.emptied()
         if self.events is not None:
             self.events.forget()
 

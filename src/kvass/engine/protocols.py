@@ -7,9 +7,22 @@ block that is not there any more. All of this is used from the engine's schedule
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvass.layout.spans import Table
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter as a request names it. ``id``: by which the engine serves it. ``path``: where
+    the engine reads it. ``text``: equal for adapters that the engine's own hashes take for one.
+    ``in_place``: it is read again even if it is held."""
+
+    id: int
+    path: str
+    text: str
+    in_place: bool = False
 
 
 class Request(Protocol):
@@ -20,8 +33,8 @@ class Request(Protocol):
         """Its id, unique among live requests."""
 
     @property
-    def adapter(self) -> str | None:
-        """Path of the LoRA adapter that computes it, if one does."""
+    def adapter(self) -> Adapter | None:
+        """The LoRA adapter that computes it, if one does."""
 
     @property
     def tenant(self) -> str:

@@ -13,12 +13,23 @@ from kvass.types import Slots
 
 
 @dataclass(frozen=True)
+class AdapterHeld:
+    """A LoRA adapter as the ranks must hold it: under the engine's id ``name``, rank ``r`` the
+    weights of ``digests[r]``. With ``expected`` a rank may also hold nothing under this id: it will
+    read the adapter again."""
+
+    name: int
+    digests: tuple[str, ...]
+    expected: bool = False
+
+
+@dataclass(frozen=True)
 class Load:
     """Rows to copy into the blocks of one waiting request. ``skip[g]`` leading blocks of group
     ``g``'s first row are not needed, and if ``blocks[g]`` are no whole rows, nor is the end of its
     last one. ``lease`` 0: there is nothing to read any more, and the load
-    must be reported as failed. Only a rank that was registered at ``given_s`` may copy. ``trace``:
-    as in ``protocols.Request``."""
+    must be reported as failed. Only a rank that was registered at ``given_s`` may copy, and one
+    that holds ``adapter``. ``trace``: as in ``protocols.Request``."""
 
     kind: ClassVar[Literal["load"]] = "load"
     request: str
@@ -30,6 +41,7 @@ class Load:
     blocks: Blocks = ()
     skip: tuple[int, ...] = ()
     trace: str = ""
+    adapter: AdapterHeld | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,9 @@ class Store:
     """Blocks to copy into granted rows, after the forward pass of the step. ``step`` is
     ``StepWork.step``. ``computed`` is the ``StepWork.number`` of the step that computed the blocks:
     an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` may be empty; of the last
-    row there may be only the first blocks: a tail. ``request`` and ``trace`` are for spans."""
+    row there may be only the first blocks: a tail. ``request`` and ``trace`` are for spans. A
+    rank copies only if it held ``adapter`` since ``first_step``, the first that computed tokens of
+    the request."""
 
     kind: ClassVar[Literal["store"]] = "store"
     step: int
@@ -50,6 +64,8 @@ class Store:
     computed: int = 0
     request: str = ""
     trace: str = ""
+    adapter: AdapterHeld | None = None
+    first_step: int = 0
 
 
 @dataclass

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from kvass.client.scheduler import Pending, Reserving, SchedulerClient
-from kvass.engine.adapters import Adapters, NoSalt
+from kvass.engine.adapters import Adapters, Named, NoSalt
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.row_events import RowEvents
 from kvass.engine.setup import EngineSetup
@@ -39,6 +39,8 @@ ITEMS_PER_STEP: Final = 1024
 """Hashes and items in one reserve, within the limits of a message; the rest waits a step."""
 ENDED_PER_STEP: Final = 64
 """So many of the requests that ended in one step leave something behind."""
+REPORT_STEPS: Final = 4
+"""How long what an ended request left waits for the ranks to report its LoRA adapter."""
 BLOCKS_PER_ITEM: Final = 8192
 """An item of more blocks goes without their hashes."""
 MAX_PAUSE: Final = 8
@@ -60,9 +62,8 @@ class RequestState:
     end of the last tail that was offered; ``due``: up to the end of the one to be offered.
     ``prefilled``: all of its prompt was computed. ``attempted``: its one load was begun.
     ``counted``: the answer to its lookup was counted; it is asked for again until there are blocks.
-    ``match_since`` is the step in which a match with an adapter was first asked for,
-    ``store_since`` since when how many blocks (or chunks, if only these are stored) wait for its
-    salt."""
+    ``match_since`` is the step after which a match with an adapter was first asked for, ``matched``
+    the adapter of the last match. ``first_step``: of the steps that computed it."""
 
     request: Request
     offered: int = 0
@@ -75,7 +76,8 @@ class RequestState:
     attempted: bool = False
     counted: bool = False
     match_since: int | None = None
-    store_since: tuple[int, int] | None = None
+    matched: Named | None = None
+    first_step: int = 0
 
     def offer_again(self, since: int = 0) -> None:
         """Offer the chunks from ``since`` on once more, and the tail."""
@@ -108,7 +110,7 @@ def _joined(hashes: Sequence[bytes], salt: bytes) -> tuple[bytes, int]:
 class Offer:
     """One item of a reserve, up to chunk ``end``, and what it takes to carry it out. With a
     ``tail`` the last chunk ends at that block. The answer decides the request's chunks from
-    ``since`` to ``ready``."""
+    ``since`` to ``ready``. ``named``: its adapter."""
 
     state: RequestState
     item: ReserveItem
@@ -118,6 +120,7 @@ class Offer:
     table: Table
     boundary_states: States
     tail: int = 0
+    named: Named | None = None
 
 
 @dataclass(eq=False)
@@ -196,6 +199,7 @@ class StorePlanner:
         """Add the stores that earlier steps asked for and that are granted by now; reserve rows for
         every chunk that this step completes, and add what is granted at once."""
         self._number += 1
+        self._adapters.new_step(self._number)
         work.number, work.computes = self._number, step.tokens > 0
         if not self._setup.stores or self._goes_on(step):
             return
@@ -353,6 +357,7 @@ class StorePlanner:
             state = self._requests.get(name)
             if state is None or state.offered == NEVER:
                 continue
+            state.first_step = state.first_step or self._number
             # Drafts are computed too, but have no hash; what has one is never computed again.
             computed = state.computed = state.request.computed_tokens + tokens
             missing = self._next_offer(state) - computed
@@ -367,12 +372,11 @@ class StorePlanner:
             tail = self._tail(state, state.due) if state.due // self._each == ready else 0
             if ready <= state.offered and not boundary_states and not tail:
                 continue
-            salt, blocks = self._salt_to_store(state, max(ready * self._each, tail))
-            if isinstance(salt, NoSalt):
+            named = self._adapter_to_store(state)
+            if isinstance(named, NoSalt):
                 continue
-            ready, tail = min(ready, blocks // self._each), tail if tail <= blocks else 0
             table = step.block_table(name)
-            more, width_of = self._offers_of(table, state, ready, boundary_states, salt, tail)
+            more, width_of = self._offers_of(table, state, ready, boundary_states, named, tail)
             keys = _keys(more, width_of)
             if more and keys <= budget and len(offers) + len(more) <= ITEMS_PER_STEP:
                 budget -= keys
@@ -418,13 +422,14 @@ class StorePlanner:
         state: RequestState,
         ready: int,
         boundary_states: States,
-        salt: bytes,
+        named: Named | None,
         tail: int,
     ) -> tuple[list[Offer], int]:
         """What is complete of one request: an item for each run of chunks of which the same groups
         can be stored, and one for each state that it left at a chunk's end. If ``tail`` lies in the
         chunk after those that are ready, the last item has the blocks up to there."""
         name, since, each = state.request.name, state.offered, self._setup.chunk_blocks
+        salt = b"" if named is None else named.salt
         ready = min(ready, self._spans.covered(table))
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
@@ -445,7 +450,8 @@ class StorePlanner:
                 blocks = state.block_digests(begin * each, last or end * each, salt)
                 item.blocks, width = blocks
                 end += last > 0
-            offers.append(Offer(state, item, end, since, max(since, ready), table, states, last))
+            decided = max(since, ready)
+            offers.append(Offer(state, item, end, since, decided, table, states, last, named))
             state.tail = max(state.tail, last)
         return offers, width
 
@@ -467,34 +473,27 @@ class StorePlanner:
         send. Some wait for their salt; what does not fit is not stored."""
         offers, width, budget = list[Offer](), 0, KEYS_PER_STEP
         for one in ended:
-            salt, _ = self._salt_to_store(one.state, one.blocks)
-            if isinstance(salt, bytes):
+            named = self._adapter_to_store(one.state)
+            if not isinstance(named, NoSalt):
                 tail, ready = self._tail(one.state, one.blocks), one.blocks // self._each
-                more, width_of = self._offers_of(one.table, one.state, ready, {}, salt, tail)
+                more, width_of = self._offers_of(one.table, one.state, ready, {}, named, tail)
                 keys = _keys(more, width_of)
                 if more and keys <= budget:
                     budget -= keys
                     width = width_of
                     offers += more
-            elif salt is NoSalt.PENDING:
+            elif named is NoSalt.PENDING and self._number - one.number <= REPORT_STEPS:
                 self._ended.append(one)
         return offers, width, budget
 
-    def _salt_to_store(self, state: RequestState, ready: int) -> tuple[bytes | NoSalt, int]:
-        """What is mixed into the hashes of an offer, and for how many blocks (``store_since``):
-        those that were ready when it was asked for."""
+    def _adapter_to_store(self, state: RequestState) -> Named | NoSalt | None:
+        """What is mixed into the hashes of an offer."""
         if (adapter := state.request.adapter) is None:
-            return b"", ready
-        now, offered = (self._adapters.step, ready), max(state.offered * self._each, state.tail)
-        if state.store_since is None or not offered < state.store_since[1] <= ready:
-            state.store_since = now
-        since, blocks = state.store_since
-        salt = self._adapters.salt(adapter, since)
-        if isinstance(salt, bytes):
-            state.store_since = now
-        if salt is NoSalt.NEVER:
+            return None
+        named = self._adapters.to_store(adapter)
+        if named is NoSalt.NEVER:
             state.offered = NEVER
-        return salt, blocks
+        return named
 
     def _add(
         self, work: StepWork, offer: Offer, granted: Granted, grant: Grant, number: int
@@ -514,6 +513,8 @@ class StorePlanner:
             computed=number,
             request=offer.state.request.name,
             trace=offer.state.request.trace,
+            adapter=None if offer.named is None else offer.named.held,
+            first_step=offer.state.first_step,
         )
         held = self._pool.hold(i for ids in blocks for i in ids)
         self._step = work.step = store.step

@@ -179,7 +179,7 @@ class ChildEngine:
         inputs: dict[str, Any] = {"prompt_token_ids": prompt.tokens}
         if prompt.salt is not None:
             inputs["cache_salt"] = prompt.salt
-        internal = self.engine.add_request(name, inputs, params, lora_request=_lora(prompt.lora))
+        internal = self.engine.add_request(name, inputs, params, lora_request=_lora(prompt))
         return name, internal
 
     def _answer(
@@ -219,13 +219,14 @@ class ChildEngine:
         return bool(self.engine.reset_prefix_cache(reset_connector=connector))
 
 
-def _lora(folder: str | None) -> Any:
-    if folder is None:
+def _lora(prompt: Prompt) -> Any:
+    if (folder := prompt.lora) is None:
         return None
     from vllm.lora.request import LoRARequest
 
     name = os.path.basename(folder)
-    return LoRARequest(name, 1 + sum(name.encode()), folder)
+    number = prompt.lora_id or 1 + sum(name.encode())
+    return LoRARequest(name, number, folder, load_inplace=prompt.lora_in_place)
 
 
 def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None]) -> None:
@@ -248,6 +249,9 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
                 answer(engine.blend.chosen)
             case "reset":
                 answer(engine.reset(fields["connector"]))
+            case "add_lora":
+                lora = _lora(msgspec.convert(fields["prompt"], Prompt))
+                answer(engine.engine.add_lora(lora))
             case "hooks":
                 answer(msgspec.to_builtins(engine.hooks()))
             case "reset_hooks":

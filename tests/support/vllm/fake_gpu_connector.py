@@ -21,9 +21,8 @@ def open_mover(memory: KVMemory) -> EngineMover:
 class KvassConnector(connector.KvassConnector):
     """See above."""
 
-    def _make_copier(self, setup: configuration.VllmSetup, vllm_config: Any) -> Copier:
-        rank = configuration.worker_rank(vllm_config)
-        return Copier(setup, rank, self._boundary, open_mover)
+    def _make_copier(self, setup: configuration.VllmSetup, vllm_config: Any, *_: Any) -> Copier:
+        return super()._make_copier(setup, vllm_config, open_mover)
 
     @property
     def mover(self) -> EngineMover | None:

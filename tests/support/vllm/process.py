@@ -45,6 +45,10 @@ class Prompt(msgspec.Struct, frozen=True):
     salt: str | None = None
     lora: str | None = None
     """Folder of a LoRA adapter; its name is the folder's."""
+    lora_id: int = 0
+    """vLLM's ``lora_int_id``; 0: one that follows from its name."""
+    lora_in_place: bool = False
+    """vLLM's ``load_inplace``."""
     skip_prefix_cache: bool = False
     params: dict[str, str] | None = None
     """vLLM's ``kv_transfer_params``."""
@@ -285,6 +289,12 @@ class EngineProcess:
     def slow_copies(self, seconds: float) -> None:
         """Make every row that any rank copies take this much longer."""
         self.disturb(Settings(copy_delay_s=seconds))
+
+    def add_lora(self, lora: Path, lora_id: int = 0, *, in_place: bool = False) -> None:
+        """Have the workers load the LoRA adapter in the folder ``lora``, as a server does when it
+        is told of it. ``lora_id``: as in ``Prompt``."""
+        prompt = Prompt([], lora=str(lora), lora_id=lora_id, lora_in_place=in_place)
+        self.call("add_lora", prompt=msgspec.to_builtins(prompt))
 
     def replace_weights(self, by: int) -> None:
         """Replace weights in place, as a trainer does: token t is embedded as t - ``by`` was."""

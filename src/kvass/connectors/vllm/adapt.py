@@ -33,6 +33,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.boundary import log
+from kvass.engine.held_adapters import News
+from kvass.engine.protocols import Adapter
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
 from kvass.types import is_tenant_name
@@ -86,13 +88,16 @@ class StepMetadata(StepWork, KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Workers to scheduler: ``steps[s]`` ranks have settled every store of step ``s``."""
+    """Workers to scheduler: ``steps[s]`` ranks have settled every store of step ``s``, and by rank
+    which LoRA adapters it holds that it did not hold before."""
 
     steps: dict[int, int] = field(default_factory=dict)
+    adapters: dict[int, News] = field(default_factory=dict)
 
     def aggregate(self, other: StepReport) -> StepReport:
         """Both reports in one."""
-        return StepReport(dict(Counter(self.steps) + Counter(other.steps)))
+        steps = dict(Counter(self.steps) + Counter(other.steps))
+        return StepReport(steps, self.adapters | other.adapters)
 
 
 def log_as_vllm() -> None:
@@ -162,9 +167,12 @@ class VllmRequest:
         return str(self._request.request_id)
 
     @property
-    def adapter(self) -> str | None:
+    def adapter(self) -> Adapter | None:
         lora = self._request.lora_request
-        return None if lora is None else str(lora.lora_path)
+        if lora is None:
+            return None
+        text = f"{lora.lora_name} at {lora.lora_path}" if TAGGED_HASHES else str(lora.lora_name)
+        return Adapter(lora.lora_int_id, str(lora.lora_path), text, bool(lora.load_inplace))
 
     @property
     def tenant(self) -> str:

@@ -10,18 +10,20 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvass.connectors.vllm import adapt, configuration, events
+from kvass.connectors.vllm import adapt, configuration, events, lora
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.blend_pages import Placer
 from kvass.connectors.vllm.blend_planner import BlendPlanner
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.connectors.vllm.stats import PromMetrics, Stats
-from kvass.engine.boundary import Boundary
+from kvass.engine.boundary import Boundary, log
 from kvass.engine.copier import Copier
+from kvass.engine.memory import KVMemory
 from kvass.engine.planner import Planner
 from kvass.engine.setup import Inert, log_naming, log_off
 from kvass.errors import UsageError
+from kvass.transfer.base import Mover
 
 P = ParamSpec("P")
 H = TypeVar("H", Planner, Copier, BlendPlanner)
@@ -45,6 +47,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._copier: Copier | None = None
         self._placer: Placer | None = None
         self._handled: BaseException | None = None
+        self._adapters = vllm_config.lora_config is not None
         self.blender: BlendPlanner | None = None
         plans = role == adapt.KVConnectorRole.SCHEDULER
         logs = plans or self._boundary.run(0, configuration.worker_rank, vllm_config) == 0
@@ -74,8 +77,17 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._boundary.failed("read_setup", error)
             return Inert(f"reading the engine's configuration failed: {error}")
 
-    def _make_copier(self, setup: VllmSetup, vllm_config: Any) -> Copier:
-        return Copier(setup, configuration.worker_rank(vllm_config), self._boundary)
+    def _make_copier(
+        self,
+        setup: VllmSetup,
+        vllm_config: Any,
+        make_mover: Callable[[KVMemory], Mover] | None = None,
+    ) -> Copier:
+        held = lora.held_adapters() if self._adapters else None
+        if self._adapters and held is None:
+            log.warning("LoRA adapters run uncached: what this worker holds cannot be read")
+        rank = configuration.worker_rank(vllm_config)
+        return Copier(setup, rank, self._boundary, make_mover, held)
 
     def _run(
         self,
@@ -191,6 +203,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """What the workers reported."""
         report: StepReport | None = connector_output.kv_connector_worker_meta
         failed = connector_output.failed_recving
+        if report is not None and report.adapters:
+            self._run(self._planner, None, Planner.adapters_held, report.adapters)
         if report is not None or failed:
             steps = report.steps if report is not None else {}
             self._run(self._planner, None, Planner.settled, steps, failed or ())
@@ -297,9 +311,10 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """Steps whose stores are settled."""
+        """Steps whose stores are settled, and adapters that this rank holds since."""
         steps = self._run(self._copier, [], Copier.report)
-        return StepReport(dict.fromkeys(steps, 1)) if steps else None
+        held = self._run(self._copier, {}, Copier.adapter_news) if self._adapters else {}
+        return StepReport(dict.fromkeys(steps, 1), held) if steps or held else None
 
     def shutdown(self) -> None:
         """End copies and sessions, in this order."""

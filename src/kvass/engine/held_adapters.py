@@ -1,0 +1,107 @@
+"""A rank's half of LoRA adapters: which weights it holds under which id, step by step.
+
+Laws of this file:
+
+- An adapter is named by its weights in this process's memory, never by its files, name or id.
+- It is looked at after each forward pass. An object that is not the one of before is read again; a
+  freed object's address may be another's, so objects are known by weak references.
+- What was computed counts as one adapter's only if this rank held that one whenever it computed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+GONE: Final = ""
+"""The digest of an adapter that a rank does not hold."""
+UNKNOWN: Final = "?"
+"""The digest of one that has none."""
+KEPT: Final = 64
+"""Changes of an id that are remembered."""
+MAX_IDS: Final = 4096
+LONG_AGO: Final = 1000
+"""With more ids than ``MAX_IDS``, those are forgotten that are gone for so many steps."""
+
+News = dict[int, tuple[int, str]]
+"""By id: since which step (``StepWork.number``) a rank holds the adapter of which digest."""
+
+
+class HeldAdapters:
+    """What one rank holds. ``listed`` gives the objects by id. ``digest`` names one by its content,
+    and is equal for equal weights in any process; ``UNKNOWN`` if it cannot."""
+
+    def __init__(
+        self, listed: Callable[[], Mapping[int, object]], digest: Callable[[object], str]
+    ) -> None:
+        self._listed = listed
+        self._digest = digest
+        self._objects: dict[int, weakref.ref[object]] = {}
+        self._changes: dict[int, deque[tuple[int, str]]] = {}
+        self._told: News = {}
+        self._untold: set[int] = set()
+
+    def look(self, number: int) -> None:
+        """Note what is held in step ``number``. If the step computes, call it again afterwards."""
+        listed = self._listed()
+        for name, held in listed.items():
+            known = self._objects.get(name)
+            if known is None or known() is not held:
+                self._objects[name] = weakref.ref(held)
+                self._note(name, number, self._digest(held))
+        if len(self._objects) > len(listed):
+            for name in self._objects.keys() - listed.keys():
+                del self._objects[name]
+                self._note(name, number, GONE)
+            self._forget(number - LONG_AGO)
+
+    def lost(self, number: int) -> None:
+        """It cannot be told any more what is held."""
+        self._objects.clear()
+        for name in self._changes:
+            self._note(name, number, UNKNOWN)
+
+    def now(self, name: int) -> str:
+        """The digest of what is held under the id ``name``; ``GONE`` if nothing is."""
+        changes = self._changes.get(name)
+        return changes[-1][1] if changes else GONE
+
+    def computed(self, name: int, digest: str, since: int, until: int) -> bool:
+        """Whether this rank held ``digest`` under the id ``name`` in step ``since``, and nothing
+        else up to step ``until``. In between it may have been gone: then nothing was computed."""
+        before, after = GONE, set[str]()
+        for number, held in self._changes.get(name, ()):
+            if number <= since:
+                before = held
+            elif number <= until:
+                after.add(held)
+        return before == digest and after <= {digest, GONE}
+
+    def news(self) -> News:
+        """The ids of which something else is held than at the last call."""
+        if not self._untold:
+            return {}
+        news = {name: self._changes[name][-1] for name in self._untold}
+        self._untold.clear()
+        news = {name: last for name, last in news.items() if self._told.get(name) != last}
+        self._told |= news
+        return news
+
+    def _forget(self, before: int) -> None:
+        """What is gone since before step ``before``, if there is too much of it."""
+        if len(self._changes) > MAX_IDS:
+            last = {name: changes[-1] for name, changes in self._changes.items()}
+            for name, (number, digest) in last.items():
+                if digest == GONE and number < before and name not in self._untold:
+                    del self._changes[name]
+                    self._told.pop(name, None)
+
+    def _note(self, name: int, number: int, digest: str) -> None:
+        changes = self._changes.setdefault(name, deque(maxlen=KEPT))
+        if changes and changes[-1][0] == number:  # of one step the last look counts
+            changes.pop()
+        if not changes or changes[-1][1] != digest:
+            changes.append((number, digest))
+        self._untold.add(name)
