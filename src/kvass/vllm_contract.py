@@ -142,13 +142,10 @@ lora/request.py
     LoRARequest.lora_path = ''
 lora/lora_model.py
     LoRAModel.id
-    LoRAModel.loras
 lora/model_manager.py
     LoRAModelManager.list_adapters(self)
 lora/worker_manager.py
-    WorkerLoRAManager.create_lora_manager(self, model, vllm_config)
-v1/worker/lora_model_runner_mixin.py
-    LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
+    WorkerLoRAManager._adapter_manager
 v1/kv_cache_interface.py
     KVCacheConfig.num_blocks
     KVCacheConfig.kv_cache_tensors

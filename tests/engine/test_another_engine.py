@@ -19,6 +19,7 @@ from kvass.engine.boundary import Boundary
 from kvass.engine.copier import Copier
 from kvass.engine.memory import KVMemory
 from kvass.engine.planner import Planner
+from kvass.engine.protocols import Adapter
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
@@ -42,7 +43,7 @@ class Prompt:
     reads_cache: bool = True
     tenant: str = ""
     trace: str = ""
-    adapter: str | None = None
+    adapter: Adapter | None = None
 
     @property
     def known_tokens(self) -> int:

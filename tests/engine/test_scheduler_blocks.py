@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from kvass.engine import adapters
 from kvass.engine.stores import StorePlanner
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_scheduler_lora import train
@@ -32,7 +31,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def engine(daemon: Daemon, **options: Any) -> StubModelEngine:
-    options |= {"length": 4096, "blocks": 700, "batched": 1024}
+    options |= {"length": 4096, "blocks": 700, "batched": 1024, "lora": True}
     made = StubModelEngine(daemon.socket, daemon, **options)
     made.wait_connected()
     return made
@@ -45,8 +44,10 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(daemon: Daemon, adapter: Path) -> Iterator[tuple[StubModelEngine, StubModelEngine]]:
-    """``a`` stores, ``b`` only loads. The adapter is older than both."""
+    """``a`` stores, ``b`` only loads. Both have loaded the adapter."""
     both = [engine(daemon, chunk=CHUNK), engine(daemon, chunk=CHUNK, kv_role="kv_consumer")]
+    for one in both:
+        run(one, [5] * 20, lora=adapter)
     yield both[0], both[1]
     for one in both:
         one.close()
@@ -77,7 +78,7 @@ def run(one: StubModelEngine, tokens: list[int], **request: Any) -> tuple[int, l
             computed += mine
         for each, count in output.num_scheduled_tokens.items():
             one.compute(each, count)
-        one.world.finish(output, **one.ranks.run(work, bool(output.num_scheduled_tokens)))
+        one.run_ranks(output, work)
     idle(one)
     return len(tokens) - computed, list(asked.all_token_ids)
 
@@ -124,15 +125,17 @@ def test_the_comparison_sees_what_is_missing(
     assert hits(8) == (CHUNK, 288)
 
 
-def test_what_waits_for_an_adapters_files_is_stored(
-    pair: tuple[StubModelEngine, StubModelEngine], adapter: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_computed_before_its_adapter_had_a_name_is_stored(
+    pair: tuple[StubModelEngine, StubModelEngine], tmp_path: Path
 ) -> None:
-    """No step waits for them, so each look at them is answered in a later step."""
-    monkeypatch.setattr(adapters, "WAIT_S", 0.0)
+    """Ranks say what they hold after the step that loads it. A request may have ended by then."""
     a, b = pair
+    new = {"lora": train(tmp_path / "new", b"1234"), "lora_id": 2}
     forget(a)
-    run(a, [30] * 300, lora=adapter)
-    _, said = run(a, [31] * 300, lora=adapter, max_tokens=40)
+    run(a, [30] * 300, **new)
+    _, said = run(a, [31] * 300, max_tokens=40, **new)
     forget(b)
-    assert run(b, [30] * 300 + [1] * 30, lora=adapter)[0] == 288
-    assert run(b, said + [1] * 30, lora=adapter)[0] == 336
+    assert run(b, [30] * 300 + [1] * 30, **new)[0] == 0, "its first request computes"
+    forget(b)
+    assert run(b, [30] * 300 + [1] * 30, **new)[0] == 288
+    assert run(b, said + [1] * 30, **new)[0] == 336

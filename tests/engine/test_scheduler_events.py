@@ -42,7 +42,7 @@ class Engine(StubModelEngine):
     def __init__(self, daemon: Daemon, name: str, **events: Any) -> None:
         self.endpoints = [f"ipc://{Path(daemon.socket).parent}/{name}-{n}" for n in (1, 2)]
         settings = {"endpoint": self.endpoints[0], "replay_endpoint": self.endpoints[1]}
-        super().__init__(daemon.socket, daemon, kv_events={**settings, **events})
+        super().__init__(daemon.socket, daemon, kv_events={**settings, **events}, lora=True)
         self.wait_connected()
         self.router = Subscriber(*self.endpoints)
 
@@ -294,7 +294,7 @@ def test_without_kv_events_nothing_is_asked(daemon: Daemon) -> None:
 def test_lora_adapters(
     daemon: Daemon, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Digests in the daemon have a salt of the adapter's files, vLLM's hashes have not."""
+    """Digests in the daemon have a salt of the adapter's weights, vLLM's hashes have not."""
     monkeypatch.setattr(row_events, "AWAY_S", 0.3)
     adapter, a = train(tmp_path / "adapter", b"1234"), engine()
     for name in ("stores", "loads"):

@@ -1,7 +1,8 @@
-"""LoRA adapters: rows are found again by the weights that computed them, wherever these lay.
+"""LoRA adapters with vLLM's real scheduler: rows are found again by the weights that computed them.
 
-vLLM's hash has an adapter's name and path only, so every case here is one in which that is the same
-and the weights are not, or cannot be known.
+vLLM's hash has an adapter's name and path only, so every case here is one in which these are the
+same and the weights are not, or cannot be known. ``test_adapters_model.py`` plays random histories,
+``test_lora.py`` has real engines.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from kvass.connectors.vllm import adapt
-from kvass.engine import adapters, boundary, identity
-from kvass.engine.adapters import NoSalt
+from kvass.engine import adapters, boundary
 from kvass.engine.stores import RequestState
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import SchedulerHarness, make_configs
@@ -37,33 +36,36 @@ def train(folder: Path, weights: bytes) -> Path:
     return folder
 
 
-def again(file: Path) -> None:
-    """Write ``file`` as it is; file systems tell times apart that are some milliseconds apart."""
-    before = file.stat().st_ctime_ns
-    while file.stat().st_ctime_ns == before:
-        file.write_bytes(file.read_bytes())
+def step(client: FakeClient, world: SchedulerHarness) -> tuple[int, int]:
+    """One step, in which ranks copy what they do not refuse: how many loads and stores succeed."""
+    output, work = world.schedule()
+    stores = [store for store in work.stores if world.lora.may_store(store)]
+    client.commit(store.reservation for store in stores)
+    loads = [load.request for load in work.loads if world.lora.may_load(load)]
+    failed = {load.request for load in work.loads} - set(loads)
+    world.finish(output, reported=list(world.open_steps), received=loads, failed=failed)
+    return len(loads), len(stores)
 
 
-def loaded(client: FakeClient, lora: Path | None, world: SchedulerHarness | None = None) -> int:
-    """How many loads a request begins in an engine, by default a new one. It computes the rest."""
+def loaded(
+    client: FakeClient, lora: Path | None, world: SchedulerHarness | None = None, **fields: Any
+) -> int:
+    """How many loads of a request succeed in an engine, by default a new one. It computes the
+    rest."""
     world = world or SchedulerHarness(client)
-    name = f"{lora} {next(NUMBERS)}"
-    world.add(name, TOKENS, lora=lora)
+    world.add(f"{lora} {next(NUMBERS)}", TOKENS, lora=lora, **fields)
     loads = 0
     while world.scheduler.has_requests():
-        output, work = world.schedule()
-        client.commit(store.reservation for store in work.stores)
-        received = [load.request for load in work.loads]
-        world.finish(output, reported=list(world.open_steps), received=received)
-        loads += len(received)
+        loads += step(client, world)[0]
     return loads
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a thread may come late."""
+    """On a busy machine a thread may come late, and a file may be very young."""
     monkeypatch.setattr(adapters, "WAIT_S", 60.0)
     monkeypatch.setattr(adapters, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(adapters, "SETTLED_NS", 0)
 
 
 @pytest.fixture
@@ -71,60 +73,43 @@ def client() -> FakeClient:
     return FakeClient()
 
 
-def test_equal_weights_at_the_same_path_are_found_by_another_engine(
+def one_slot(client: FakeClient) -> SchedulerHarness:
+    """An engine whose ranks hold one adapter at a time, so that they read each again."""
+    world = SchedulerHarness(client)
+    world.lora.managers[0].capacity = 1
+    return world
+
+
+def test_equal_weights_are_found_by_another_engine_once_it_has_loaded_them(
     client: FakeClient, tmp_path: Path
 ) -> None:
-    one = train(tmp_path / "one", b"1234")
+    one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
     assert loaded(client, one) == 0
     rows = set(client.rows)
     assert len(rows) == 3
-    assert loaded(client, one) == 1
-    (one / "checkpoint-5").mkdir()
-    (one / "trainer_state.json").write_text("of no meaning to vLLM")
-    assert loaded(client, one) == 1
+    assert loaded(client, one, world) == 0, "it does not know yet what it will load"
+    assert world.scheduler.reset_prefix_cache()
+    assert loaded(client, one, world) == 1
+    shutil.copytree(one, tmp_path / "moved" / "one")
     shutil.rmtree(one)
     train(one, b"1234")
-    assert loaded(client, one) == 1, "its files were fetched anew"
+    assert world.scheduler.reset_prefix_cache()
+    assert loaded(client, one, world, lora_id=2) == 0
+    assert world.scheduler.reset_prefix_cache()
+    assert loaded(client, one, world, lora_id=2) == 1, "neither files nor ids are its name"
     assert client.rows == rows
 
 
-def test_files_that_did_not_change_are_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = train(tmp_path / "one", b"1234")
-    first = adapters.read(str(one))
-    digest = Mock(wraps=hashlib.file_digest)
-    monkeypatch.setattr(hashlib, "file_digest", digest)
-    assert adapters.read(str(one), first) == first
-    assert digest.call_count == 0
-    again(one / "adapter_model.safetensors")
-    second = adapters.read(str(one), first)
-    assert digest.call_count == 2
-    assert second.content == first.content
-    assert second.state != first.state
-
-
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 def test_an_adapter_trained_anew_in_the_same_folder_is_another(
-    client: FakeClient, tmp_path: Path, file: str
-) -> None:
-    one = train(tmp_path / "one", b"1234")
-    assert loaded(client, one) == 0
-    size = (one / file).stat().st_size
-    (one / file).write_bytes(b"5" * size)
-    assert loaded(client, one) == 0
-    assert len(client.rows) == 6
-    assert loaded(client, one) == 1
-
-
-def test_a_path_that_leads_elsewhere_now_is_another_adapter(
     client: FakeClient, tmp_path: Path
 ) -> None:
-    latest = tmp_path / "latest"
-    for name in ("1234", "5678"):
-        latest.unlink(missing_ok=True)
-        latest.symlink_to(train(tmp_path / name, name.encode()))
-        assert loaded(client, latest) == 0
+    one = train(tmp_path / "one", b"1234")
+    for weights in (b"1234", b"5678"):
+        train(one, weights)
+        world = SchedulerHarness(client)
+        assert loaded(client, one, world) == 0
+        assert world.scheduler.reset_prefix_cache()
+        assert loaded(client, one, world) == 1
     assert len(client.rows) == 6
 
 
@@ -138,7 +123,10 @@ def test_what_an_engine_does_to_adapters_is_part_of_their_rows(
     for dtype in (torch.float16, torch.bfloat16):
         configs = make_configs()
         configs[0].lora_config = LoRAConfig(lora_dtype=dtype)
-        assert loaded(client, one, SchedulerHarness(client, configs=configs)) == 0
+        world = SchedulerHarness(client, configs=configs)
+        loaded(client, one, world)
+        assert world.scheduler.reset_prefix_cache()
+        assert loaded(client, one, world) == 1
     assert len(client.rows) == 6
 
 
@@ -151,103 +139,138 @@ def test_requests_without_an_adapter_share_with_engines_that_have_some(
     assert loaded(client, None) == 1
 
 
+def test_an_adapter_of_any_place_is_cached(client: FakeClient) -> None:
+    """A name on the Hub, for example: what was fetched counts."""
+    world = SchedulerHarness(client)
+    for hits in (0, 1):
+        assert loaded(client, Path("some/adapter"), world) == hits
+        assert world.scheduler.reset_prefix_cache()
+    assert len(client.rows) == 3
+
+
+def test_requests_that_load_in_place_are_uncached(client: FakeClient, tmp_path: Path) -> None:
+    one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
+    for _ in range(2):
+        assert loaded(client, one, world, in_place=True) == 0
+        assert world.scheduler.reset_prefix_cache()
+    assert not client.rows
+
+
 # ---------------------------------------------------------------- under a running engine
 
 
-def test_files_that_change_under_a_running_engine_end_what_is_known_of_it(
+def test_after_other_weights_an_adapter_is_uncached_until_the_engines_cache_is_empty(
     client: FakeClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody tells whether it loaded them again, and blocks of the old ones stay in its cache."""
-    one, other = train(tmp_path / "one", b"1234"), train(tmp_path / "other", b"1234")
-    world = SchedulerHarness(client)
-    assert loaded(client, one, world) == 0
-    assert loaded(client, other, world) == 0
-    rows = set(client.rows)
+    """vLLM's own cache goes on with the blocks of the old ones."""
+    one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
+    loaded(client, one, world)
     train(one, b"5678")
-    assert world.scheduler.reset_prefix_cache()
+    world.add("in place", [1], lora=one, in_place=True, max_tokens=1)
+    world.run(client)
+    rows = set(client.rows)
     for _ in range(2):
         assert loaded(client, one, world) == 0
-    assert client.rows == rows, "weights unknown, and stored"
-    assert world.scheduler.reset_prefix_cache()
-    assert loaded(client, other, world) == 1
+    assert client.rows == rows
     said = [r.getMessage() for r in caplog.records if "LoRA" in r.getMessage()]
     assert len(said) == 1
     assert str(one) in said[0]
-    assert loaded(client, one) == 0
-    assert len(client.rows) == len(rows) + 3, "an engine started anew knows what it loads"
+    assert world.scheduler.reset_prefix_cache()
+    assert loaded(client, one, world) == 0
+    assert len(client.rows) == len(rows) + 3
+    assert world.scheduler.reset_prefix_cache()
+    assert loaded(client, one, world) == 1
 
 
-def test_what_a_request_computes_once_the_files_changed_is_not_stored(
+def test_what_a_request_computes_with_other_weights_is_not_stored(
+    client: FakeClient, tmp_path: Path
+) -> None:
+    one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
+    world.add("a", range(40), max_tokens=60, lora=one)
+    while not client.rows:
+        step(client, world)
+    train(one, b"5678")
+    world.add("b", [1], lora=one, in_place=True, max_tokens=1)
+    while world.scheduler.has_requests():
+        step(client, world)
+    assert len(client.rows) == 1
+
+
+def test_ranks_that_read_different_weights_share_with_nobody(
     client: FakeClient, tmp_path: Path
 ) -> None:
     one = train(tmp_path / "one", b"1234")
-    world = SchedulerHarness(client)
-    world.add("a", range(40), max_tokens=60, lora=one)
-    work = world.step()
-    client.commit(store.reservation for store in work.stores)
-    assert len(client.rows) == 1
-    train(one, b"5678")
-    world.run(client)
-    assert len(client.rows) == 1
+    torn, whole = (SchedulerHarness(client) for _ in range(2))
+    for world in (torn, whole):
+        world.connector._planner._adapters._ranks = 2
+        world.lora = type(world.lora)(2)
+    torn.lora.managers[1].use(torn.add("a", TOKENS, lora=train(one, b"5678")).lora_request)
+    train(one, b"1234")
+    while torn.scheduler.has_requests():
+        step(client, torn)
+    assert len(client.rows) == 3
+    for hits in (0, 1):
+        assert loaded(client, one, whole) == hits
+        assert whole.scheduler.reset_prefix_cache()
+    assert len(client.rows) == 6
 
 
-def test_without_a_look_at_its_files_an_adapter_is_uncached(
-    client: FakeClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    world = SchedulerHarness(client)
+# ---------------------------------------------------------------- adapters that are read again
+
+
+def test_adapters_that_alternate_hit(client: FakeClient, tmp_path: Path) -> None:
+    one, other = train(tmp_path / "one", b"1234"), train(tmp_path / "other", b"5678")
+    world = one_slot(client)
+    for hits in (0, 1, 1):
+        for name, lora in enumerate((one, other), 1):
+            assert loaded(client, lora, world, lora_id=name) == hits
+            assert world.scheduler.reset_prefix_cache()
+    assert len(client.rows) == 6
+
+
+def test_whose_files_changed_meanwhile_computes(client: FakeClient, tmp_path: Path) -> None:
+    one, other = train(tmp_path / "one", b"1234"), train(tmp_path / "other", b"5678")
+    world = one_slot(client)
     for _ in range(2):
-        assert loaded(client, tmp_path / "nowhere", world) == 0
-    assert not client.rows
-    assert sum("nowhere" in r.getMessage() for r in caplog.records) == 1
+        for name, lora in enumerate((one, other), 1):
+            loaded(client, lora, world, lora_id=name)
+            assert world.scheduler.reset_prefix_cache()
+    (tmp_path / "aside").mkdir()
+    one.rename(tmp_path / "aside" / "one")
+    train(one, b"1235")
+    for hits in (0, 0, 1):  # what is computed before the ranks have told is lost
+        assert loaded(client, one, world, lora_id=1) == hits
+        assert world.scheduler.reset_prefix_cache()
+    assert len(client.rows) == 9
 
 
-@pytest.mark.parametrize("link", [False, True])
-def test_an_adapter_that_changed_since_the_engine_began_is_uncached(
-    client: FakeClient, tmp_path: Path, caplog: pytest.LogCaptureFixture, link: bool
+def test_a_file_that_changed_just_now_tells_nothing(
+    client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have loaded the old files at its start, before the adapter's first request."""
+    """It may change again within the same tick of the file system's clock."""
+    monkeypatch.setattr(adapters, "SETTLED_NS", 10**15)
     one = train(tmp_path / "one", b"1234")
-    if link:
-        (tmp_path / "latest").symlink_to(one)
-    world = SchedulerHarness(client)
-    if link:
-        other = train(tmp_path / "other", b"5678")
-        (tmp_path / "latest").unlink()
-        (tmp_path / "latest").symlink_to(other)
-        one = tmp_path / "latest"
-    else:
-        again(one / "adapter_model.safetensors")
-    for _ in range(2):
-        assert loaded(client, one, world) == 0
-    assert not client.rows
-    assert sum("younger" in r.getMessage() for r in caplog.records) == 1
-    assert loaded(client, one) == 0
-    assert len(client.rows) == 3, "an engine started anew knows what it loads"
+    assert adapters.files_state(str(one)) == ""
+    world = one_slot(client)
+    for _ in range(3):
+        for name, lora in enumerate((one, tmp_path / "none"), 1):
+            assert loaded(client, lora, world, lora_id=name) == 0
+            assert world.scheduler.reset_prefix_cache()
 
 
-def test_a_path_that_changed_once_is_never_used_again(tmp_path: Path) -> None:
-    """Not even if a look was under way when it was noticed, and the first files are back."""
-    path, other = str(train(tmp_path / "P", b"1234")), train(tmp_path / "P2", b"5678")
-    known = adapters.Adapters()
-    known.new_step()
-    assert isinstance(known.salt(path, known.step), bytes)
-    first = known.step
-    (tmp_path / "P").rename(tmp_path / "first")
-    Path(other).rename(path)
-    seen = []
-    for _ in range(6):
-        known.new_step()
-        seen.append(known.salt(path, first))  # of a request that waits: a look goes on meanwhile
-        if (look := known._paths[path].look) is not None:
-            look.exception()
-    assert seen[-1] is NoSalt.NEVER
-    (tmp_path / "P").rename(other)
-    (tmp_path / "first").rename(path)
-    for _ in range(6):
-        known.new_step()
-        assert known.salt(path, known.step) is NoSalt.NEVER
-        if (look := known._paths[path].look) is not None:
-            look.exception()
+def test_everything_on_the_way_to_the_files_counts(tmp_path: Path) -> None:
+    one, other = train(tmp_path / "one", b"1234"), train(tmp_path / "other", b"1234")
+    latest = tmp_path / "latest"
+    latest.symlink_to(one)
+    seen = {adapters.files_state(str(path)) for path in (one, other, latest)}
+    latest.unlink()
+    latest.symlink_to(other)
+    seen.add(adapters.files_state(str(latest)))
+    (one / "more.json").write_text("")
+    seen.add(adapters.files_state(str(one)))
+    assert len(seen) == 5
+    with pytest.raises(OSError, match="nowhere"):
+        adapters.files_state(str(tmp_path / "nowhere"))
 
 
 # ---------------------------------------------------------------- law 9
@@ -260,15 +283,15 @@ class Slow:
         self.free = threading.Semaphore(0)
         self.looks: list[str] = []
         self.ended = queue.SimpleQueue[str]()
-        self._read, on_thread = adapters.read, boundary.on_thread
+        self._read, on_thread = adapters.files_state, boundary.on_thread
 
-        def note(name: str, call: Any, path: str, before: Any) -> Any:
-            found = on_thread(name, call, path, before)
+        def note(name: str, call: Any, path: str) -> Any:
+            found = on_thread(name, call, path)
             found.add_done_callback(lambda _: self.ended.put(path))
             return found
 
         monkeypatch.setattr(adapters, "on_thread", note)
-        monkeypatch.setattr(adapters, "read", self._slowly)
+        monkeypatch.setattr(adapters, "files_state", self._slowly)
         monkeypatch.setattr(adapters, "WAIT_S", 0.005)
 
     def answer(self) -> None:
@@ -278,10 +301,10 @@ class Slow:
         self.free.release()
         self.ended.get(timeout=60)
 
-    def _slowly(self, path: str, before: Any) -> Any:
+    def _slowly(self, path: str) -> Any:
         self.looks.append(Path(path).name)
         self.free.acquire()
-        return self._read(path, before)
+        return self._read(path)
 
 
 @pytest.fixture
@@ -293,124 +316,98 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 
 def waited(world: SchedulerHarness) -> list[float]:
     """How long each step of ``world`` waits for files, from now on."""
-    salts: Any = world.connector._planner._adapters
+    known: Any = world.connector._planner._adapters
     waits: list[float] = []
-    new_step = salts.new_step
+    new_step = known.new_step
 
-    def step() -> None:
-        waits.append(adapters.WAIT_S - salts._left_s)
-        new_step()
+    def begin(number: int) -> None:
+        waits.append(adapters.WAIT_S - known._left_s)
+        new_step(number)
 
-    salts.new_step = step
+    known.new_step = begin
     return waits
 
 
-def stored(world: SchedulerHarness, client: FakeClient, steps: int) -> int:
-    """How many chunks are stored in so many steps."""
-    before = len(client.rows)
-    for _ in range(steps):
-        client.commit(store.reservation for store in world.step().stores)
-    return len(client.rows) - before
+def alternate(client: FakeClient, folder: Path) -> tuple[SchedulerHarness, Path]:
+    """An engine, and an adapter that it held, read from files that it looked at, and holds no more.
+    All of ``TOKENS`` is stored."""
+    one, other = train(folder / "one", b"1234"), train(folder / "other", b"5678")
+    world = one_slot(client)
+    for _ in range(2):
+        for name, lora in enumerate((one, other), 1):
+            loaded(client, lora, world, lora_id=name)
+            assert world.scheduler.reset_prefix_cache()
+    return world, one
 
 
 def test_a_slow_file_system_is_served_late_and_waited_for_once(
     client: FakeClient, tmp_path: Path, slow: Slow
 ) -> None:
-    one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
+    slow.free.release(100)
+    world, one = alternate(client, tmp_path)
+    while slow.free.acquire(blocking=False):
+        pass
     waits = waited(world)
-    request = world.add("a", TOKENS, max_tokens=60, lora=one)
-    assert stored(world, client, 5) == 0
+    request = world.add("a", TOKENS, lora=one)
+    for _ in range(5):
+        assert step(client, world) == (0, 0)
     assert request.num_computed_tokens == 0, "it is asked again"
-    slow.answer()
-    assert stored(world, client, 5) == 0
-    assert request.num_computed_tokens > 100
-    slow.answer()
-    assert stored(world, client, 1) == 3
-    assert len(waits) == 11
     assert sum(wait > 0 for wait in waits) == 1, "once"
     slow.answer()
-    another = SchedulerHarness(client)
-    another.add("b", TOKENS, lora=one)
-    assert not another.step().loads
-    slow.answer()
-    assert len(another.step().loads) == 1
-
-
-def test_a_look_goes_for_what_was_there_when_it_began(
-    client: FakeClient, tmp_path: Path, slow: Slow
-) -> None:
-    one, world = train(tmp_path / "one", b"1234"), SchedulerHarness(client)
-    world.add("a", range(40), max_tokens=100, lora=one)
-    world.step()
-    slow.answer()
-    assert stored(world, client, 60) == 0, "three chunks are computed, of one it was asked"
-    slow.answer()
-    assert stored(world, client, 1) == 1
-    slow.answer()
-    assert stored(world, client, 1) == 2
+    assert step(client, world)[0] == 1
 
 
 def test_a_file_system_that_hangs_makes_requests_wait_no_longer_than_for_one_look(
     client: FakeClient, tmp_path: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    slow.free.release(100)
+    world, one = alternate(client, tmp_path)
+    while slow.free.acquire(blocking=False):
+        pass
     monkeypatch.setattr(adapters, "PATIENCE_S", 0.0)
-    one, other = train(tmp_path / "one", b"1234"), train(tmp_path / "other", b"1234")
-    world = SchedulerHarness(client)
-    waits = waited(world)
-    for lora in (one, other):
-        world.add(lora.name, TOKENS, lora=lora)
+    waits, looks = waited(world), len(slow.looks)
+    for name in "ab":
+        world.add(name, TOKENS, lora=one)
     world.run(client)
-    assert len(waits) >= 4
     assert sum(wait > 0 for wait in waits) <= 1
-    assert sorted(slow.looks) == ["one", "other"]
-    assert not client.rows
-    slow.answer()
-    slow.answer()
-    world.add("c", TOKENS, lora=one, max_tokens=60)
-    assert stored(world, client, 5) == 0
-    slow.answer()
-    assert stored(world, client, 1) == 3
+    assert slow.looks[looks:] == ["one"]
 
 
 def test_a_late_look_ends_no_lookup_that_is_waited_for(
     client: FakeClient, tmp_path: Path, slow: Slow
 ) -> None:
-    one = train(tmp_path / "one", b"1234")
     slow.free.release(100)
-    loaded(client, one)
+    world, one = alternate(client, tmp_path)
     while slow.free.acquire(blocking=False):
         pass
-    world = SchedulerHarness(client)
     world.add("a", TOKENS, lora=one)
     client.pending = 3
-    loads = stored(world, client, 1)
+    loads = step(client, world)[0]
     slow.answer()
     for _ in range(5):
-        loads += len(world.step().loads)
+        loads += step(client, world)[0]
     assert loads == 1
 
 
 def test_a_look_that_fails_in_an_unforeseen_way_is_not_the_last(
     client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, real = train(tmp_path / "one", b"1234"), adapters.read
-    look = Mock(side_effect=RuntimeError("a defect"))
-    monkeypatch.setattr(adapters, "read", look)
-    world = SchedulerHarness(client)
+    real = adapters.files_state
+    monkeypatch.setattr(adapters, "files_state", lambda path: 1 / 0)
+    world, one = alternate(client, tmp_path)
     assert loaded(client, one, world) == 0
-    assert not client.rows
-    look.side_effect = real
-    assert loaded(client, one, world) == 0
-    assert len(client.rows) == 3
-    with pytest.raises(FileNotFoundError):
-        real("~nosuchuser/adapter")
+    monkeypatch.setattr(adapters, "files_state", real)
+    for hits in (0, 1):
+        for name, lora in ((2, tmp_path / "other"), (1, one)):
+            assert world.scheduler.reset_prefix_cache()
+            assert loaded(client, lora, world, lora_id=name) == hits
 
 
 def test_without_a_daemon_no_files_are_looked_at(
     client: FakeClient, tmp_path: Path, slow: Slow
 ) -> None:
     client.connected = False
-    world = SchedulerHarness(client)
+    world = one_slot(client)
     world.add("a", TOKENS, lora=train(tmp_path / "one", b"1234"))
     world.run(client)
     assert not slow.looks
@@ -442,13 +439,6 @@ def test_salted_hashes_differ_by_hash_and_by_salt(width: int) -> None:
     assert len(found) == 5 + 4 + 4
     assert state.digests(4, b"") == (b"".join(hashes[:4]), width)
     assert state.digests(0, b"one") == (b"", 0)
-
-
-def test_an_adapter_by_its_name_on_the_hub_is_uncached(client: FakeClient) -> None:
-    with pytest.raises(identity.Indescribable, match="local folder"):
-        adapters.read("some/adapter")
-    assert loaded(client, Path("some/adapter")) == 0
-    assert not client.rows
 
 
 # ---------------------------------------------------------------- vLLM 0.30
@@ -492,7 +482,10 @@ def test_a_name_that_is_seen_with_a_second_path_is_uncached(
     assert (len(client.rows) == 3) is guarded
     said = [r.getMessage() for r in caplog.records if "for one" in r.getMessage()]
     assert len(said) == guarded
-    assert loaded(client, one, with_lora(client)) == 1, "what was stored before is right"
+    world = with_lora(client)
+    loaded(client, one, world)
+    assert world.scheduler.reset_prefix_cache()
+    assert loaded(client, one, world) == 1, "what was stored before is right"
 
 
 def test_a_salt_that_reads_as_an_adapters_name_is_uncached_and_the_adapter_too(

@@ -641,14 +641,14 @@ def test_when_blocks_are_short_nobody_waits_for_the_digest_of_an_adapter(
     client.knows_blocks = True
     world.add("gone", range(1000, 1032), max_tokens=1)
     a = world.add("a", range(80), max_tokens=20)
-    salt = StorePlanner._salt_to_store
-    pending = lambda self, *_: (NoSalt.PENDING, 0)  # noqa: E731
-    monkeypatch.setattr(StorePlanner, "_salt_to_store", pending)
+    known = StorePlanner._adapter_to_store
+    pending = lambda self, state: NoSalt.PENDING  # noqa: E731
+    monkeypatch.setattr(StorePlanner, "_adapter_to_store", pending)
     for _ in range(5):
         world.step()
     assert a.num_tokens > 82
     assert a.num_preemptions == 0
-    monkeypatch.setattr(StorePlanner, "_salt_to_store", salt)
+    monkeypatch.setattr(StorePlanner, "_adapter_to_store", known)
     world.run(client)
     assert all_free(world)
 

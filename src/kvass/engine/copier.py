@@ -28,7 +28,7 @@ import numpy as np
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.engine import tracing
 from kvass.engine.boundary import Boundary, log
-from kvass.engine.held_adapters import GONE, UNKNOWN, HeldAdapters, News
+from kvass.engine.held_adapters import HeldAdapters, News
 from kvass.engine.memory import KVMemory, open_mover
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork, Store
@@ -63,7 +63,6 @@ class Copier:
     ) -> None:
         """``held``: the LoRA adapters that this rank holds, of an engine that serves some. Raises
         UsageError for a rank outside the engine's world."""
-        self._rank = rank
         self._held = held
         self._setup = setup
         self._make_mover = make_mover or partial(open_mover, single=setup.single_copies)
@@ -185,7 +184,7 @@ class Copier:
             return {}
         self._look(self._number)
         news = self._held.news()
-        return {self._rank: news} if news else {}
+        return {self._held.rank: news} if news else {}
 
     def close(self) -> None:
         """End the copies, then the session: EOF says that nothing is written any more."""
@@ -209,17 +208,16 @@ class Copier:
 
     def _loads(self, load: Load) -> bool:
         """Whether this rank holds the adapter whose KV ``load`` brings, or will read it."""
-        if (adapter := load.adapter) is None:
-            return True
-        now = UNKNOWN if self._held is None else self._held.now(adapter.name)
-        return now == adapter.digests[self._rank] or (now == GONE and adapter.expected)
+        return load.adapter is None or (
+            self._held is not None and self._held.may_load(load.adapter)
+        )
 
     def _computed_by(self, store: Store) -> bool:
         """Whether this rank held the adapter whose name ``store`` has whenever it computed."""
-        if (adapter := store.adapter) is None:
-            return True
-        digest, steps = adapter.digests[self._rank], (store.first_step, store.computed)
-        return self._held is not None and self._held.computed(adapter.name, digest, *steps)
+        return store.adapter is None or (
+            self._held is not None
+            and self._held.computed(store.adapter, store.first_step, store.computed)
+        )
 
     # ------------------------------------------------------------ copies
 

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from kvass.engine.step_work import AdapterHeld
+
 GONE: Final = ""
 """The digest of an adapter that a rank does not hold."""
 UNKNOWN: Final = "?"
@@ -30,12 +32,16 @@ News = dict[int, tuple[int, str]]
 
 
 class HeldAdapters:
-    """What one rank holds. ``listed`` gives the objects by id. ``digest`` names one by its content,
-    and is equal for equal weights in any process; ``UNKNOWN`` if it cannot."""
+    """What rank ``rank`` holds. ``listed`` gives the objects by id. ``digest`` names one by its
+    content, and is equal for equal weights in any process; ``UNKNOWN`` if it cannot."""
 
     def __init__(
-        self, listed: Callable[[], Mapping[int, object]], digest: Callable[[object], str]
+        self,
+        rank: int,
+        listed: Callable[[], Mapping[int, object]],
+        digest: Callable[[object], str],
     ) -> None:
+        self.rank = rank
         self._listed = listed
         self._digest = digest
         self._objects: dict[int, weakref.ref[object]] = {}
@@ -63,19 +69,21 @@ class HeldAdapters:
         for name in self._changes:
             self._note(name, number, UNKNOWN)
 
-    def now(self, name: int) -> str:
-        """The digest of what is held under the id ``name``; ``GONE`` if nothing is."""
-        changes = self._changes.get(name)
-        return changes[-1][1] if changes else GONE
+    def may_load(self, adapter: AdapterHeld) -> bool:
+        """Whether KV of ``adapter`` is right for a request of its id: this rank holds it, or will
+        read it as expected."""
+        changes = self._changes.get(adapter.name)
+        now = changes[-1][1] if changes else GONE
+        return now == adapter.digests[self.rank] or (now == GONE and adapter.expected)
 
-    def computed(self, name: int, digest: str, since: int, until: int) -> bool:
-        """Whether this rank held ``digest`` under the id ``name`` in step ``since``, and nothing
-        else up to step ``until``. In between it may have been gone: then nothing was computed."""
-        before, after = GONE, set[str]()
-        for number, held in self._changes.get(name, ()):
-            if number <= since:
+    def computed(self, adapter: AdapterHeld, first: int, last: int) -> bool:
+        """Whether this rank held ``adapter`` in step ``first``, and nothing else under its id up to
+        step ``last``. In between it may have been gone: then nothing was computed."""
+        before, after, digest = GONE, set[str](), adapter.digests[self.rank]
+        for number, held in self._changes.get(adapter.name, ()):
+            if number <= first:
                 before = held
-            elif number <= until:
+            elif number <= last:
                 after.add(held)
         return before == digest and after <= {digest, GONE}
 

@@ -176,7 +176,7 @@ class HybridEngine(StubModelEngine):
                 self.found[name] = end - count
                 self.verify(request, end - count)
             self.write(request, end - count, end)
-        return self._run_ranks(output, work)
+        return self.run_ranks(output, work)
 
     def write(self, request: Any, begin: int, end: int) -> None:
         """The forward pass: the pages of all blocks that tokens ``[begin, end)`` complete, and the

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import PENDING
 from kvass.testing.daemon import Daemon
+from tests.support.vllm.lora_ranks import LoraManager
 from tests.support.vllm.scheduler import ALONE, CHUNK, SchedulerHarness, make_configs
 
 TIMEOUT_S = 120.0
@@ -45,6 +47,8 @@ class StubModelRank:
         self._pages: npt.NDArray[np.uint8] = memory.numpy().reshape(
             len(tensor.layers), caches.num_blocks, -1
         )
+        self.lora = LoraManager()
+        self.model_runner = SimpleNamespace(lora_manager=self.lora)  # ``lora.held_adapters``
         self.connector = worker_connector(config, caches)
         self.connector.register_kv_caches(
             {name: memory[i * tensor.layer_stride :] for i, name in enumerate(tensor.layers)}
@@ -160,6 +164,7 @@ class Ranks:
             "reported": report.steps if report is not None else {},
             "received": (sum_.finished_recving or set()) - failed,
             "failed": failed,
+            "adapters": report.adapters if report is not None else {},
         }
 
 
@@ -244,11 +249,14 @@ class StubModelEngine:
         output, work = self.world.schedule()
         for name, tokens in output.num_scheduled_tokens.items():
             self.compute(name, tokens)
-        return self._run_ranks(output, work)
+        return self.run_ranks(output, work)
 
-    def _run_ranks(self, output: Any, work: Any) -> Any:
+    def run_ranks(self, output: Any, work: Any) -> Any:
         """The rest of a step, after its forward pass; returns ``output``."""
         self.loads += work.loads
+        for lora in self.world.loras(output):
+            for rank in self.ranks.all:
+                rank.lora.use(lora)
         self.world.finish(output, **self.ranks.run(work, bool(output.num_scheduled_tokens)))
         if not output.num_scheduled_tokens:
             time.sleep(0.001)

@@ -19,6 +19,7 @@ import pytest
 from kvass.client.parallel import ParallelStrategy
 from kvass.vllm_contract import release
 from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.lora_ranks import LoraRanks
 from tests.support.vllm.models import Shape, build
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -52,6 +53,7 @@ def make_configs(
     model: Path | None = None,
     length: int = 1024,
     kv_events: Mapping[str, Any] | None = None,
+    lora: bool = False,
     **transfer: Any,
 ) -> tuple[Any, Any]:
     """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens.
@@ -60,11 +62,15 @@ def make_configs(
     vLLM). ``dcp`` is the decode context parallel size. ``drafts``: how many tokens ``drafter``, a
     speculative method, proposes; an "eagle" has no layers of its own here. ``model``: a folder with
     weights; without it they are dummies. ``length``: of a request, at most. ``kv_events``: fields
-    of ``KVEventsConfig``.
+    of ``KVEventsConfig``. ``lora``: the engine serves LoRA adapters.
     """
     drafting = _drafter(drafter, drafts)
     config = _engine_config(options, batched, drafting, strategy, dcp, model, length, transfer)
     config.cache_config.num_gpu_blocks = blocks
+    if lora:
+        from vllm.config.lora import LoRAConfig
+
+        config.lora_config = LoRAConfig()
     if kv_events is not None:
         from vllm.config import KVEventsConfig
 
@@ -258,6 +264,8 @@ class SchedulerHarness:
         """Whether the connector may have caught a defect, for tests that plant one."""
         self._multi = config.kv_transfer_config.kv_connector == "MultiConnector"
         self._sampling: dict[int, set[str]] = {}
+        parallel = config.parallel_config
+        self.lora = LoraRanks(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
     @classmethod
     def over(cls, scheduler: Any, hasher: Callable[[Any], list[Any]]) -> SchedulerHarness:
@@ -266,6 +274,7 @@ class SchedulerHarness:
         world._hasher, world.scheduler = hasher, scheduler
         world.connector, world.pool = scheduler.connector, scheduler.kv_cache_manager.block_pool
         world.open_steps, world.tolerant, world._multi, world._sampling = [], False, False, {}
+        world.lora = LoraRanks()
         return world
 
     def add(
@@ -277,10 +286,12 @@ class SchedulerHarness:
         salt: str | None = None,
         reads: bool = True,
         lora: Path | None = None,
+        lora_id: int = 1,
+        in_place: bool = False,
         params: dict[str, Any] | None = None,
     ) -> Any:
-        """Add a greedy request; ``lora`` is the folder of its adapter, ``params`` are vLLM's
-        ``kv_transfer_params``."""
+        """Add a greedy request; ``lora`` is the folder of its adapter, ``lora_id`` its id,
+        ``in_place`` whether to load it again; ``params`` are vLLM's ``kv_transfer_params``."""
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
@@ -296,7 +307,9 @@ class SchedulerHarness:
                 extra_args=params and {"kv_transfer_params": params},
             ),
             pooling_params=None,
-            lora_request=LoRARequest(lora.name, 1, str(lora)) if lora is not None else None,
+            lora_request=LoRARequest(lora.name, lora_id, str(lora), load_inplace=in_place)
+            if lora is not None
+            else None,
             cache_salt=salt,
             block_hasher=self._hasher,
         )
@@ -327,22 +340,27 @@ class SchedulerHarness:
         reported: Iterable[int] | Mapping[int, int] = (),
         received: Iterable[str] = (),
         failed: Iterable[str] = (),
+        adapters: Mapping[int, Any] | None = None,
     ) -> None:
         """Give the scheduler the model's answer to ``output`` (``tokens`` for each request that
         samples) and the workers' reports: steps whose stores are settled (by one rank, or by so
-        many), loads that ended or failed."""
+        many), loads that ended or failed, adapters (None: those of ``lora``)."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvass.connectors.vllm.adapt import StepReport
 
+        work = output.kv_connector_metadata
         if self._multi:
             from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as multi
 
+            (work,) = work.metadata
+        if adapters is None:
+            adapters = self.lora.compute(self.loras(output), work.number)
         names, sampling = list(output.num_scheduled_tokens), self._sampling.pop(id(output))
         steps = dict(reported) if isinstance(reported, Mapping) else dict.fromkeys(reported, 1)
         self.open_steps = [step for step in self.open_steps if step not in steps]
         ended = set(received) | set(failed)
-        report: Any = StepReport(steps) if steps else None
+        report: Any = StepReport(steps, dict(adapters)) if steps or adapters else None
         if self._multi and report is not None:
             report = multi.MultiKVConnectorWorkerMetadata(metadata=(report,))
         self.scheduler.update_from_output(
@@ -361,6 +379,11 @@ class SchedulerHarness:
                 ),
             ),
         )
+
+    def loras(self, output: Any) -> list[Any]:
+        """The adapters with which ``output`` computes."""
+        requests = (self.scheduler.requests.get(name) for name in output.num_scheduled_tokens)
+        return [one.lora_request for one in requests if one is not None and one.lora_request]
 
     def draft(self, name: str, tokens: Sequence[int]) -> None:
         """The drafter proposes ``tokens`` for the next step."""

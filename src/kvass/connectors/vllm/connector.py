@@ -83,10 +83,10 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         vllm_config: Any,
         make_mover: Callable[[KVMemory], Mover] | None = None,
     ) -> Copier:
-        held = lora.held_adapters() if self._adapters else None
+        rank = configuration.worker_rank(vllm_config)
+        held = lora.held_adapters(rank) if self._adapters else None
         if self._adapters and held is None:
             log.warning("LoRA adapters run uncached: what this worker holds cannot be read")
-        rank = configuration.worker_rank(vllm_config)
         return Copier(setup, rank, self._boundary, make_mover, held)
 
     def _run(

@@ -27,14 +27,14 @@ NAMES_IT: Final = frozenset({"id"})
 """Attributes of a ``LoRAModel`` that say how this engine calls it, not what it is."""
 
 
-def held_adapters() -> HeldAdapters | None:
-    """What this worker holds; None if its worker cannot be found. Called where it makes its
-    connector: only the frames of our callers refer to it."""
+def held_adapters(rank: int) -> HeldAdapters | None:
+    """What this worker, which is rank ``rank``, holds; None if it cannot be found. Called where it
+    makes its connector: only the frames of our callers refer to it."""
     frame = inspect.currentframe()
     while frame is not None:
         runner = getattr(frame.f_locals.get("self"), "model_runner", None)
         if hasattr(getattr(runner, "lora_manager", None), "_adapter_manager"):
-            return HeldAdapters(_listed(runner), digest)
+            return HeldAdapters(rank, _listed(runner), digest)
         frame = frame.f_back
     return None
 
