@@ -50,6 +50,7 @@ def test_a_hit_is_as_long_as_that_of_vllms_own_cache(
     request: pytest.FixtureRequest,
 ) -> None:
     inside = Counter[str]()
+    b.one([5] * 8, lora=f"{adapters}/one")  # an adapter's first request in an engine computes
     for number, pair in enumerate(draw(0, request.config.getoption("pairs"), f"{adapters}/one")):
         warm, local = run(a, b, judge, daemon, pair)
         assert (warm.local, warm.external) == (0, local.local), f"pair {number}: {pair.kind}"
@@ -64,6 +65,7 @@ def test_what_is_loaded_decides_the_logprobs(
     a: EngineProcess, b: EngineProcess, judge: Judge, daemon: Daemon, adapters: Path
 ) -> None:
     """The negative control: pages are zeroed as they are loaded."""
+    b.one([5] * 8, lora=f"{adapters}/one")
     b.disturb(Settings(spoil=True))
     wrong: set[str] = set()
     for pair in draw(1, 24, f"{adapters}/one"):

@@ -135,7 +135,7 @@ def test_nothing_of_ours_raises_into_the_worker(
     for name in ("load", "store", "results", "report"):
         monkeypatch.setattr(Copier, name, lambda *_: 1 / 0)
     answer = a.ranks.run(StepWork())
-    assert answer == {"reported": {}, "received": set(), "failed": set()}
+    assert answer == {"reported": {}, "received": set(), "failed": set(), "adapters": {}}
     assert a.rank.connector._boundary.counters.total() == 4
 
 
