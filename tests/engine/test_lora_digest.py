@@ -66,7 +66,7 @@ def _swapped(model: LoRAModel) -> None:
         _set("o.lora_b", torch.zeros(32, 4, dtype=torch.float16)),
         _set("o.something_new", 1),
         lambda model: model.loras.pop("o"),
-        lambda model: model.modules_to_save.update(head=torch.ones(2)),
+        _set("modules_to_save", {"head": torch.ones(2)}),
     ],
 )
 def test_another_adapter_has_another_name(change: Callable[[LoRAModel], object]) -> None:

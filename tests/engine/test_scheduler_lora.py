@@ -174,7 +174,7 @@ def test_after_other_weights_an_adapter_is_uncached_until_the_engines_cache_is_e
     assert client.rows == rows
     said = [r.getMessage() for r in caplog.records if "LoRA" in r.getMessage()]
     assert len(said) == 1
-    assert str(one) in said[0]
+    assert one.name in said[0]
     assert world.scheduler.reset_prefix_cache()
     assert loaded(client, one, world) == 0
     assert len(client.rows) == len(rows) + 3
@@ -477,8 +477,8 @@ def test_a_name_that_is_seen_with_a_second_path_is_uncached(
     world = with_lora(client)
     assert loaded(client, one, world) == 0
     assert len(client.rows) == 3
-    for lora in (other, one, other):
-        loaded(client, lora, world)
+    for lora, name in ((other, 2), (one, 1), (other, 2)):
+        loaded(client, lora, world, lora_id=name)
     assert (len(client.rows) == 3) is guarded
     said = [r.getMessage() for r in caplog.records if "for one" in r.getMessage()]
     assert len(said) == guarded
