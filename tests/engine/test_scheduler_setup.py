@@ -10,7 +10,7 @@ import pytest
 
 from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
-from kvass.connectors.vllm import KvassConnector, adapt, configuration
+from kvass.connectors.vllm import KvassConnector, adapt, configuration, served
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.errors import ConfigError, UsageError
 from kvass.types import GroupLayout
@@ -272,7 +272,7 @@ def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_inert_engine_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configuration, "TESTED_VLLM", frozenset())
+    monkeypatch.setattr(served, "TESTED_VLLM", frozenset())
     client, world = rig()
     request = world.add("a", range(100))
     world.run()

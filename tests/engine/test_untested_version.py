@@ -10,7 +10,9 @@ from typing import Any, Final
 
 import pytest
 
+from kvass._version import TESTED_VLLM
 from kvass.connectors.vllm import configuration
+from kvass.connectors.vllm.served import Served, judge
 from kvass.testing.daemon import Daemon
 from tests.engine.conftest import Starter, store
 from tests.support.vllm.fake_vllm import UNTESTED, fake_vllm
@@ -29,9 +31,21 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     def to(package: Path) -> None:
         monkeypatch.setattr("vllm.__version__", f"{UNTESTED}+cpu")
         monkeypatch.setattr("vllm.__file__", str(package / "__init__.py"))
-        configuration._differences.cache_clear()
 
     return to
+
+
+def test_how_a_version_is_served() -> None:
+    for version in TESTED_VLLM:
+        assert judge(version, ["whatever"]) == judge(version, (), tried=True)
+        assert (judge(version, ()).served, judge(version, ()).caches) == (Served.TESTED, True)
+    for version in (UNTESTED, f"{min(TESTED_VLLM)}+ourfork"):
+        trial, tried = judge(version, ()), judge(version, (), tried=True)
+        assert (trial.served, trial.caches) == (tried.served, False) == (Served.ON_TRIAL, False)
+        assert tried.caches
+        refused = judge(version, [f"name{n} is gone" for n in range(5)], tried=True)
+        assert (refused.served, refused.caches) == (Served.REFUSED, False)
+        assert "name0 is gone; name1 is gone; name2 is gone and 2 more" in refused.said
 
 
 def test_it_is_inert_unless_asked_for_and_as_expected(

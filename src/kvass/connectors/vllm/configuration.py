@@ -23,12 +23,12 @@ import msgspec
 import vllm
 from msgspec import Meta
 
-from kvass import vllm_contract
-from kvass._version import TESTED_VLLM, code_version
+from kvass._version import code_version
 from kvass.blend.plan import Choice, parse
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import groups, namespace, weight_files
+from kvass.connectors.vllm.served import Verdict, verdict_on
 from kvass.engine import identity, weights
 from kvass.engine.boundary import log
 from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
@@ -58,7 +58,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     """``single``: a call of the driver per run, for drivers that cannot take batches."""
     global_media_ids: bool = False
     untested_vllm: bool = False
-    """Serve a version of vLLM that is not in ``TESTED_VLLM`` if ``vllm_contract`` finds nothing."""
+    """Serve a version of vLLM that is on trial (``served.py``)."""
 
 
 def read_options(extra: Mapping[str, object]) -> Options:
@@ -96,8 +96,11 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     algorithm); returns :class:`Inert` for a model or environment that is not supported yet."""
     transfer = vllm_config.kv_transfer_config
     options = read_options(transfer.kv_connector_extra_config)
-    if reason := _untested(options):
-        return Inert(reason)
+    verdict = _verdict(options)
+    if not verdict.caches:
+        return Inert(verdict.said)
+    if verdict.said:
+        _warn_once(verdict.said)
     if not transfer.is_kv_consumer:
         raise ConfigError(f"kv_role {transfer.kv_role}: use kv_both, or kv_consumer to only read")
     _check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -202,24 +205,9 @@ def _unblended(vllm_config: Any, layouts: Sequence[GroupLayout]) -> Iterator[str
         yield "set --scheduler-cls kvass.connectors.vllm.blend.BlendScheduler"
 
 
-def _untested(options: Options) -> str:
-    """Why this version of vLLM is not served; empty if it is. Read before anything else of vLLM."""
-    version = code_version(vllm.__version__)
-    if version in TESTED_VLLM:
-        return ""
-    said = f"vLLM {version} was never tested (tested: {', '.join(sorted(TESTED_VLLM))})"
-    if differs := _differences(version):
-        more = f" and {len(differs) - 3} more; kvass doctor shows all" if differs[3:] else ""
-        return f"{said}, and it differs where kvass relies on it: {'; '.join(differs[:3])}{more}"
-    if not options.untested_vllm:
-        return f"{said}; it has all that kvass relies on: to try it, set kvass.untested_vllm"
-    _warn_once(f"{said}; it has all that kvass relies on, and kvass.untested_vllm is set: caching")
-    return ""
-
-
-@cache
-def _differences(version: str) -> list[str]:
-    return vllm_contract.differences(Path(vllm.__file__ or "").parent, version)
+def _verdict(options: Options) -> Verdict:
+    """On this process's vLLM. Asked before anything else of it is used."""
+    return verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__, options.untested_vllm)
 
 
 @cache
@@ -252,7 +240,7 @@ def wanted_layout(vllm_config: Any) -> str | None:
     takes it if nothing else decides. Raises :class:`ConfigError`."""
     options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     wanted = options.kv_layout
-    if not wanted or _untested(options):
+    if not wanted or not _verdict(options).caches:
         return None
     if wanted != "blocks":
         return wanted
