@@ -17,7 +17,6 @@ block is in use. vLLM calls it on the pool object. While a step's metadata is bu
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -29,7 +28,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.boundary import log
@@ -37,16 +40,6 @@ from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
 from kvass.types import is_tenant_name
 from kvass.vllm_contract import release
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorTransferResults,
-        KVConnectorWorkerMetadata,
-        SupportsHMA,
-    )
-    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-except ImportError:  # an older vLLM: the connector loads, logs that, and stays inert
-    KVConnectorTransferResults = KVConnectorWorkerMetadata = SupportsHMA = object
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -93,14 +86,6 @@ class StepReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: StepReport) -> StepReport:
         """Both reports in one."""
         return StepReport(dict(Counter(self.steps) + Counter(other.steps)))
-
-
-def log_as_vllm() -> None:
-    """kvass's lines go where vLLM's go and look like them, unless the process logs by itself."""
-    ours, theirs = logging.getLogger("kvass"), logging.getLogger("vllm")
-    if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
 
 
 class HashedTexts:

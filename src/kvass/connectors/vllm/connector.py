@@ -16,11 +16,12 @@ from kvass.connectors.vllm.blend_pages import Placer
 from kvass.connectors.vllm.blend_planner import BlendPlanner
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.kv_caches import read_memory
+from kvass.connectors.vllm.logs import log_as_vllm
 from kvass.connectors.vllm.stats import PromMetrics, Stats
-from kvass.engine.boundary import Boundary
+from kvass.engine.boundary import Boundary, log_off
 from kvass.engine.copier import Copier
 from kvass.engine.planner import Planner
-from kvass.engine.setup import Inert, log_naming, log_off
+from kvass.engine.setup import Inert, log_naming
 from kvass.errors import UsageError
 
 P = ParamSpec("P")
@@ -38,7 +39,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        adapt.log_as_vllm()
+        log_as_vllm()
         self.boundary = self._boundary = Boundary()
         self._setup: VllmSetup | None = None
         self._planner: Planner | None = None
