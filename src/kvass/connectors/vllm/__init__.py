@@ -1,9 +1,8 @@
-"""kvass in vLLM: the ``kv_connector_module_path`` that vLLM is given.
+"""kvass in vLLM::
 
-::
+    --kv-transfer-config '{"kv_connector": "KvassConnector", "kv_role": "kv_both"}'
 
-    --kv-transfer-config '{"kv_connector": "KvassConnector", "kv_role": "kv_both",
-        "kv_connector_module_path": "kvass.connectors.vllm"}'
+Where ``VLLM_PLUGINS`` leaves out kvass, ``kv_connector_module_path`` names this package.
 
 Importing this package imports nothing of vLLM. Who asks for ``KvassConnector`` gets the connector,
 or, where this vLLM may not run it, ``inert.py``'s.
@@ -13,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvass.connectors.vllm.plugin import register
 from kvass.connectors.vllm.served import Served, verdict_on
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def _connector() -> type:
 
     from kvass.connectors.vllm.inert import connector_off
 
+    register()
     verdict = verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__)
     if verdict.served is Served.REFUSED:
         return connector_off(verdict.said)
