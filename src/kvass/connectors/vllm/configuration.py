@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -251,15 +252,39 @@ def wanted_layout(vllm_config: Any) -> str | None:
 
 def recompute_failed_loads(vllm_config: Any) -> None:
     """Have vLLM recompute what a failed load did not bring. The scheduler reads this setting after
-    it made its connector. A MultiConnector gives us a copy of the configuration: only the frames of
-    our callers refer to the one that the scheduler reads."""
-    vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    it made its connector."""
+    failing = [c for c in _transfer_configs(vllm_config) if c.kv_load_failure_policy == "fail"]
+    for config in failing:
+        config.kv_load_failure_policy = "recompute"
+    if failing:
+        others = any(config.kv_connector == "MultiConnector" for config in failing)
+        log.log(
+            WARNING if others else INFO,
+            "kv_load_failure_policy is now recompute%s: what a load of kvass does not bring is "
+            "computed",
+            " for all connectors" if others else "",
+        )
+
+
+def _transfer_configs(vllm_config: Any) -> list[Any]:
+    """This connector's ``KVTransferConfig``, and those around it: a MultiConnector gives us a copy
+    of the configuration, and only the frames of our callers refer to that of the engine."""
+    found = [vllm_config.kv_transfer_config]
     frame = inspect.currentframe()
     while frame is not None:
         outer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
-        if outer is not None:
-            outer.kv_load_failure_policy = "recompute"
+        if outer is not None and not any(outer is one for one in found):
+            found.append(outer)
         frame = frame.f_back
+    return found
+
+
+def _that_must_fail(vllm_config: Any) -> list[str]:
+    """The connectors of a MultiConnector for which the operator wrote ``fail``. Of the engine's own
+    policy nobody can tell: it is the default."""
+    multi = [c for c in _transfer_configs(vllm_config) if c.kv_connector == "MultiConnector"]
+    children = [child for c in multi for child in c.kv_connector_extra_config["connectors"]]
+    return [c["kv_connector"] for c in children if c.get("kv_load_failure_policy") == "fail"]
 
 
 def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> int:
@@ -286,6 +311,11 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> Iterator[
         yield f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
     if parallel.nnodes_within_dp > 1:
         yield "an engine whose ranks are on several machines is not supported"
+    if names := _that_must_fail(vllm_config):
+        yield (
+            f"kv_load_failure_policy is fail for {', '.join(names)}, and vLLM has one policy for "
+            "all connectors: a failed load of kvass must be recomputed. Remove it, or set recompute"
+        )
     kind = namespace.device_kind()
     if kind in ON_REQUEST and not gpu:
         yield f"device {kind!r} was never tried; to do that set kvass.gpu (docs/gpu.md)"
