@@ -187,6 +187,7 @@ config/load.py
 config/model.py
     ModelConfig.architecture
     ModelConfig.attn_type
+    ModelConfig.dtype = 'auto'
     ModelConfig.generation_config = 'auto'
     ModelConfig.hf_config = field(init=False)
     ModelConfig.hf_text_config = field(init=False)

@@ -2,7 +2,8 @@
 
 These files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
 (what is in a namespace), ``weight_files.py`` (which files it loads), ``groups.py`` (cache groups),
-``kv_caches.py`` (pages), ``stats.py`` (its metrics), ``events.py`` (KV events) and those of blend
+``kv_caches.py`` (pages), ``tiles.py`` (what its kernels need of the CPU), ``stats.py`` (its
+metrics), ``events.py`` (KV events), ``plugin.py`` (its plug-ins), ``inert.py`` and those of blend
 (``blend*.py``). ``connector.py`` knows the hooks of the base class, ``kvass/vllm_contract.py``
 lists what all but blend use, and no other file knows vLLM. For another version change these, then
 add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the recipe).

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvass.connectors.vllm import adapt, configuration, events
+from kvass.connectors.vllm import adapt, configuration, events, tiles
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.blend_pages import Placer
 from kvass.connectors.vllm.blend_planner import BlendPlanner
@@ -240,6 +240,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def _attach(self, copier: Copier, setup: VllmSetup, kv_caches: Mapping[str, Any]) -> None:
         copier.close()  # vLLM may register a second time, with other memory
+        if not tiles.may_load(self._vllm_config.model_config.dtype):
+            return
         config = self._kv_cache_config
         copier.attach(read_memory(config, kv_caches, setup.chunk_tokens, setup.groups))
 
