@@ -82,8 +82,10 @@ test: $(READY)
 
 # What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
 SCHEDULERS := tests/test_vllm_contract.py $(wildcard tests/engine/test_scheduler_*.py) \
-  $(addprefix tests/engine/test_,ranks_scheduler.py fields.py hook_order.py adapters_model.py lora_digest.py)
-ENGINES := $(addprefix tests/engine/test_,right.py pairs.py eagle.py hybrid.py lora.py) -k "not gemma3 and not qwen3"
+  $(addprefix tests/engine/test_,ranks_scheduler.py fields.py hook_order.py plugin.py tiles.py \
+    adapters_model.py lora_digest.py)
+ENGINES := $(addprefix tests/engine/test_,right.py pairs.py eagle.py hybrid.py lora.py beside_another.py) \
+  -k "not gemma3 and not qwen3"
 VERSIONS = $(shell $(BIN)/python -c 'from kvass._version import *; import vllm._version as v; \
   print(*sorted(TESTED_VLLM - {v.version}))')
 

@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import httpx
@@ -52,24 +53,47 @@ def ask(url: str, prompt: list[int], max_tokens: int = 16) -> Reply:
 def two_servers(folder: Path, **options: Any) -> Iterator[list[str]]:
     """A daemon with ``options``, and two vLLM servers of the tiny model, both connected to it;
     their URLs."""
-    with running_daemon(folder, l1_size="256MiB", **options) as daemon:
-        flags = ENGINE | {
-            "model": model(),
-            "served_model_name": "tiny",
-            "host": "127.0.0.1",
-            "enable_prompt_tokens_details": True,
-            "kv_transfer_config": json.dumps(transfer_config(daemon.socket)),
-        }
-        command = ["vllm.entrypoints.openai.api_server", *_as_flags(flags)]
-        with _serving(folder, [command] * 2) as urls:
-            _wait_connected(daemon, 2)
-            yield urls
+    with (
+        running_daemon(folder, l1_size="256MiB", **options) as daemon,
+        servers(folder, daemon, [transfer_config(daemon.socket)] * 2) as urls,
+    ):
+        yield urls
+
+
+@contextmanager
+def servers(
+    folder: Path,
+    daemon: Daemon,
+    transfers: Sequence[dict[str, Any]],
+    more: Mapping[str, Any] = MappingProxyType({}),
+    **environment: str,
+) -> Iterator[list[str]]:
+    """vLLM servers of the tiny model, with these ``kv_transfer_config`` and ``more`` flags, all
+    connected to ``daemon``; their URLs."""
+    flags = {
+        **ENGINE,
+        "model": model(),
+        "served_model_name": "tiny",
+        "host": "127.0.0.1",
+        "enable_prompt_tokens_details": True,
+        **more,
+    }
+    commands = [
+        [
+            "vllm.entrypoints.openai.api_server",
+            *_as_flags(flags | {"kv_transfer_config": json.dumps(transfer)}),
+        ]
+        for transfer in transfers
+    ]
+    with _serving(folder, commands, **environment) as urls:
+        _wait_connected(daemon, len(transfers))
+        yield urls
 
 
 @contextmanager
 def running_proxy(folder: Path, *args: str) -> Iterator[str]:
     """``examples.proxy`` with these arguments; its URL."""
-    with _serving(folder, [["examples.proxy", *args]], "docs") as (url,):
+    with _serving(folder, [["examples.proxy", *args]], health="docs") as (url,):
         yield url
 
 
@@ -80,7 +104,7 @@ def _as_flags(options: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def _serving(
-    folder: Path, commands: Sequence[Sequence[str]], health: str = "health"
+    folder: Path, commands: Sequence[Sequence[str]], health: str = "health", **environment: str
 ) -> Iterator[list[str]]:
     """Run Python modules that serve HTTP, side by side; their URLs once all of them answer."""
     with ExitStack() as stack:
@@ -88,7 +112,8 @@ def _serving(
         for command in commands:
             port = _free_port()
             log = folder / f"{command[0]}-{port}.log"
-            stack.enter_context(_process([*command, "--port", str(port)], log))
+            command = [*command, "--port", str(port)]
+            stack.enter_context(_process(command, log, environment))
             started.append((f"http://127.0.0.1:{port}", log))
         for url, log in started:
             _wait_for(f"{url}/{health}", log)
@@ -96,14 +121,14 @@ def _serving(
 
 
 @contextmanager
-def _process(command: list[str], log: Path) -> Iterator[None]:
+def _process(command: list[str], log: Path, environment: Mapping[str, str]) -> Iterator[None]:
     """A process group, ended at the end: a vLLM server has further processes."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
             stdout=file,
             stderr=file,
-            env={**ENVIRONMENT, **os.environ},
+            env={**ENVIRONMENT, **os.environ, **environment},
             start_new_session=True,
         )
     try:

@@ -49,7 +49,6 @@ def transfer_config(socket: str, **options: Any) -> dict[str, Any]:
     """vLLM's ``kv_transfer_config``; ``options`` are the connector's without their ``kvass.``."""
     return {
         "kv_connector": "KvassConnector",
-        "kv_connector_module_path": "kvass.connectors.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"kvass.socket": socket}
         | {f"kvass.{name}": value for name, value in options.items()},

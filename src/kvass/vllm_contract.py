@@ -62,6 +62,8 @@ per_engine_labelvalues)
     KVConnectorWorkerMetadata.aggregate(self, other)
     SupportsHMA.abstract request_finished_all_groups
     SupportsHMA.request_finished_all_groups(self, request, block_ids)
+distributed/kv_transfer/kv_connector/factory.py
+    KVConnectorFactory.register_connector(cls, name, module_path, class_name)
 distributed/kv_transfer/kv_connector/v1/metrics.py
     KVConnectorStats.data = field(default_factory=dict)
     KVConnectorStats.reset(self)
@@ -193,6 +195,7 @@ config/load.py
 config/model.py
     ModelConfig.architecture
     ModelConfig.attn_type
+    ModelConfig.dtype = 'auto'
     ModelConfig.generation_config = 'auto'
     ModelConfig.hf_config = field(init=False)
     ModelConfig.hf_text_config = field(init=False)

@@ -140,7 +140,7 @@ def test_where_a_configuration_lay_is_no_part_of_it() -> None:
 
 
 ELSEWHERE = """
-from kvass.connectors.vllm import adapt, configuration, groups
+from kvass.connectors.vllm import configuration, groups, logs
 from kvass.engine.boundary import log
 from tests.support.vllm.scheduler import make_configs
 config, caches = make_configs()
@@ -149,7 +149,7 @@ import vllm.logger
 if hasattr(vllm.logger, "configure_logging"):  # 0.30 does it when it is imported
     from vllm.config.logging import LoggingConfig
     vllm.logger.configure_logging(LoggingConfig())
-adapt.log_as_vllm()
+logs.log_as_vllm()
 log.info("all is well")
 print(sorted((ours | groups.page_formats(caches)).items()))
 """

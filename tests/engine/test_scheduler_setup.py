@@ -10,7 +10,7 @@ import pytest
 
 from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
-from kvass.connectors.vllm import KvassConnector, adapt, configuration
+from kvass.connectors.vllm import KvassConnector, adapt, configuration, served
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.errors import ConfigError, UsageError
 from kvass.types import GroupLayout
@@ -272,7 +272,7 @@ def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_inert_engine_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configuration, "TESTED_VLLM", frozenset())
+    monkeypatch.setattr(served, "TESTED_VLLM", frozenset())
     client, world = rig()
     request = world.add("a", range(100))
     world.run()
@@ -281,10 +281,14 @@ def test_an_inert_engine_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.scheduler.reset_prefix_cache(reset_connector=True)
 
 
-def test_inside_a_multiconnector_failed_loads_are_recomputed_too() -> None:
+def test_inside_a_multiconnector_failed_loads_are_recomputed_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     client = FakeClient()
     world = SchedulerHarness(client, configs=make_multi_configs(FIXED))
     assert world.scheduler.recompute_kv_load_failures
+    (said,) = [r.getMessage() for r in caplog.records if "failure_policy" in r.getMessage()]
+    assert "now recompute for all connectors" in said
     assert world.scheduler.requires_kv_delivery is False
     world.add("a", range(100), max_tokens=1)
     world.run(client)
@@ -298,6 +302,25 @@ def test_inside_a_multiconnector_failed_loads_are_recomputed_too() -> None:
     world.finish(output)
     world.run(client)
     assert request.num_tokens == 104
+
+
+def test_a_connector_that_must_fail_turns_kvass_off(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM has one policy for all connectors. Which one the engine's is, nobody can tell."""
+    config, caches = make_multi_configs(FIXED)
+    (ours,) = config.kv_transfer_config.kv_connector_extra_config["connectors"]
+    ours["kv_load_failure_policy"] = "fail"
+    client = FakeClient()
+    world = SchedulerHarness(client, configs=(config, caches))
+    assert not world.scheduler.recompute_kv_load_failures
+    world.add("a", range(100))
+    world.run()
+    assert client.steps == 0
+    (line,) = [r.getMessage() for r in caplog.records if "kvass is off" in r.getMessage()]
+    assert "fail for KvassConnector" in line
+    assert "set recompute" in line
+    ours["kv_load_failure_policy"] = "recompute"
+    world = SchedulerHarness(client, configs=(config, caches))
+    assert world.scheduler.recompute_kv_load_failures
 
 
 # ---------------------------------------------------------------- memory

@@ -3,22 +3,50 @@ interfaces are as expected, it may be tried."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from examples.tiny import transfer_config
+from kvass._version import TESTED_VLLM
+from kvass.connectors import vllm as vllm_connector
 from kvass.connectors.vllm import configuration
+from kvass.connectors.vllm.inert import Off, connector_off
+from kvass.connectors.vllm.served import Served, judge
 from kvass.testing.daemon import Daemon
 from tests.engine.conftest import Starter, store
-from tests.support.vllm.fake_vllm import UNTESTED, fake_vllm
-from tests.support.vllm.scheduler import inert_reason, make_configs, read_setup
+from tests.support.vllm.fake_vllm import UNTESTED, fake_vllm, move
+from tests.support.vllm.scheduler import (
+    inert_reason,
+    make_configs,
+    make_multi_configs,
+    read_setup,
+    rig,
+)
 
 POOL = "v1/core/block_pool.py"
+BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
+SCHEDULER = "v1/core/sched/scheduler.py"
+GONE = "distributed/kv_transfer/kv_connector/v1/metrics.py"
+WIDER, MORE = (
+    "num_computed_tokens: int,\n        depth: int,\n",
+    "request, block_aligned_local, 1\n",
+)
+NOVELTY = "    @abstractmethod\n    def novelty(self, request, number): ...\n\n"
+BREAKING = [
+    (BASE, "num_computed_tokens: int,\n", WIDER),
+    (SCHEDULER, "request, block_aligned_local\n", MORE),
+    (BASE, "    def on_new_request(", f"{NOVELTY}    def on_new_request("),
+    (SCHEDULER, "self.connector.on_new_request(request)", "self.connector.novelty(request, 1)"),
+]
+"""A hook that is given more, and a hook that every connector must have."""
 CHANGED = (POOL, "def touch(self, blocks:", "def touch(self, *, blocks_of=0, blocks:")
-HARMLESS = ("def touch(self, blocks: Sequence[KVCacheBlock])", "def touch(self, blocks, more=0)")
 TRY: Final[dict[str, object]] = {"kvass.untested_vllm": True}
 
 
@@ -29,9 +57,21 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     def to(package: Path) -> None:
         monkeypatch.setattr("vllm.__version__", f"{UNTESTED}+cpu")
         monkeypatch.setattr("vllm.__file__", str(package / "__init__.py"))
-        configuration._differences.cache_clear()
 
     return to
+
+
+def test_how_a_version_is_served() -> None:
+    for version in TESTED_VLLM:
+        assert judge(version, ["whatever"]) == judge(version, (), tried=True)
+        assert (judge(version, ()).served, judge(version, ()).caches) == (Served.TESTED, True)
+    for version in (UNTESTED, f"{min(TESTED_VLLM)}+ourfork"):
+        trial, tried = judge(version, ()), judge(version, (), tried=True)
+        assert (trial.served, trial.caches) == (tried.served, False) == (Served.ON_TRIAL, False)
+        assert tried.caches
+        refused = judge(version, [f"name{n} is gone" for n in range(5)], tried=True)
+        assert (refused.served, refused.caches) == (Served.REFUSED, False)
+        assert "name0 is gone; name1 is gone; name2 is gone and 2 more" in refused.said
 
 
 def test_it_is_inert_unless_asked_for_and_as_expected(
@@ -57,16 +97,74 @@ def test_it_is_inert_unless_asked_for_and_as_expected(
     assert inert_reason(*make_configs(TRY)).endswith("more; kvass doctor shows all")
 
 
+def run_uncached(configs: Any = None) -> type:
+    """A request in vLLM's real scheduler; the connector's class."""
+    client, world = rig(configs=configs or make_configs())
+    request = world.add("a", range(100))
+    while world.scheduler.has_requests():
+        world.step()
+    assert request.num_tokens == 104
+    assert client.steps == 0
+    assert world.scheduler.requires_kv_delivery is False
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    connector: type = type(world.connector)
+    return connector
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Which class vLLM gets is decided anew."""
+    vllm_connector._connector.cache_clear()
+    yield
+    vllm_connector._connector.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("inside", ["alone", "MultiConnector"])
+def test_where_it_differs_nothing_of_the_connector_runs(
+    pretend: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture, inside: str
+) -> None:
+    pretend(fake_vllm(tmp_path, CHANGED))
+    run_uncached(make_multi_configs(TRY) if inside == "MultiConnector" else make_configs(TRY))
+    assert issubclass(vllm_connector.KvassConnector, Off)
+    (line,) = [r.getMessage() for r in caplog.records if "kvass is off" in r.getMessage()]
+    assert "BlockPool.touch(self, *, blocks_of=0, blocks)" in line
+
+
+@pytest.mark.usefixtures("fresh")
+def test_an_import_that_fails_turns_it_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvass.connectors.vllm.connector", None)
+    assert issubclass(run_uncached(), Off)
+    (line,) = [r for r in caplog.records if "kvass is off" in r.getMessage()]
+    assert "ModuleNotFoundError: import of kvass.connectors.vllm.connector" in line.getMessage()
+    assert line.levelno == logging.ERROR
+
+
+def test_of_the_workers_the_first_one_says_it(caplog: pytest.LogCaptureFixture) -> None:
+    for rank in (0, 1):
+        config, caches = make_configs()
+        config.parallel_config.rank = rank
+        connector_off("its reason")(config, KVConnectorRole.WORKER, kv_cache_config=caches)
+    (line,) = [r for r in caplog.records if "kvass is off" in r.getMessage()]
+    assert line.getMessage().endswith("its reason")
+    assert line.levelno == logging.WARNING
+
+
 @pytest.mark.engine
 def test_real_engines(daemon: Daemon, start: Starter, tmp_path: Path) -> None:
-    def engine(name: str, *changes: tuple[str, str, str], **fields: Any) -> Any:
-        fake_vllm(tmp_path / name, *changes)
-        path = os.pathsep.join([str(tmp_path / name), os.environ["PYTHONPATH"]])
-        socket = Path(daemon.socket)
-        return start(name, socket=socket, environment={"PYTHONPATH": path}, **fields)
+    """One that may be tried; one in which a module that we import is gone, a hook is given more,
+    and there is a hook that every connector must have."""
 
-    tried = engine("untested", options=TRY)
-    other = engine("changed", (POOL, *HARMLESS), options=TRY)
+    def engine(name: str, **fields: Any) -> Any:
+        path = os.pathsep.join([str(tmp_path / name), os.environ["PYTHONPATH"]])
+        return start(name, environment={"PYTHONPATH": path}, **fields)
+
+    fake_vllm(tmp_path / "untested")
+    move(fake_vllm(tmp_path / "changed", *BREAKING), GONE, GONE.replace("metrics", "figures"))
+    tried = engine("untested", socket=Path(daemon.socket), options=TRY)
+    other = engine("changed", transfer=transfer_config(daemon.socket, untested_vllm=True))
     tokens = [7 + number % 50 for number in range(600)]
     first = store(tried.wait_ready(), tokens, 8)
     warm = tried.one(tokens, 8)
@@ -78,4 +176,6 @@ def test_real_engines(daemon: Daemon, start: Starter, tmp_path: Path) -> None:
     lines = [line for line in other._log.read_text().splitlines() if "kvass" in line.lower()]
     said = [line for line in lines if "runs uncached" in line]
     assert len(said) == 1, lines
-    assert "BlockPool.touch(self, blocks, more=0) in v1/core/block_pool.py was" in said[0]
+    assert "KVConnectorBase_V1.abstract build_connector_meta" in said[0]
+    assert "novelty" in said[0]
+    assert "get_num_new_matched_tokens(self, request, num_computed_tokens, depth)" in said[0]

@@ -46,6 +46,14 @@ class Boundary:
             log.warning(text, *args)
 
 
+def log_off(reason: object, scheduler: bool) -> None:
+    """One line: an error for the engine, or a warning for a worker, which may know more."""
+    if scheduler:
+        log.error("kvass is off, the engine runs uncached: %s", reason)
+    else:
+        log.warning("kvass is off in this worker: %s", reason)
+
+
 def on_thread(name: str, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
     """What ``call(...)`` returns or raises, on a thread of this name that does not keep the process
     from ending. Cancel it to hear no more."""

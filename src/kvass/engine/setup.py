@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Final
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.engine.boundary import log
+from kvass.engine.boundary import log, log_off
 from kvass.errors import ConfigError
 from kvass.messages import Register
 from kvass.types import GroupLayout, RankLayout
@@ -97,14 +97,6 @@ def choose_chunk_tokens(wanted: int, unit: int, has_states: bool) -> int:
         )
     least = unit if has_states else MIN_CHUNK_TOKENS
     return wanted or unit * -(-least // unit)
-
-
-def log_off(reason: object, scheduler: bool) -> None:
-    """One line: an error for the engine, or a warning for a worker, which may know more."""
-    if scheduler:
-        log.error("kvass is off, the engine runs uncached: %s", reason)
-    else:
-        log.warning("kvass is off in this worker: %s", reason)
 
 
 def log_naming(weights: Future[str], scheduler: bool) -> None:

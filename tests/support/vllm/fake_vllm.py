@@ -42,6 +42,18 @@ def fake_vllm(folder: Path, *changes: tuple[str, str, str], version: str = UNTES
     return package
 
 
+def move(package: Path, file: str, to: str) -> None:
+    """Give a file of a fake package another name: what imports it there finds it."""
+    old, new = (".".join(("vllm", *Path(one).with_suffix("").parts)) for one in (file, to))
+    (package / to).write_text((package / file).read_text())
+    _unlink(package, Path(file))
+    for source in installed().rglob("*.py"):
+        inner = source.relative_to(installed())
+        if (package / inner).exists() and old in (text := (package / inner).read_text()):
+            _unlink(package, inner)
+            (package / inner).write_text(text.replace(old, new))
+
+
 def _unlink(package: Path, file: Path) -> None:
     """Make the folders on the way to ``file`` real ones, of links, and take the file away."""
     for inner in [*reversed(file.parents)][1:]:

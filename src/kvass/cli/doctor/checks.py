@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
-from kvass._version import TESTED_VLLM, __version__, code_version
+from kvass._version import __version__, code_version
 from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
 from kvass.cli.report import size as in_units
 from kvass.client.health import troubles
+from kvass.connectors.vllm.served import TESTED, Served, judge
 from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
@@ -294,19 +295,20 @@ def vllm(m: Machine) -> Finding:
         return note("not installed in this environment", "other environments' engines", do=do)
     theirs = m.packages[package]
     found = f"{package} {theirs}, torch {m.packages.get('torch', 'unknown')}"
-    tested = code_version(theirs) in TESTED_VLLM
     differs = [] if m.vllm is None else differences(m.vllm, theirs)
-    found += "" if tested else ": never tested"
+    served = judge(code_version(theirs), differs).served
+    found += "" if served is Served.TESTED else ": never tested"
     if m.vllm is not None:
         found += f"; {'; '.join(differs) or 'all that the connector relies on is there'}"
-    if tested and not differs:
-        return ok(found, "KvassConnector (docs/vllm.md)")
-    do = f"vLLM {', '.join(sorted(TESTED_VLLM))}"
-    if tested:
-        return warning(found, "KvassConnector", "errors or misses: somebody changed this vLLM", do)
+    if served is Served.TESTED:
+        if not differs:
+            return ok(found, "KvassConnector (docs/vllm.md)")
+        cost = "errors or misses: somebody changed this vLLM"
+        return warning(found, "KvassConnector", cost, f"vLLM {TESTED}")
     used, cost = "no cache: the connector says so in one line", "its engines run uncached"
-    do += "" if differs else "; or try it: set kvass.untested_vllm (docs/vllm.md)"
-    return warning(found, used, cost, do)
+    on_trial = served is Served.ON_TRIAL
+    do = "; or try it: set kvass.untested_vllm (docs/vllm.md)" if on_trial else ""
+    return warning(found, used, cost, f"vLLM {TESTED}{do}")
 
 
 def _extra(name: str, packages: tuple[str, ...], schemes: str, m: Machine) -> Finding:

@@ -2,7 +2,8 @@
 
 These files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
 (what is in a namespace), ``weight_files.py`` (which files it loads), ``groups.py`` (cache groups),
-``kv_caches.py`` (pages), ``stats.py`` (its metrics), ``events.py`` (KV events) and those of blend
+``kv_caches.py`` (pages), ``tiles.py`` (what its kernels need of the CPU), ``stats.py`` (its
+metrics), ``events.py`` (KV events), ``plugin.py`` (its plug-ins), ``inert.py`` and those of blend
 (``blend*.py``). ``connector.py`` knows the hooks of the base class, ``kvass/vllm_contract.py``
 lists what all but blend use, and no other file knows vLLM. For another version change these, then
 add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the recipe).
@@ -17,7 +18,6 @@ block is in use. vLLM calls it on the pool object. While a step's metadata is bu
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -29,7 +29,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.boundary import log
@@ -39,16 +43,6 @@ from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
 from kvass.types import is_tenant_name
 from kvass.vllm_contract import release
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorTransferResults,
-        KVConnectorWorkerMetadata,
-        SupportsHMA,
-    )
-    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-except ImportError:  # an older vLLM: the connector loads, logs that, and stays inert
-    KVConnectorTransferResults = KVConnectorWorkerMetadata = SupportsHMA = object
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -98,14 +92,6 @@ class StepReport(KVConnectorWorkerMetadata):
         """Both reports in one."""
         steps = dict(Counter(self.steps) + Counter(other.steps))
         return StepReport(steps, self.adapters | other.adapters)
-
-
-def log_as_vllm() -> None:
-    """kvass's lines go where vLLM's go and look like them, unless the process logs by itself."""
-    ours, theirs = logging.getLogger("kvass"), logging.getLogger("vllm")
-    if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
 
 
 class HashedTexts:

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -23,12 +24,12 @@ import msgspec
 import vllm
 from msgspec import Meta
 
-from kvass import vllm_contract
-from kvass._version import TESTED_VLLM, code_version
+from kvass._version import code_version
 from kvass.blend.plan import Choice, parse
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import default_socket
 from kvass.connectors.vllm import groups, namespace, weight_files
+from kvass.connectors.vllm.served import Verdict, verdict_on
 from kvass.engine import identity, weights
 from kvass.engine.boundary import log
 from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
@@ -58,7 +59,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     """``single``: a call of the driver per run, for drivers that cannot take batches."""
     global_media_ids: bool = False
     untested_vllm: bool = False
-    """Serve a version of vLLM that is not in ``TESTED_VLLM`` if ``vllm_contract`` finds nothing."""
+    """Serve a version of vLLM that is on trial (``served.py``)."""
 
 
 def read_options(extra: Mapping[str, object]) -> Options:
@@ -96,8 +97,11 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     algorithm); returns :class:`Inert` for a model or environment that is not supported yet."""
     transfer = vllm_config.kv_transfer_config
     options = read_options(transfer.kv_connector_extra_config)
-    if reason := _untested(options):
-        return Inert(reason)
+    verdict = _verdict(options)
+    if not verdict.caches:
+        return Inert(verdict.said)
+    if verdict.said:
+        _warn_once(verdict.said)
     if not transfer.is_kv_consumer:
         raise ConfigError(f"kv_role {transfer.kv_role}: use kv_both, or kv_consumer to only read")
     _check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -202,24 +206,9 @@ def _unblended(vllm_config: Any, layouts: Sequence[GroupLayout]) -> Iterator[str
         yield "set --scheduler-cls kvass.connectors.vllm.blend.BlendScheduler"
 
 
-def _untested(options: Options) -> str:
-    """Why this version of vLLM is not served; empty if it is. Read before anything else of vLLM."""
-    version = code_version(vllm.__version__)
-    if version in TESTED_VLLM:
-        return ""
-    said = f"vLLM {version} was never tested (tested: {', '.join(sorted(TESTED_VLLM))})"
-    if differs := _differences(version):
-        more = f" and {len(differs) - 3} more; kvass doctor shows all" if differs[3:] else ""
-        return f"{said}, and it differs where kvass relies on it: {'; '.join(differs[:3])}{more}"
-    if not options.untested_vllm:
-        return f"{said}; it has all that kvass relies on: to try it, set kvass.untested_vllm"
-    _warn_once(f"{said}; it has all that kvass relies on, and kvass.untested_vllm is set: caching")
-    return ""
-
-
-@cache
-def _differences(version: str) -> list[str]:
-    return vllm_contract.differences(Path(vllm.__file__ or "").parent, version)
+def _verdict(options: Options) -> Verdict:
+    """On this process's vLLM. Asked before anything else of it is used."""
+    return verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__, options.untested_vllm)
 
 
 @cache
@@ -252,7 +241,7 @@ def wanted_layout(vllm_config: Any) -> str | None:
     takes it if nothing else decides. Raises :class:`ConfigError`."""
     options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     wanted = options.kv_layout
-    if not wanted or _untested(options):
+    if not wanted or not _verdict(options).caches:
         return None
     if wanted != "blocks":
         return wanted
@@ -263,15 +252,39 @@ def wanted_layout(vllm_config: Any) -> str | None:
 
 def recompute_failed_loads(vllm_config: Any) -> None:
     """Have vLLM recompute what a failed load did not bring. The scheduler reads this setting after
-    it made its connector. A MultiConnector gives us a copy of the configuration: only the frames of
-    our callers refer to the one that the scheduler reads."""
-    vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    it made its connector."""
+    failing = [c for c in _transfer_configs(vllm_config) if c.kv_load_failure_policy == "fail"]
+    for config in failing:
+        config.kv_load_failure_policy = "recompute"
+    if failing:
+        others = any(config.kv_connector == "MultiConnector" for config in failing)
+        log.log(
+            WARNING if others else INFO,
+            "kv_load_failure_policy is now recompute%s: what a load of kvass does not bring is "
+            "computed",
+            " for all connectors" if others else "",
+        )
+
+
+def _transfer_configs(vllm_config: Any) -> list[Any]:
+    """This connector's ``KVTransferConfig``, and those around it: a MultiConnector gives us a copy
+    of the configuration, and only the frames of our callers refer to that of the engine."""
+    found = [vllm_config.kv_transfer_config]
     frame = inspect.currentframe()
     while frame is not None:
         outer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
-        if outer is not None:
-            outer.kv_load_failure_policy = "recompute"
+        if outer is not None and not any(outer is one for one in found):
+            found.append(outer)
         frame = frame.f_back
+    return found
+
+
+def _that_must_fail(vllm_config: Any) -> list[str]:
+    """The connectors of a MultiConnector for which the operator wrote ``fail``. Of the engine's own
+    policy nobody can tell: it is the default."""
+    multi = [c for c in _transfer_configs(vllm_config) if c.kv_connector == "MultiConnector"]
+    children = [child for c in multi for child in c.kv_connector_extra_config["connectors"]]
+    return [c["kv_connector"] for c in children if c.get("kv_load_failure_policy") == "fail"]
 
 
 def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> int:
@@ -298,6 +311,11 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> Iterator[
         yield f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
     if parallel.nnodes_within_dp > 1:
         yield "an engine whose ranks are on several machines is not supported"
+    if names := _that_must_fail(vllm_config):
+        yield (
+            f"kv_load_failure_policy is fail for {', '.join(names)}, and vLLM has one policy for "
+            "all connectors: a failed load of kvass must be recomputed. Remove it, or set recompute"
+        )
     kind = namespace.device_kind()
     if kind in ON_REQUEST and not gpu:
         yield f"device {kind!r} was never tried; to do that set kvass.gpu (docs/gpu.md)"

@@ -10,18 +10,19 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvass.connectors.vllm import adapt, configuration, events, lora
+from kvass.connectors.vllm import adapt, configuration, events, lora, tiles
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.blend_pages import Placer
 from kvass.connectors.vllm.blend_planner import BlendPlanner
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.kv_caches import read_memory
+from kvass.connectors.vllm.logs import log_as_vllm
 from kvass.connectors.vllm.stats import PromMetrics, Stats
-from kvass.engine.boundary import Boundary, log
+from kvass.engine.boundary import Boundary, log, log_off
 from kvass.engine.copier import Copier
 from kvass.engine.memory import KVMemory
 from kvass.engine.planner import Planner
-from kvass.engine.setup import Inert, log_naming, log_off
+from kvass.engine.setup import Inert, log_naming
 from kvass.errors import UsageError
 from kvass.transfer.base import Mover
 
@@ -40,7 +41,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        adapt.log_as_vllm()
+        log_as_vllm()
         self.boundary = self._boundary = Boundary()
         self._setup: VllmSetup | None = None
         self._planner: Planner | None = None
@@ -253,6 +254,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def _attach(self, copier: Copier, setup: VllmSetup, kv_caches: Mapping[str, Any]) -> None:
         copier.close()  # vLLM may register a second time, with other memory
+        if not tiles.may_load(self._vllm_config.model_config.dtype):
+            return
         config = self._kv_cache_config
         copier.attach(read_memory(config, kv_caches, setup.chunk_tokens, setup.groups))
 
