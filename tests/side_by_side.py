@@ -16,7 +16,9 @@ from typing import Any, Final
 
 SHARING: Final = tuple(
     f"tests/engine/test_{name}.py"
-    for name in ("engines_come_and_go", "never_in_the_way", "pairs", "ranks", "right", "tiers")
+    for name in (
+        *("engines_come_and_go", "lora", "never_in_the_way", "pairs", "ranks", "right", "tiers"),
+    )
 )
 """These share the engines of ``tests/engine/conftest.py``, so they are one group."""
 
