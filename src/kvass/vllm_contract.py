@@ -199,12 +199,14 @@ config/model.py
     ModelConfig.seed = 0
 config/parallel.py
     ParallelConfig.cp_kv_cache_interleave_size = 1
+    ParallelConfig.data_parallel_size_local = 1
     ParallelConfig.decode_context_parallel_size = 1
     ParallelConfig.nnodes_within_dp
     ParallelConfig.pipeline_parallel_size = 1
     ParallelConfig.prefill_context_parallel_size = 1
     ParallelConfig.rank = 0
     ParallelConfig.tensor_parallel_size = 1
+    ParallelConfig.world_size
 config/pooler.py
     PoolerConfig.seq_pooling_type = None
     PoolerConfig.tok_pooling_type = None

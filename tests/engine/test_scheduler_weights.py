@@ -43,9 +43,9 @@ COMMIT = "0123456789" * 4
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache folder of the test's own, in an engine that starts when all its files are there."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".kvass"))
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own, in which an engine starts when all its files are there."""
+    monkeypatch.setattr(weights, "_digest_of", {})
     monkeypatch.setattr(weights, "started_ns", lambda: time.time_ns() + 10**9)
 
 
@@ -250,7 +250,6 @@ def test_files_written_while_they_are_read_have_no_name(
     monkeypatch.setattr(weights, "_compute", compute)
     with pytest.raises(Indescribable, match="changed since"):
         name(tmp_path)
-    assert not any(file.stat().st_size for file in entries(tmp_path)), "nothing is remembered"
 
 
 def test_when_a_process_started() -> None:
@@ -261,25 +260,17 @@ def test_when_a_process_started() -> None:
     assert fresh["started_ns"]() / 1e9 == pytest.approx(began_s + 0.1, abs=0.05)
 
 
-# ---------------------------------------------------------------- remembered digests
+# ---------------------------------------------------------------- who computes digests
 
 
-def entries(tmp_path: Path) -> list[Path]:
-    return list((tmp_path / ".kvass/kvass/weights").glob("*"))
-
-
-def test_a_digest_is_computed_once(tmp_path: Path, computed: list[str]) -> None:
+def test_a_process_computes_a_digest_once(tmp_path: Path, computed: list[str]) -> None:
+    """An engine's scheduler and its worker may be in one process, and name the same files."""
     first = name(write(tmp_path / "model"))
     assert sorted(computed) == sorted(Path(file).name for file in COUNTING)
     computed.clear()
     assert name(tmp_path / "model") == first
     assert computed == []
-    for entry in entries(tmp_path):
-        entry.write_text("not a digest")
-    assert name(tmp_path / "model") == first
-    assert len(computed) == len(COUNTING)
     file = tmp_path / "model" / "model-1.safetensors"
-    computed.clear()
     write_later(file, b"4321", file.stat().st_ctime_ns)
     assert name(tmp_path / "model") != first
     assert computed == [file.name]
@@ -301,30 +292,65 @@ def test_who_needs_a_digest_that_is_being_computed_waits_for_it(
         first = threads.submit(weights._sha256, file)
         assert begun.wait(30)
         second = threads.submit(weights._sha256, file)
-        time.sleep(0.05)  # it finds the entry locked; if it comes later it finds the digest
+        time.sleep(0.05)  # it finds that somebody computes; if it comes later it finds the digest
         go.set()
         assert first.result(30) == second.result(30) == hashlib.sha256(b"1234").hexdigest()
     assert computed == [file.name]
 
 
-@pytest.mark.parametrize("where", ["/proc/none", "relative", "/dev/null/below"])
-def test_without_a_cache_folder_each_process_computes(
-    where: str, tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
+def test_no_file_in_the_users_cache_folder_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remembered = name(write(tmp_path / "model"))
-    monkeypatch.setenv("XDG_CACHE_HOME", where)
-    monkeypatch.chdir(tmp_path)
-    computed.clear()
-    assert name(tmp_path / "model") == remembered == name(tmp_path / "model")
-    assert len(computed) == 2 * len(COUNTING)
+    """Others may write there: what a digest is of would be their word."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = write(tmp_path / "model")
+    for file in model.rglob("*.*"):
+        entry = hashlib.sha256(repr(weights._key(file.stat())).encode()).hexdigest()
+        write(tmp_path / "cache/kvass/weights", {entry: b"0" * 64})
+    assert name(model) == name(write(tmp_path / "copy"))
 
 
-def test_where_times_are_whole_seconds_nothing_is_remembered(tmp_path: Path) -> None:
-    fields = {"st_dev": 1, "st_ino": 2, "st_size": 3, "st_mtime_ns": 4}
-    whole: Any = SimpleNamespace(**fields, st_ctime_ns=5_000_000_000)
-    with pytest.raises(OSError, match="not cached"):
-        weights._cache_file(whole)
-    assert entries(tmp_path) == []
+def test_threads_share_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, both = weights._compute, threading.Barrier(2, timeout=30)
+    files = {"a.safetensors": b"12", "b.safetensors": b"3"}
+
+    def compute(file: Path) -> str:
+        both.wait()  # with one thread nobody else would come
+        return real(file)
+
+    one_by_one = name(write(tmp_path / "one", files))
+    monkeypatch.setattr(weights, "_compute", compute)
+    sources = (LocalWeights(write(tmp_path / "two", files), "auto"),)
+    assert weights.name_of(sources, threads=2) == one_by_one
+
+
+def test_what_one_of_the_threads_cannot_read_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = weights._compute
+
+    def compute(file: Path) -> str:
+        if file.name == "model-2.safetensors":
+            raise PermissionError(file)
+        return real(file)
+
+    monkeypatch.setattr(weights, "_compute", compute)
+    sources = (LocalWeights(write(tmp_path), "auto"),)
+    with pytest.raises(Indescribable, match="cannot be read"):
+        weights.name_of(sources, threads=3)
+    monkeypatch.setattr(weights, "_compute", real)
+    assert weights.name_of(sources, threads=3), "a failure is not remembered"
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "threads"), [(1, 1, 1), (4, 1, 4), (64, 1, 8), (64, 16, 4), (4, 9, 1)]
+)
+def test_the_processes_of_an_engine_share_the_cores(
+    cores: int, processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(weights, "name_of", lambda _, threads: str(threads))
+    assert weights.begin((), processes).result(30) == str(threads)
 
 
 # ---------------------------------------------------------------- where weights are
