@@ -185,8 +185,10 @@ config/load.py
 config/model.py
     ModelConfig.architecture
     ModelConfig.attn_type
+    ModelConfig.code_revision = None
     ModelConfig.generation_config = 'auto'
     ModelConfig.hf_config = field(init=False)
+    ModelConfig.hf_config_path = None
     ModelConfig.hf_text_config = field(init=False)
     ModelConfig.is_prefix_caching_supported
     ModelConfig.max_model_len = None
@@ -197,6 +199,8 @@ config/model.py
     ModelConfig.pooler_config = None
     ModelConfig.revision = None
     ModelConfig.seed = 0
+    ModelConfig.tokenizer = None
+    ModelConfig.trust_remote_code = False
 config/parallel.py
     ParallelConfig.cp_kv_cache_interleave_size = 1
     ParallelConfig.data_parallel_size_local = 1
@@ -231,6 +235,8 @@ envs.py
     environment_variables
 model_executor/layers/mamba/mamba_utils.py
     get_conv_state_layout()
+model_executor/model_loader/__init__.py
+    _LOAD_FORMAT_TO_MODEL_LOADER
 platforms/interface.py
     Platform.device_name
     Platform.device_type
