@@ -146,6 +146,44 @@ def test_a_model_that_changed_after_connect_runs_uncached(daemon: Daemon, comput
         assert daemon.status()["rows"] == rows
 
 
+def test_weights_at_the_address_of_others_are_seen(daemon: Daemon, computed: Path) -> None:
+    """A tensor is freed, and another, never written to since it was made, lies in its place."""
+    model = make()
+    mlp = model.model.layers[0].mlp
+    with torch.no_grad():
+        place = mlp.down_proj.weight.numpy().copy()
+    mlp.down_proj.weight = torch.nn.Parameter(torch.from_numpy(place))
+    address = mlp.down_proj.weight.data_ptr()
+    with join(model, daemon.socket) as cached:
+        assert run(cached)[1] == WHOLE, "the weights are those of before"
+        mlp.down_proj.weight = None
+        place *= 2
+        mlp.down_proj.weight = torch.nn.Parameter(torch.from_numpy(place))
+        assert (mlp.down_proj.weight.data_ptr(), mlp.down_proj.weight._version) == (address, 0)
+        found = logits(cached.generate(PROMPT, **GREEDY))
+        np.testing.assert_array_equal(found, plain(model))
+        assert cached.counters == {"changed": 1}
+
+
+def another_view(model: Any, patch: pytest.MonkeyPatch) -> None:
+    projection = model.model.layers[0].self_attn.q_proj.weight
+    assert projection.shape[0] == projection.shape[1]
+    patch.setattr(projection, "data", projection.data.t())
+
+
+def other_tensor(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Of a model that holds one which is neither a parameter nor a buffer."""
+    model.model.layers[0].mlp.extra = [torch.ones(2)]
+
+
+def other_function(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.model.layers[0].mlp.gate = torch.nn.functional.relu
+
+
+def other_list(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.model.layers[0].mlp.sizes = [1, 2]
+
+
 def other_scale(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(model.model.layers[0].self_attn, "scaling", 0.9)
 
@@ -187,6 +225,10 @@ def hook_on_all(model: Any, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        another_view,
+        other_tensor,
+        other_function,
+        other_list,
         other_scale,
         other_activation,
         other_config,
