@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import vllm
 from kvass._version import code_version
 from kvass.connectors.vllm import namespace
 from kvass.connectors.vllm.fields import SKIPPED, VARIABLES
-from kvass.engine import identity
+from kvass.engine import identity, weights
 from tests.support.vllm.scheduler import inert_reason, make_configs, read_setup, tiny_model
 
 
@@ -289,16 +290,29 @@ def test_how_the_engine_makes_pixels_is_in_the_namespace(multimodal: Any) -> Non
     assert one["processors"].startswith("transformers ")
 
 
-def test_a_file_of_scales_counts_by_its_content(multimodal: Any, tmp_path: Path) -> None:
+def scales(config: Any, path: str) -> None:
+    config.model_config.multimodal_config.mm_encoder_fp8_scale_path = path
+
+
+def quantization(config: Any, path: str) -> None:
+    config.model_config.hf_overrides = {"quantization_config_file": path}
+
+
+@pytest.mark.parametrize("named", [scales, quantization])
+def test_a_file_counts_by_its_content(
+    multimodal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: Any
+) -> None:
     config, caches = multimodal()
+    monkeypatch.setattr(weights, "started_ns", lambda: time.time_ns() + 10**9)
     found = []
-    for name, scales in (("a", "1"), ("b", "1"), ("a", "2")):
-        file = tmp_path / name
-        file.write_text(scales)
-        config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(file)
+    for name, content in (("a", "1"), ("b", "1"), ("a", "2")):
+        (tmp_path / name).write_text(content)
+        named(config, str(tmp_path / name))
         found.append(of(config, caches))
     assert found[0] == found[1] != found[2]
-    config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(tmp_path / "none")
+    monkeypatch.setattr(weights, "started_ns", lambda: 1)
+    assert "changed since this engine started" in inert_reason(config, caches)
+    named(config, str(tmp_path / "none"))
     assert "cannot be read" in inert_reason(config, caches)
 
 

@@ -118,9 +118,9 @@ def _modules(model: Any) -> Iterator[str]:
     source of what is neither torch's nor transformers' counts too."""
     for name, module in model.named_modules():
         yield from (name, identity.canonical(_plain(module)))
-        for code in (*type(module).__mro__[:-1], type(module).forward):
+        for code in (*type(module).__mro__, type(module).forward):
             yield f"{code.__module__}.{code.__qualname__}"
-            if not is_known(code):
+            if not is_known(code) and code.__module__ not in sys.stdlib_module_names:
                 yield _source(code)
 
 
@@ -152,10 +152,8 @@ def _frozen(value: Any) -> Any:
 
 
 def is_known(code: Any) -> bool:
-    """Whether a class or a function is torch's or transformers', whose versions are a field, or
-    Python's."""
-    package = str(getattr(code, "__module__", "")).partition(".")[0]
-    return package in ("torch", "transformers") or package in sys.stdlib_module_names
+    """Whether a class or a function is torch's or transformers': their versions are a field."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] in ("torch", "transformers")
 
 
 def _source(kind: Any) -> str:

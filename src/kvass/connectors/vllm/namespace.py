@@ -29,7 +29,7 @@ import torch
 from kvass._version import code_version
 from kvass.connectors.vllm.fields import SKIPPED, VARIABLES
 from kvass.connectors.vllm.groups import all_specs
-from kvass.engine import identity
+from kvass.engine import identity, weights
 
 NOT_THE_MODELS: Final = frozenset(
     re.findall(
@@ -43,6 +43,7 @@ NOT_THE_MODELS: Final = frozenset(
 Models set the others while a worker loads them; they follow from the model's files and
 ``hf_overrides``, which count, and for Llama 4 from the rule for ``positions``."""
 
+QUANTIZATION_FILE: Final = "quantization_config_file"
 PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 """Groups of entry points that vLLM loads in the processes that compute. Plug-ins of its other
 groups see requests before they are hashed, or outputs."""
@@ -216,13 +217,24 @@ def _hf_config(config: Any) -> str:
 
 
 def _file(path: str | None) -> str:
-    """A digest of a file's content. Raises ``identity.Indescribable`` if it cannot be read."""
+    """A digest of a file's content. Raises ``identity.Indescribable`` if it cannot be read, or is
+    perhaps not what the engine read."""
     if not path:
         return ""
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        content, changed_ns = Path(path).read_bytes(), Path(path).stat().st_ctime_ns
     except OSError as error:
         raise identity.Indescribable(f"{path} cannot be read: {error}") from None
+    if changed_ns > weights.started_ns():
+        raise identity.Indescribable(f"{path} changed since this engine started: restart it")
+    return hashlib.sha256(content).hexdigest()
+
+
+def _overrides(given: Any) -> Any:
+    """Overrides of the model's configuration. A file that they name counts by its content."""
+    if isinstance(given, Mapping) and QUANTIZATION_FILE in given:
+        return {**given, QUANTIZATION_FILE: _file(given[QUANTIZATION_FILE])}
+    return given
 
 
 def _inductor(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,6 +255,7 @@ def _draft(config: Any) -> dict[str, Any]:
 
 RULES: Final[dict[tuple[str, str], Callable[[Any], Any]]] = {
     ("ModelConfig", "hf_config"): _hf_config,
+    ("ModelConfig", "hf_overrides"): _overrides,
     ("MultiModalConfig", "mm_encoder_fp8_scale_path"): _file,
     ("CompilationConfig", "custom_ops"): lambda names: sorted(set(names)),
     ("CompilationConfig", "inductor_compile_config"): _inductor,

@@ -185,7 +185,7 @@ def _other_files(model: Any, folder: Path) -> Iterator[Source]:
         yield LocalFiles(hub.folder(path, revision, model.hf_config), SMALL)
     if _reads_text(model):
         yield LocalFiles(hub.folder(model.tokenizer, model.revision, model.hf_config), TOKENIZER)
-    for repo in sorted({*_code_elsewhere(model, folder)} - {model.model}):
+    for repo in sorted({*_code_elsewhere(model, folder)}):
         if hub.has(repo):  # or nothing was loaded from there
             yield LocalFiles(hub.folder(repo, model.code_revision, None), ("*.py",))
 
@@ -196,17 +196,21 @@ def _reads_text(model: Any) -> bool:
 
 
 def _code_elsewhere(model: Any, folder: Path) -> Iterator[str]:
-    """The repositories from which code is run that computes the model, or prepares its images."""
+    """The repositories from which code is run that computes the model, or prepares its images: not
+    the model's own, unless at another revision."""
     computes = "Transformers" in str(model.architecture) or model.multimodal_config is not None
     if not (model.trust_remote_code and computes):
         return
+    if model.code_revision:
+        yield model.model
     found = dict(getattr(model.hf_config, "auto_map", None) or {})
     for file in folder.glob("*processor_config.json"):
         with suppress(OSError, ValueError):  # then vLLM cannot read it either
             found |= json.loads(file.read_bytes()).get("auto_map", {})
     for kind, reference in found.items():
-        if kind != "AutoTokenizer" and "--" in str(reference):
-            yield str(reference).partition("--")[0]
+        repo, elsewhere, _ = str(reference).partition("--")
+        if kind != "AutoTokenizer" and elsewhere and repo != model.model:
+            yield repo
 
 
 # ---------------------------------------------------------------- the Hub's cache
