@@ -551,9 +551,14 @@ def test_code_from_another_repository_counts(
         assert names_of(config(model=str(model), hf_config=parts, **(runs | less))) == plain
     maps = b'{"auto_map": {"AutoTokenizer": "a--b.C", "AutoProcessor": "some/code--b.C"}}'
     images = config(model=str(write(model, {"processor_config.json": maps})), **runs)
-    assert any(
-        getattr(one, "patterns", ()) == ("*.py",) for one in weight_files.sources(images, "")
-    )
+    code = weight_files.LocalFiles(snapshot, ("*.py",))
+    assert code in weight_files.sources(images, "")
+    snapshot = hub(tmp_path / "hub")
+    write(snapshot.parent.parent, {"refs/main": COMMIT.encode()})
+    own, code = config(revision=COMMIT, **runs), weight_files.LocalFiles(snapshot, ("*.py",))
+    assert code not in weight_files.sources(own, "")
+    own.model_config.code_revision = "main"
+    assert code in weight_files.sources(own, ""), "its own, at another revision"
 
 
 def test_a_configuration_from_another_folder_counts(tmp_path: Path) -> None:
