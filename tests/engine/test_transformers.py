@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import torch
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvass.connectors.transformers import CachedModel, connect
+from kvass.connectors.transformers import CachedModel, connect, identity
 from kvass.connectors.transformers.rows import BLOCK, KV, Rows
+from kvass.engine.identity import digest
 from kvass.errors import UsageError
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support import hf_models
@@ -258,6 +260,37 @@ def test_what_computes_something_else_shares_nothing(
     except UsageError as error:
         refused = str(error)
     assert not refused or re.search("forward|attention|hook|layers of kind", refused)
+
+
+CODE = """
+import torch
+
+class Model(torch.nn.Module):
+    @torch.no_grad()
+    def forward(self, x):
+        return x * {} if type(x) in {{int, float, str}} else x
+"""
+
+
+def test_code_is_what_was_imported_and_not_what_its_file_became(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def imported(factor: int) -> Any:
+        (tmp_path / "edited.py").write_text(CODE.format(factor))
+        monkeypatch.delitem(sys.modules, "edited", raising=False)
+        importlib.invalidate_caches()
+        return importlib.import_module("edited").Model()
+
+    def name(model: Any) -> str:
+        return digest(identity._modules(model))
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    old = imported(1)
+    first = name(old)
+    new = imported(2)
+    assert len({first, name(old), name(new)}) == 3
+    assert name(imported(1)) == first
 
 
 def test_a_daemon_that_dies_costs_hits_only(

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import CodeType
 from typing import Any, Final
 
 import torch
@@ -122,6 +123,7 @@ def _modules(model: Any) -> Iterator[str]:
             yield f"{code.__module__}.{code.__qualname__}"
             if not is_known(code) and code.__module__ not in sys.stdlib_module_names:
                 yield _source(code)
+                yield from _compiled(code)
 
 
 def _plain(module: Any) -> dict[str, Any]:
@@ -164,6 +166,21 @@ def _source(kind: Any) -> str:
         raise identity.Indescribable(
             f"the code of {kind.__qualname__} cannot be read ({error}): define it in a file"
         ) from None
+
+
+def _compiled(kind: Any) -> Iterator[str]:
+    """What runs, of a class or a function: its file may have been edited since it was imported."""
+    for found in vars(kind).values() if isinstance(kind, type) else [kind]:
+        inner = getattr(found, "fget", None) or getattr(found, "__func__", found)
+        if (code := getattr(inspect.unwrap(inner), "__code__", None)) is not None:
+            yield _code_text(code)
+
+
+def _code_text(value: Any) -> str:
+    if isinstance(value, CodeType):
+        parts = value.co_name, value.co_code.hex(), value.co_names
+        return repr([*parts, *map(_code_text, value.co_consts)])
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def _device(device: Any) -> str:
