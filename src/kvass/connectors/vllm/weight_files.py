@@ -166,12 +166,7 @@ def _is_replaced(load_format: str) -> bool:
     """Whether a plug-in loads in place of vLLM's own loader."""
     loaders = getattr(sys.modules.get(LOADERS), "_LOAD_FORMAT_TO_MODEL_LOADER", {})
     loader = loaders.get(load_format)
-    return load_format in KNOWN and loader is not None and not is_vllms(loader)
-
-
-def is_vllms(kind: Any) -> bool:
-    """Whether a class is vLLM's own."""
-    return str(kind.__module__).partition(".")[0] == "vllm"
+    return load_format in KNOWN and getattr(loader, "__module__", "vllm").split(".")[0] != "vllm"
 
 
 # ---------------------------------------------------------------- files beside the weights
