@@ -369,6 +369,11 @@ def test_a_build_of_somebody_elses_is_another_engine(
 class Distribution:
     name: str
     version: str
+    told: str | None = None
+
+    def read_text(self, name: str) -> str | None:
+        assert name == "direct_url.json"
+        return self.told
 
 
 @dataclasses.dataclass
@@ -402,6 +407,34 @@ def test_plugins_are_known_by_their_version(monkeypatch: pytest.MonkeyPatch) -> 
     assert of(config, caches) == plain, "it is not loaded"
     monkeypatch.setenv("VLLM_PLUGINS", "resolver,ours")
     assert of(config, caches) == found[1]
+
+
+EDITABLE = '{"url": "file:///ours", "dir_info": {"editable": true}}'
+
+
+def test_a_plugin_that_is_installed_in_place_is_known_by_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code changes without its version."""
+    code = tmp_path / "in_place" / "models.py"
+    code.parent.mkdir()
+    (code.parent / "__init__.py").write_text("raise RuntimeError('it is not imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr(weights, "started_ns", lambda: time.time_ns() + 10**9)
+    config, caches = make_configs()
+
+    def plugins(text: str, told: str | None) -> str:
+        code.write_text(text)
+        entry = Entry("ours", "in_place.models:register", Distribution("ours", "1.0", told))
+        groups = {"vllm.general_plugins": [entry]}
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group: groups.get(group, []))
+        return of(config, caches)["plugins"]
+
+    assert plugins("a = 1", None) == plugins("a = 2", None)
+    assert plugins("a = 1", EDITABLE) != plugins("a = 2", EDITABLE)
+    monkeypatch.setattr(weights, "started_ns", lambda: 1)
+    assert "__init__.py changed since this engine started" in inert_reason(config, caches)
 
 
 # ---------------------------------------------------------------- size

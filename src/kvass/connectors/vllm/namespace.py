@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import platform
 import re
 from collections.abc import Callable, Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,7 +124,8 @@ def _variables() -> str:
 
 def _plugins() -> str:
     """Other people's code in the processes that compute: the plug-ins that vLLM loads, by group,
-    name, what they name, and their distribution's name and version."""
+    name, what they name, and their distribution's name and version. Raises
+    ``identity.Indescribable``."""
     from vllm import envs
 
     allowed = envs.VLLM_PLUGINS
@@ -132,9 +135,26 @@ def _plugins() -> str:
             own = entry.value.partition(":")[0].split(".")[0] in KNOWN_PLUGINS
             if not own and (allowed is None or entry.name in allowed):
                 dist = entry.dist
-                of = "" if dist is None else f" of {dist.name} {dist.version}"
+                of = "" if dist is None else f" of {dist.name} {dist.version}{_in_place(entry)}"
                 found.add(f"{group} {entry.name} = {entry.value}{of}")
     return identity.canonical(sorted(found)) if found else ""
+
+
+def _in_place(entry: Any) -> str:
+    """The code of a plug-in that is installed in place (``pip install -e``), which changes without
+    its version; empty for others. Raises ``identity.Indescribable``."""
+    told = json.loads(entry.dist.read_text("direct_url.json") or "{}")
+    if not told.get("dir_info", {}).get("editable"):
+        return ""
+    spec = find_spec(entry.value.partition(":")[0].split(".")[0])
+    if spec is None:
+        return ""  # vLLM cannot load it either
+    files = [Path(spec.origin)] if spec.origin and not spec.submodule_search_locations else []
+    for folder in spec.submodule_search_locations or ():
+        files += [file for file in Path(folder).rglob("*") if file.suffix in (".py", ".so")]
+    return " in place " + identity.digest(
+        f"{file.name} {_file(str(file))}" for file in sorted(files)
+    )
 
 
 def device_kind() -> str:
