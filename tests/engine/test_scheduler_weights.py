@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import runpy
 import shutil
 import threading
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 
 from kvass.connectors.vllm import weight_files
 from kvass.connectors.vllm.weight_files import LocalWeights
@@ -36,16 +38,19 @@ FILES = {
     "preprocessor_config.json": b"{}",
     "model.py": b"pass",
     "part/model.safetensors": b"9",
+    "part/config.json": b"{}",
+    "tekken.json": b"{}",
     "tokenizer.json": b"{}",
+    "tokenizer_config.json": b"{}",
     "README.md": b"text",
 }
 COMMIT = "0123456789" * 4
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache folder of the test's own, in an engine that starts when all its files are there."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".kvass"))
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own, in which an engine starts when all its files are there."""
+    monkeypatch.setattr(weights, "_digest_of", {})
     monkeypatch.setattr(weights, "started_ns", lambda: time.time_ns() + 10**9)
 
 
@@ -86,7 +91,7 @@ def write_later(file: Path, content: bytes, than_ns: int) -> None:
 def test_copies_have_the_same_name_wherever_they_lie(tmp_path: Path) -> None:
     one, other = write(tmp_path / "one"), write(tmp_path / "elsewhere" / "other")
     os.utime(other / "model-1.safetensors", ns=(1, 1))
-    for unread in ("README.md", "tokenizer.json"):
+    for unread in ("README.md", "tokenizer.json", "tokenizer_config.json"):
         (other / unread).write_bytes(b"[]")
     write(other, {".cache/x": b"", "original/model.safetensors": b"", "pytorch_model.bin": b""})
     assert name(one) == name(other)
@@ -117,13 +122,13 @@ def test_which_files_hold_what_counts(tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").rename(tmp_path / "model-0.safetensors")
     found.add(name(tmp_path))
     assert len(found) == 4
-    assert before not in (name(tmp_path, "pt"), name(tmp_path, "of-a-plugin"))
+    assert before not in (name(tmp_path, "pt"), name(tmp_path, "sharded_state"))
 
 
-def test_a_loader_that_nobody_knows_may_read_any_file(tmp_path: Path) -> None:
-    before = name(write(tmp_path), "of-a-plugin")
+def test_of_some_load_formats_any_file_counts(tmp_path: Path) -> None:
+    before = name(write(tmp_path), "sharded_state")
     (tmp_path / "README.md").write_bytes(b"other")
-    assert name(tmp_path, "of-a-plugin") != before
+    assert name(tmp_path, "sharded_state") != before
     (tmp_path / "file.gguf").write_bytes(b"1")
     (tmp_path / "copy.gguf").write_bytes(b"1")
     assert name(tmp_path / "file.gguf", "gguf") == name(tmp_path / "copy.gguf", "gguf")
@@ -250,7 +255,6 @@ def test_files_written_while_they_are_read_have_no_name(
     monkeypatch.setattr(weights, "_compute", compute)
     with pytest.raises(Indescribable, match="changed since"):
         name(tmp_path)
-    assert not any(file.stat().st_size for file in entries(tmp_path)), "nothing is remembered"
 
 
 def test_when_a_process_started() -> None:
@@ -261,25 +265,17 @@ def test_when_a_process_started() -> None:
     assert fresh["started_ns"]() / 1e9 == pytest.approx(began_s + 0.1, abs=0.05)
 
 
-# ---------------------------------------------------------------- remembered digests
+# ---------------------------------------------------------------- who computes digests
 
 
-def entries(tmp_path: Path) -> list[Path]:
-    return list((tmp_path / ".kvass/kvass/weights").glob("*"))
-
-
-def test_a_digest_is_computed_once(tmp_path: Path, computed: list[str]) -> None:
+def test_a_process_computes_a_digest_once(tmp_path: Path, computed: list[str]) -> None:
+    """An engine's scheduler and its worker may be in one process, and name the same files."""
     first = name(write(tmp_path / "model"))
     assert sorted(computed) == sorted(Path(file).name for file in COUNTING)
     computed.clear()
     assert name(tmp_path / "model") == first
     assert computed == []
-    for entry in entries(tmp_path):
-        entry.write_text("not a digest")
-    assert name(tmp_path / "model") == first
-    assert len(computed) == len(COUNTING)
     file = tmp_path / "model" / "model-1.safetensors"
-    computed.clear()
     write_later(file, b"4321", file.stat().st_ctime_ns)
     assert name(tmp_path / "model") != first
     assert computed == [file.name]
@@ -301,44 +297,91 @@ def test_who_needs_a_digest_that_is_being_computed_waits_for_it(
         first = threads.submit(weights._sha256, file)
         assert begun.wait(30)
         second = threads.submit(weights._sha256, file)
-        time.sleep(0.05)  # it finds the entry locked; if it comes later it finds the digest
+        time.sleep(0.05)  # it finds that somebody computes; if it comes later it finds the digest
         go.set()
         assert first.result(30) == second.result(30) == hashlib.sha256(b"1234").hexdigest()
     assert computed == [file.name]
 
 
-@pytest.mark.parametrize("where", ["/proc/none", "relative", "/dev/null/below"])
-def test_without_a_cache_folder_each_process_computes(
-    where: str, tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
+def test_no_file_in_the_users_cache_folder_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remembered = name(write(tmp_path / "model"))
-    monkeypatch.setenv("XDG_CACHE_HOME", where)
-    monkeypatch.chdir(tmp_path)
-    computed.clear()
-    assert name(tmp_path / "model") == remembered == name(tmp_path / "model")
-    assert len(computed) == 2 * len(COUNTING)
+    """Others may write there: what a digest is of would be their word."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = write(tmp_path / "model")
+    for file in model.rglob("*.*"):
+        entry = hashlib.sha256(repr(weights._key(file.stat())).encode()).hexdigest()
+        write(tmp_path / "cache/kvass/weights", {entry: b"0" * 64})
+    assert name(model) == name(write(tmp_path / "copy"))
 
 
-def test_where_times_are_whole_seconds_nothing_is_remembered(tmp_path: Path) -> None:
-    fields = {"st_dev": 1, "st_ino": 2, "st_size": 3, "st_mtime_ns": 4}
-    whole: Any = SimpleNamespace(**fields, st_ctime_ns=5_000_000_000)
-    with pytest.raises(OSError, match="not cached"):
-        weights._cache_file(whole)
-    assert entries(tmp_path) == []
+def test_threads_share_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, both = weights._compute, threading.Barrier(2, timeout=30)
+    files = {"a.safetensors": b"12", "b.safetensors": b"3"}
+
+    def compute(file: Path) -> str:
+        both.wait()  # with one thread nobody else would come
+        return real(file)
+
+    one_by_one = name(write(tmp_path / "one", files))
+    monkeypatch.setattr(weights, "_compute", compute)
+    sources = (LocalWeights(write(tmp_path / "two", files), "auto"),)
+    assert weights.name_of(sources, threads=2) == one_by_one
+
+
+def test_what_one_of_the_threads_cannot_read_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = weights._compute
+
+    def compute(file: Path) -> str:
+        if file.name == "model-2.safetensors":
+            raise PermissionError(file)
+        return real(file)
+
+    monkeypatch.setattr(weights, "_compute", compute)
+    sources = (LocalWeights(write(tmp_path), "auto"),)
+    with pytest.raises(Indescribable, match="cannot be read"):
+        weights.name_of(sources, threads=3)
+    monkeypatch.setattr(weights, "_compute", real)
+    assert weights.name_of(sources, threads=3), "a failure is not remembered"
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "threads"), [(1, 1, 1), (4, 1, 4), (64, 1, 8), (64, 16, 4), (4, 9, 1)]
+)
+def test_the_processes_of_an_engine_share_the_cores(
+    cores: int, processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(weights, "name_of", lambda _, threads: str(threads))
+    assert weights.begin((), processes).result(30) == str(threads)
 
 
 # ---------------------------------------------------------------- where weights are
 
 
+MODEL: dict[str, Any] = {
+    "model": "some/model",
+    "model_weights": "",
+    "revision": None,
+    "hf_config_path": None,
+    "tokenizer": "some/model",
+    "architecture": "LlamaForCausalLM",
+    "multimodal_config": None,
+    "trust_remote_code": False,
+    "code_revision": None,
+}
+
+
 def config(**fields: Any) -> Any:
     """As much of vLLM's configuration as says where weights are."""
-    model: dict[str, Any] = {"model": "some/model", "model_weights": "", "revision": None}
-    model["hf_config"] = SimpleNamespace()
+    parts = {"hf_config": SimpleNamespace(), "hf_text_config": SimpleNamespace()}
     load = {"load_format": "auto", "download_dir": fields.pop("download_dir", None)}
     load["load_format"] = fields.pop("load_format", "auto")
     draft = fields.pop("draft", None)
     return SimpleNamespace(
-        model_config=SimpleNamespace(**(model | fields)),
+        model_config=SimpleNamespace(**(MODEL | parts | fields)),
         load_config=SimpleNamespace(**load),
         speculative_config=draft
         and SimpleNamespace(draft_model_config=draft, draft_load_config=None),
@@ -351,16 +394,12 @@ def test_a_name_that_the_user_gives_needs_no_file() -> None:
     assert weights.name_of(given) == '["id:mine"]'
 
 
-def test_weights_in_an_object_store_are_known_by_their_address(tmp_path: Path) -> None:
-    """vLLM fetches the small files anew at each start, to a folder that is named by the address."""
-    found = set()
-    for uri in ("s3://bucket/one", "gs://bucket/two"):
-        made = config(model=str(write(tmp_path)), model_weights=uri)
-        first = weights.name_of(weight_files.sources(made, ""))
-        write_later(tmp_path / "config.json", b"{}", time.time_ns())
-        assert weights.name_of(weight_files.sources(made, "")) == first
-        found.add(first)
-    assert len(found) == 2
+@pytest.mark.parametrize("uri", ["s3://bucket/one", "gs://bucket/two"])
+def test_an_address_is_no_name(uri: str, tmp_path: Path) -> None:
+    """The objects there may be replaced, and another store may have the same address."""
+    made = config(model=str(write(tmp_path)), model_weights=uri)
+    with pytest.raises(Indescribable, match=r"known, only its address: set kvass\.model_id"):
+        weight_files.sources(made, "")
 
 
 class Resolved(str):
@@ -374,7 +413,7 @@ def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path, revision: str | None
     snapshot = hub(tmp_path / "hub")
     write(snapshot.parent.parent, {"refs/main": COMMIT.encode()})
     made = config(revision=revision, download_dir=str(tmp_path / "hub"))
-    assert weight_files.sources(made, "") == (LocalWeights(snapshot, "auto"),)
+    assert LocalWeights(snapshot, "auto") in weight_files.sources(made, "")
     assert name(snapshot) == name(write(tmp_path / "copy"))
 
 
@@ -391,7 +430,7 @@ def test_a_model_of_the_hub_without_a_known_commit_has_no_name(
     with pytest.raises(Indescribable, match=r"commit as the revision, or set kvass\.model_id"):
         weight_files.sources(made, "")
     made.model_config.hf_config._commit_hash = COMMIT
-    assert weight_files.sources(made, "") == (LocalWeights(snapshot, "auto"),)
+    assert LocalWeights(snapshot, "auto") in weight_files.sources(made, "")
     other = config(model=str(tmp_path), model_weights="some/other", revision=COMMIT)
     with pytest.raises(Indescribable, match="which weights of some/other were loaded"):
         weight_files.sources(other, "")
@@ -416,11 +455,141 @@ def test_the_drafters_weights_and_configuration_count(tmp_path: Path) -> None:
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("load_format", ["ipc_cache", "tensorizer"])
-def test_weights_that_come_from_elsewhere_have_no_name(load_format: str) -> None:
+@pytest.mark.parametrize("load_format", ["ipc_cache", "tensorizer", "npcache", "of-a-plugin"])
+def test_weights_that_come_from_elsewhere_have_no_name(load_format: str, tmp_path: Path) -> None:
+    """``npcache`` reads a copy in ``np`` that vLLM never renews."""
+    made = config(load_format=load_format, model=str(write(tmp_path)))
     with pytest.raises(Indescribable, match=r"set kvass\.model_id"):
-        weight_files.sources(config(load_format=load_format), "")
+        weight_files.sources(made, "")
     assert weight_files.sources(config(load_format="dummy"), "") == ("dummy",)
+
+
+def test_a_plugins_loader_in_place_of_vllms_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor import model_loader
+
+    made = config(model=str(write(tmp_path)))
+    assert weight_files.sources(made, "")
+    monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "auto", Resolved)
+    with pytest.raises(Indescribable, match="what load format auto reads is not known"):
+        weight_files.sources(made, "")
+
+
+# ---------------------------------------------------------------- what is not in the model's folder
+
+
+def names_of(made: Any) -> str:
+    return weights.name_of(weight_files.sources(made, ""))
+
+
+def test_a_part_from_another_repository_counts(tmp_path: Path) -> None:
+    """Ultravox's text model and audio tower, in a folder or on the Hub."""
+    model, tower = write(tmp_path / "model"), write(tmp_path / "tower")
+    snapshot = hub(tmp_path / "hub", repo="some/text")
+    parts = SimpleNamespace(audio_model_id=str(tower), text_model_id="some/text")
+    made = config(model=str(model), hf_config=parts, download_dir=str(tmp_path / "hub"))
+    with pytest.raises(Indescribable, match="which commit of some/text was loaded is not known"):
+        weight_files.sources(made, "")
+    write(snapshot.parent.parent, {"refs/main": COMMIT.encode()})
+    assert LocalWeights(snapshot, "auto") in weight_files.sources(made, "")
+    found = {names_of(made), names_of(config(model=str(model)))}
+    (tower / "model-1.safetensors").write_bytes(b"another tower")
+    found.add(names_of(made))
+    (snapshot / "model-1.safetensors").unlink()
+    (snapshot / "model-1.safetensors").write_bytes(b"another text model")
+    found.add(names_of(made))
+    assert len(found) == 4
+
+
+def test_vllms_own_configuration_says_what_its_parts_are(tmp_path: Path, model: Path) -> None:
+    from vllm.transformers_utils.configs.ultravox import UltravoxConfig
+
+    write(model, {"model.safetensors": b"1"})
+    tower = write(tmp_path / "tower", {"config.json": b'{"model_type": "whisper"}', "a.bin": b"1"})
+    parts = UltravoxConfig(audio_model_id=str(tower), text_model_id=str(model))
+    found = weight_files.sources(config(model=str(model), hf_config=parts), "")
+    assert {one.root for one in found if not isinstance(one, str)} == {model, tower}
+    assert all(hasattr(parts, name) for name in weight_files.SECOND.values())
+
+
+def test_no_other_model_of_vllm_reads_a_second_repository() -> None:
+    """If this fails: name what the model reads (``weight_files.SECOND``), or give it no name."""
+    named = r"(?:DefaultModelLoader\.Source|hf_hub_download|snapshot_download)\(\s*\w*=?([\w.]+)"
+    files = r"get_hf_file_(?:bytes|to_dict)\(\s*[^,()]+,\s*([\w.]+),"
+    found = set()
+    for folder in ("model_executor/models", "models", "v1/spec_decode"):
+        for file in (Path(vllm.__file__).parent / folder).rglob("*.py"):
+            found |= set(re.findall(f"{named}|{files}", file.read_text()))
+    found = {name for names in found for name in names if name}
+    own = {
+        name for name in found if re.fullmatch(r"(\w+\.)*\w*model_config\.model|model|path", name)
+    }
+    assert own
+    assert found - own == {f"config.{name}" for name in weight_files.SECOND}
+
+
+def test_code_from_another_repository_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = write(tmp_path / "model")
+    runs = {"trust_remote_code": True, "architecture": "TransformersForCausalLM"}
+    parts = SimpleNamespace(auto_map={"AutoModel": "some/code--modeling.Model"})
+    made = config(model=str(model), hf_config=parts, **runs)
+    plain = names_of(made)  # nothing of it was fetched, so nothing was run
+    snapshot = hub(tmp_path / "hub", {"modeling.py": b"pass"}, "some/code")
+    with pytest.raises(Indescribable, match="which commit of some/code"):
+        names_of(made)
+    write(snapshot.parent.parent, {"refs/main": COMMIT.encode()})
+    found = [names_of(made)]
+    (snapshot / "modeling.py").unlink()
+    (snapshot / "modeling.py").write_text("raise")
+    found.append(names_of(made))
+    assert len({plain, *found}) == 3
+    for less in ({"trust_remote_code": False}, {"architecture": "LlamaForCausalLM"}):
+        assert names_of(config(model=str(model), hf_config=parts, **(runs | less))) == plain
+    maps = b'{"auto_map": {"AutoTokenizer": "a--b.C", "AutoProcessor": "some/code--b.C"}}'
+    images = config(model=str(write(model, {"processor_config.json": maps})), **runs)
+    code = weight_files.LocalFiles(snapshot, ("*.py",))
+    assert code in weight_files.sources(images, "")
+    snapshot = hub(tmp_path / "hub")
+    write(snapshot.parent.parent, {"refs/main": COMMIT.encode()})
+    own, code = config(revision=COMMIT, **runs), weight_files.LocalFiles(snapshot, ("*.py",))
+    assert code not in weight_files.sources(own, "")
+    own.model_config.code_revision = "main"
+    assert code in weight_files.sources(own, ""), "its own, at another revision"
+
+
+def test_a_configuration_from_another_folder_counts(tmp_path: Path) -> None:
+    """A field of the identity has not all of it."""
+    model, other = write(tmp_path / "model"), write(tmp_path / "other", {"config.json": b"{}"})
+    made = config(model=str(model), hf_config_path=str(other))
+    before = names_of(made)
+    (other / "config.json").write_bytes(b'{"projector_hidden_act": "relu"}')
+    assert names_of(made) != before != names_of(config(model=str(model)))
+
+
+def test_a_tokenizer_that_the_model_reads_counts(tmp_path: Path) -> None:
+    """DeepSeek-V4.1 looks up engrams by what its tokens mean."""
+    model, tokens = write(tmp_path / "model"), write(tmp_path / "tokens", {"tokenizer.json": b"{}"})
+    made = config(model=str(model), tokenizer=str(tokens))
+    before = names_of(made)
+    made.model_config.hf_text_config.engram_layer_ids = [1]
+    found = names_of(made)
+    (tokens / "tokenizer.json").write_bytes(b"[]")
+    assert len({before, found, names_of(made)}) == 3
+
+
+def test_the_commit_of_a_configuration_counts_that_lies_apart_from_the_weights(
+    tmp_path: Path,
+) -> None:
+    """Into ``download_dir`` weights alone are fetched, and not how images are prepared."""
+    hub(tmp_path)
+    made = config(revision=COMMIT, download_dir=str(tmp_path))
+    before = names_of(made)
+    made.model_config.hf_config._commit_hash = "f" * 40
+    assert names_of(made) != before
 
 
 # ---------------------------------------------------------------- engines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import torch
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvass.connectors.transformers import CachedModel, connect
+from kvass.connectors.transformers import CachedModel, connect, identity
 from kvass.connectors.transformers.rows import BLOCK, KV, Rows
+from kvass.engine.identity import digest
 from kvass.errors import UsageError
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support import hf_models
@@ -146,6 +148,44 @@ def test_a_model_that_changed_after_connect_runs_uncached(daemon: Daemon, comput
         assert daemon.status()["rows"] == rows
 
 
+def test_weights_at_the_address_of_others_are_seen(daemon: Daemon, computed: Path) -> None:
+    """A tensor is freed, and another, never written to since it was made, lies in its place."""
+    model = make()
+    mlp = model.model.layers[0].mlp
+    with torch.no_grad():
+        place = mlp.down_proj.weight.numpy().copy()
+    mlp.down_proj.weight = torch.nn.Parameter(torch.from_numpy(place))
+    address = mlp.down_proj.weight.data_ptr()
+    with join(model, daemon.socket) as cached:
+        assert run(cached)[1] == WHOLE, "the weights are those of before"
+        mlp.down_proj.weight = None
+        place *= 2
+        mlp.down_proj.weight = torch.nn.Parameter(torch.from_numpy(place))
+        assert (mlp.down_proj.weight.data_ptr(), mlp.down_proj.weight._version) == (address, 0)
+        found = logits(cached.generate(PROMPT, **GREEDY))
+        np.testing.assert_array_equal(found, plain(model))
+        assert cached.counters == {"changed": 1}
+
+
+def another_view(model: Any, patch: pytest.MonkeyPatch) -> None:
+    projection = model.model.layers[0].self_attn.q_proj.weight
+    assert projection.shape[0] == projection.shape[1]
+    patch.setattr(projection, "data", projection.data.t())
+
+
+def other_tensor(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Of a model that holds one which is neither a parameter nor a buffer."""
+    model.model.layers[0].mlp.extra = [torch.ones(2)]
+
+
+def other_function(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.model.layers[0].mlp.gate = torch.nn.functional.relu
+
+
+def other_list(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.model.layers[0].mlp.sizes = [1, 2]
+
+
 def other_scale(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(model.model.layers[0].self_attn, "scaling", 0.9)
 
@@ -187,6 +227,10 @@ def hook_on_all(model: Any, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        another_view,
+        other_tensor,
+        other_function,
+        other_list,
         other_scale,
         other_activation,
         other_config,
@@ -216,6 +260,37 @@ def test_what_computes_something_else_shares_nothing(
     except UsageError as error:
         refused = str(error)
     assert not refused or re.search("forward|attention|hook|layers of kind", refused)
+
+
+CODE = """
+import torch
+
+class Model(torch.nn.Module):
+    @torch.no_grad()
+    def forward(self, x):
+        return x * {} if type(x) in {{int, float, str}} else x
+"""
+
+
+def test_code_is_what_was_imported_and_not_what_its_file_became(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def imported(factor: int) -> Any:
+        (tmp_path / "edited.py").write_text(CODE.format(factor))
+        monkeypatch.delitem(sys.modules, "edited", raising=False)
+        importlib.invalidate_caches()
+        return importlib.import_module("edited").Model()
+
+    def name(model: Any) -> str:
+        return digest(identity._modules(model))
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    old = imported(1)
+    first = name(old)
+    new = imported(2)
+    assert len({first, name(old), name(new)}) == 3
+    assert name(imported(1)) == first
 
 
 def test_a_daemon_that_dies_costs_hits_only(

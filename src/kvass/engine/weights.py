@@ -4,21 +4,22 @@ Laws of this file:
 
 - A name says what the engine has loaded, or there is no name: none for files that changed since
   this process started, or while they are read here.
-- Each process of an engine finds the same name by itself. Paths and times of files do not count.
-- The engine's own threads read no weight file.
+- Each process of an engine finds the same name by itself, and believes nothing that another user
+  of the machine could have written. Paths and times of files do not count.
+- The engine's own threads read no weight file. The threads that do keep no process from ending.
 
-Files count by their SHA-256. It is cached in the user's cache folder, by the file's device, inode,
-size and times. Processes that need it at the same time compute it once.
+Files count by their SHA-256: a name that the Hub's client gave to one it fetched, or computed, once
+in each process.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -30,11 +31,13 @@ from kvass.engine.identity import Indescribable
 
 READY_S: Final = 2.0
 """How long the start of an engine waits for a name. Of many gigabytes it comes later."""
+THREAD: Final = "kvass-weights"
 NAME_IT: Final = "set kvass.model_id to a name of your own for these weights"
-SHA256: Final = re.compile(b"[0-9a-f]{64}")
 BLOB: Final = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 """How the Hub's client names a blob: by the SHA-1 that git has of a small file, or by SHA-256."""
 PIECE_BYTES: Final = 1 << 20
+MAX_THREADS: Final = 8
+"""Of one process. Each hashes one file at a time, for which it needs no GIL."""
 LOADING_NS: Final = 100_000_000
 """Added to a process's start time: no process reads weights sooner, and both clocks are coarse."""
 _imported_ns: Final = time.time_ns()
@@ -56,36 +59,40 @@ Source = str | WeightFiles
 """The weights of one model: their name, if it is known at once, or their files."""
 
 
-def begin(sources: tuple[Source, ...]) -> Future[str]:
-    """Name these weights, on a thread, and wait for that up to ``READY_S``. Raises
-    ``Indescribable`` if it has failed by then; it may also fail later. Cancel it to hear no more.
+def begin(sources: tuple[Source, ...], processes: int = 1) -> Future[str]:
+    """Name these weights, on threads, and wait for that up to ``READY_S``. ``processes``: how many
+    of this machine do the same and share its cores. Raises ``Indescribable`` if it has failed by
+    then; it may also fail later. Cancel it to hear no more.
     """
-    name = on_thread("kvass-weights", name_of, sources)
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, min(MAX_THREADS, cores // processes))
+    name = on_thread(THREAD, name_of, sources, threads)
     with suppress(TimeoutError):
         name.result(READY_S)
     return name
 
 
-def name_of(sources: tuple[Source, ...]) -> str:
+def name_of(sources: tuple[Source, ...], threads: int = 1) -> str:
     """The name of these weights. Raises ``Indescribable``."""
     try:
         return identity.canonical(
-            [source if isinstance(source, str) else _content(source) for source in sources]
+            [source if isinstance(source, str) else _content(source, threads) for source in sources]
         )
     except OSError as error:
         raise Indescribable(f"the weight files cannot be read: {error}") from error
 
 
-def _content(weights: WeightFiles) -> str:
+def _content(weights: WeightFiles, threads: int) -> str:
     """The digest of the files' names and contents."""
     files = weights.files()
     if not files:
         raise Indescribable(f"no weight files are in {weights.root}: {NAME_IT}")
     before = _states(weights.root, files)
-    digests = {name: _sha256(file) for name, file in files.items()}
+    digests = _digests(files, threads)
     if _states(weights.root, weights.files()) != before:
         raise _changed(weights.root)
-    return "sha256:" + identity.digest(text for pair in digests.items() for text in pair)
+    parts = ((name, digests[name]) for name in files)
+    return "sha256:" + identity.digest(text for pair in parts for text in pair)
 
 
 def _changed(root: Path) -> Indescribable:
@@ -141,6 +148,35 @@ def _replaced_ns(path: Path) -> int:
 
 # ---------------------------------------------------------------- digests
 
+_digest_of: dict[tuple[int, str, tuple[int, ...]], Future[str]] = {}
+"""What this process computed, or is computing: by process (a fork has no threads of its parent's),
+path and state of the file. In one process an engine's scheduler and its worker name the same."""
+
+
+def _digests(files: Mapping[str, Path], threads: int) -> dict[str, str]:
+    """The digests of ``files``, by name. Raises OSError."""
+    left = deque(sorted(files, key=lambda name: files[name].stat().st_size, reverse=True))
+    found: dict[str, str] = {}
+
+    def work() -> None:
+        try:
+            for name in _popped(left):
+                found[name] = _sha256(files[name])
+        finally:
+            left.clear()  # whoever failed has failed for all
+
+    others = [on_thread(THREAD, work) for _ in range(min(threads, len(left)) - 1)]
+    work()
+    for other in others:
+        other.result()
+    return found
+
+
+def _popped(left: deque[str]) -> Iterator[str]:
+    with suppress(IndexError):
+        while True:
+            yield left.popleft()
+
 
 def _blob(file: Path) -> str:
     """The name of the blob in the Hub's cache that ``file`` links to; empty if it is no such link,
@@ -154,37 +190,19 @@ def _blob(file: Path) -> str:
 
 
 def _sha256(file: Path) -> str:
-    """The digest of ``file``: the name of its blob, cached, or computed. Raises OSError."""
+    """The digest of ``file``: the name of its blob, or computed, once. Raises OSError."""
     if len(blob := _blob(file)) == 64:
         return blob
-    state = file.stat()
+    mine: Future[str] = Future()
+    key = os.getpid(), str(file), _key(file.stat())
+    if (known := _digest_of.setdefault(key, mine)) is not mine:
+        return known.result()
     try:
-        entry = os.open(_cache_file(state), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:  # no cache folder
-        return _compute(file)
-    try:
-        with suppress(OSError):  # without locks in the file system nobody waits
-            fcntl.flock(entry, fcntl.LOCK_EX)
-        if SHA256.fullmatch(known := os.pread(entry, 65, 0)):
-            return known.decode()
-        digest = _compute(file)
-        if _key(file.stat()) == _key(state):
-            with suppress(OSError):  # a full disk: the next process computes it again
-                os.pwrite(entry, digest.encode(), 0)
-        return digest
-    finally:
-        os.close(entry)
-
-
-def _cache_file(state: os.stat_result) -> Path:
-    """Where the digest of a file in ``state`` is cached. Raises OSError if that cannot be: a file
-    system that keeps whole seconds may be an image in which two files have equal states."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if not base.is_absolute() or state.st_ctime_ns % 1_000_000_000 == 0:
-        raise OSError("not cached")
-    folder = base / "kvass" / "weights"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder / hashlib.sha256(repr(_key(state)).encode()).hexdigest()
+        mine.set_result(_compute(file))
+    except OSError as error:
+        mine.set_exception(error)
+        del _digest_of[key]
+    return mine.result()
 
 
 def _key(state: os.stat_result) -> tuple[int, ...]:

@@ -15,10 +15,12 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import CodeType
 from typing import Any, Final
 
 import torch
 import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvass.connectors.transformers.rows import BLOCK, Rows
 from kvass.engine import identity
@@ -54,16 +56,33 @@ def attention(model: Any) -> str:
 
 
 def weights(model: Any) -> str:
-    """The digest of all parameters and buffers, those of rope among them."""
+    """The digest of all tensors that modules hold, those of rope among them."""
     with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(_tensor, tensors(model))
     return "sha256:" + identity.digest(text for texts in found for text in texts)
 
 
 def tensors(model: Any) -> Iterator[tuple[str, Any]]:
-    """All parameters and buffers, by name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    """All tensors that modules hold, by name: parameters, buffers, attributes. One with several
+    names has the first."""
+    seen = set()
+    for name, module in model.named_modules():
+        for place, tensor in _inside(vars(module)):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name + place, tensor
+
+
+def _inside(value: object, place: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors in ``value``, an attribute or a collection."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _inside(item, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _inside(item, f"{place}.{index}")
 
 
 def state(model: Any) -> tuple[object, ...]:
@@ -76,13 +95,16 @@ def state(model: Any) -> tuple[object, ...]:
 
 
 def _state(module: Any) -> tuple[object, ...]:
-    own = (*module._parameters.values(), *module._buffers.values())
-    versions = [
-        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        for tensor in own
-        if tensor is not None
-    ]
-    return type(module), type(module).forward, _plain(module), versions
+    held = [_memory(tensor) for _, tensor in _inside(vars(module))]
+    return type(module), type(module).forward, _plain(module), held
+
+
+def _memory(tensor: Any) -> tuple[object, ...]:
+    """Equal for the same memory in the same version alone. An address is not enough: once it is
+    freed another tensor may have it. Nobody gets a storage's number while it is referred to."""
+    version = 0 if tensor.is_inference() else tensor._version
+    view = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return StorageWeakRef(tensor.untyped_storage()), view, version
 
 
 def _tensor(named: tuple[str, Any]) -> tuple[str, str, str, str]:
@@ -93,24 +115,42 @@ def _tensor(named: tuple[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _modules(model: Any) -> Iterator[str]:
-    """Each module's class, its ``forward``, and its plain attributes: a scale, an epsilon. The
+    """Each module's classes, its ``forward``, and its plain attributes: a scale, an epsilon. The
     source of what is neither torch's nor transformers' counts too."""
     for name, module in model.named_modules():
         yield from (name, identity.canonical(_plain(module)))
-        for code in (type(module), type(module).forward):
+        for code in (*type(module).__mro__, type(module).forward):
             yield f"{code.__module__}.{code.__qualname__}"
-            if not is_known(code):
+            if not is_known(code) and code.__module__ not in sys.stdlib_module_names:
                 yield _source(code)
+                yield from _compiled(code)
 
 
 def _plain(module: Any) -> dict[str, Any]:
+    """A copy of the plain attributes: numbers, texts, functions' names, collections of them."""
     return {
-        key: value
+        key: _frozen(value)
         for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str)
-        and not key.startswith("_")
-        and key not in LEFT_OUT
+        if not key.startswith("_") and key not in LEFT_OUT and _is_plain(value)
     }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, bool | int | float | str) or inspect.isroutine(value)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _frozen(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_frozen(item) for item in value]
+    if inspect.isroutine(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    return value
 
 
 def is_known(code: Any) -> bool:
@@ -126,6 +166,21 @@ def _source(kind: Any) -> str:
         raise identity.Indescribable(
             f"the code of {kind.__qualname__} cannot be read ({error}): define it in a file"
         ) from None
+
+
+def _compiled(kind: Any) -> Iterator[str]:
+    """What runs, of a class or a function: its file may have been edited since it was imported."""
+    for found in vars(kind).values() if isinstance(kind, type) else [kind]:
+        inner = getattr(found, "fget", None) or getattr(found, "__func__", found)
+        if (code := getattr(inspect.unwrap(inner), "__code__", None)) is not None:
+            yield _code_text(code)
+
+
+def _code_text(value: Any) -> str:
+    if isinstance(value, CodeType):
+        parts = value.co_name, value.co_code.hex(), value.co_names
+        return repr([*parts, *map(_code_text, value.co_consts)])
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def _device(device: Any) -> str:

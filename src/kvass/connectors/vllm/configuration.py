@@ -122,7 +122,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         groups.page_formats(kv_cache_config)  # raises here what a rank would find too late
         fields = namespace.describe(vllm_config, kv_cache_config, vllm.__version__)
         adapters = namespace.adapter_settings(vllm_config.lora_config)
-        name = weights.begin(weight_files.sources(vllm_config, options.model_id))
+        ranks = parallel.world_size * parallel.data_parallel_size_local  # 0 local: a mere server
+        name = weights.begin(weight_files.sources(vllm_config, options.model_id), max(1, ranks))
     except (groups.Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
     # What decides which tokens, heads and layers a rank's page holds.

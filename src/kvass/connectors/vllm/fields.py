@@ -31,7 +31,7 @@ SKIPPED: Final = {
             allow_deprecated_quantization allowed_local_media_path allowed_media_domains
             enable_cumem_allocator enable_nccl_comm_suspend enable_prompt_embeds
             enable_return_routed_experts enable_sleep_mode enable_trace_replay enforce_eager
-            generation_config hf_config hf_text_config hf_token io_processor_plugin
+            generation_config hf_config hf_overrides hf_text_config hf_token io_processor_plugin
             is_submodel_config logits_processors logprobs_mode max_logprobs max_model_len model
             model_weights override_generation_config pooler_config renderer_num_workers
             return_sampling_mask revision seed served_model_name skip_tokenizer_init

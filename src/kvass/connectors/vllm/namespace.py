@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import platform
 import re
 from collections.abc import Callable, Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +31,7 @@ import torch
 from kvass._version import code_version
 from kvass.connectors.vllm.fields import SKIPPED, VARIABLES
 from kvass.connectors.vllm.groups import all_specs
-from kvass.engine import identity
+from kvass.engine import identity, weights
 
 NOT_THE_MODELS: Final = frozenset(
     re.findall(
@@ -43,9 +45,12 @@ NOT_THE_MODELS: Final = frozenset(
 Models set the others while a worker loads them; they follow from the model's files and
 ``hf_overrides``, which count, and for Llama 4 from the rule for ``positions``."""
 
+QUANTIZATION_FILE: Final = "quantization_config_file"
 PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 """Groups of entry points that vLLM loads in the processes that compute. Plug-ins of its other
 groups see requests before they are hashed, or outputs."""
+KNOWN_PLUGINS: Final = ("vllm", "kvass")
+"""Packages whose plug-ins do not count: vLLM's version is a field, and kvass computes no page."""
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, str]:
@@ -119,19 +124,37 @@ def _variables() -> str:
 
 def _plugins() -> str:
     """Other people's code in the processes that compute: the plug-ins that vLLM loads, by group,
-    name, what they name, and their distribution's name and version."""
+    name, what they name, and their distribution's name and version. Raises
+    ``identity.Indescribable``."""
     from vllm import envs
 
     allowed = envs.VLLM_PLUGINS
     found = set()
     for group in PLUGIN_GROUPS:
         for entry in metadata.entry_points(group=group):
-            own = entry.value.partition(":")[0].split(".")[0] == "vllm"
+            own = entry.value.partition(":")[0].split(".")[0] in KNOWN_PLUGINS
             if not own and (allowed is None or entry.name in allowed):
                 dist = entry.dist
-                of = "" if dist is None else f" of {dist.name} {dist.version}"
+                of = "" if dist is None else f" of {dist.name} {dist.version}{_in_place(entry)}"
                 found.add(f"{group} {entry.name} = {entry.value}{of}")
     return identity.canonical(sorted(found)) if found else ""
+
+
+def _in_place(entry: Any) -> str:
+    """The code of a plug-in that is installed in place (``pip install -e``), which changes without
+    its version; empty for others. Raises ``identity.Indescribable``."""
+    told = json.loads(entry.dist.read_text("direct_url.json") or "{}")
+    if not told.get("dir_info", {}).get("editable"):
+        return ""
+    spec = find_spec(entry.value.partition(":")[0].split(".")[0])
+    if spec is None:
+        return ""  # vLLM cannot load it either
+    files = [Path(spec.origin)] if spec.origin and not spec.submodule_search_locations else []
+    for folder in spec.submodule_search_locations or ():
+        files += [file for file in Path(folder).rglob("*") if file.suffix in (".py", ".so")]
+    return " in place " + identity.digest(
+        f"{file.name} {_file(str(file))}" for file in sorted(files)
+    )
 
 
 def device_kind() -> str:
@@ -214,13 +237,24 @@ def _hf_config(config: Any) -> str:
 
 
 def _file(path: str | None) -> str:
-    """A digest of a file's content. Raises ``identity.Indescribable`` if it cannot be read."""
+    """A digest of a file's content. Raises ``identity.Indescribable`` if it cannot be read, or is
+    perhaps not what the engine read."""
     if not path:
         return ""
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        content, changed_ns = Path(path).read_bytes(), Path(path).stat().st_ctime_ns
     except OSError as error:
         raise identity.Indescribable(f"{path} cannot be read: {error}") from None
+    if changed_ns > weights.started_ns():
+        raise identity.Indescribable(f"{path} changed since this engine started: restart it")
+    return hashlib.sha256(content).hexdigest()
+
+
+def _overrides(given: Any) -> Any:
+    """Overrides of the model's configuration. A file that they name counts by its content."""
+    if isinstance(given, Mapping) and QUANTIZATION_FILE in given:
+        return {**given, QUANTIZATION_FILE: _file(given[QUANTIZATION_FILE])}
+    return given
 
 
 def _inductor(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,6 +275,7 @@ def _draft(config: Any) -> dict[str, Any]:
 
 RULES: Final[dict[tuple[str, str], Callable[[Any], Any]]] = {
     ("ModelConfig", "hf_config"): _hf_config,
+    ("ModelConfig", "hf_overrides"): _overrides,
     ("MultiModalConfig", "mm_encoder_fp8_scale_path"): _file,
     ("CompilationConfig", "custom_ops"): lambda names: sorted(set(names)),
     ("CompilationConfig", "inductor_compile_config"): _inductor,
