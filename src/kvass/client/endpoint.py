@@ -388,7 +388,7 @@ class Endpoint:
     def _failed(self, error: KvassError) -> None:
         with self.lock:
             self._attempts += 1
-            self._failure = error
+            self._failure = error.with_traceback(None)  # which names what the attempt opened
             kind, again = f"failed_{type(error).__name__.lower()}", isinstance(error, Refused)
             self._note(kind, f"runs uncached: {error}", again)
             self.lock.notify_all()

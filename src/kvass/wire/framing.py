@@ -3,7 +3,8 @@
 A frame is ``u32 little-endian payload length`` + payload, one MessagePack map (``messages.py``).
 How a stream was cut into pieces changes nothing: the messages before a bad frame come out first,
 then the ``FrameError``, and after it nothing, since after a wrong length nobody knows where the
-next frame begins.
+next frame begins. A decoder keeps no error that was raised: its traceback would lead back to the
+decoder, and neither would be freed before a collection of cycles.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from kvass.errors import FrameError
+from kvass.errors import ErrorCode, FrameError
 from kvass.messages import FromClient, FromDaemon, Message
 from kvass.types import Limits
 
@@ -43,7 +44,7 @@ class Decoder(Generic[M]):
         self.limit = limit
         self._payload = payload
         self._rest = bytearray()
-        self._fault: FrameError | None = None
+        self._fault: tuple[ErrorCode, str] | None = None
 
     @property
     def inside_frame(self) -> bool:
@@ -57,7 +58,7 @@ class Decoder(Generic[M]):
         above ``limit``, ``bad_message`` for a payload that is no message of this direction.
         """
         if self._fault is not None:
-            raise self._fault
+            raise FrameError(*self._fault)
         self._rest += data
         at = 0
         try:
@@ -73,7 +74,8 @@ class Decoder(Generic[M]):
                     at = end
                     yield message
         except FrameError as fault:
-            self._fault = fault
+            self._fault = fault.code, str(fault)
+            self._rest = bytearray()
             raise
         del self._rest[:at]
 
