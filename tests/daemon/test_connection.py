@@ -19,7 +19,8 @@ import pytest
 from kvass.core.effects import Opened
 from kvass.core.event_lines import parse
 from kvass.daemon import connection as module
-from kvass.daemon.connection import OUT_BYTES, Connection
+from kvass.daemon.connection import HELLO_BYTES, OUT_BYTES, Connection
+from kvass.errors import FrameError
 from kvass.wire import framing
 
 Scene = Callable[[Connection, socket.socket], Coroutine[Any, Any, None]]
@@ -158,6 +159,18 @@ async def test_hang_up_with_words_unread_is_eof(connection: Connection, far: soc
     assert connection.read_into(memoryview(bytearray(9))) == 0
 
 
+@played
+async def test_a_session_that_was_not_welcomed_sends_small_frames(
+    connection: Connection, far: socket.socket
+) -> None:
+    header = framing.HEADER.pack(HELLO_BYTES + 1)
+    with pytest.raises(FrameError, match="send 1 to 65536"):
+        [*connection.decoder.feed(header)]
+    connection.half_close()
+    connection.welcomed()
+    assert [*connection.decoder.feed(header)] == []
+
+
 @pytest.fixture
 def no_gc() -> Iterator[None]:
     """What is freed is freed by reference counting alone."""
@@ -172,6 +185,7 @@ def test_a_closed_connection_and_what_it_was_sent_are_freed_at_once(end: str) ->
     async def main() -> None:
         near, far = socket.socketpair()
         connection = Connection(asyncio.get_running_loop(), near, 1, lambda _: None)
+        connection.welcomed()
         assert [*connection.decoder.feed(framing.HEADER.pack(4 << 20) + b"half")] == []
         gone: list[weakref.ref[Any]] = [weakref.ref(connection), weakref.ref(connection.decoder)]
         if end == "unread":

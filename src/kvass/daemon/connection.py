@@ -18,10 +18,13 @@ from typing import Final, Literal
 
 from kvass.core.effects import SessionId
 from kvass.daemon.peer_process import PeerProcess
+from kvass.types import Limits
 from kvass.wire import framing
 
 OUT_BYTES: Final = 8 << 20
 """Unread replies a session may pile up: two of the largest frames."""
+HELLO_BYTES: Final = 64 << 10
+"""The largest frame of a session that was not welcomed yet."""
 LINGER_S: Final = 1.0
 """How long what is unsent may wait for its reader when a session is closed."""
 
@@ -36,7 +39,7 @@ class Connection:
         process: PeerProcess | None = None,
     ) -> None:
         self.session = session
-        self.decoder = framing.from_clients()
+        self.decoder = framing.from_clients(HELLO_BYTES)
         self.process = process
         """Who connected, if its end can be seen."""
         self.ignoring = False
@@ -101,6 +104,10 @@ class Connection:
         self._out.clear()
         self._await_room(False)
         self._flushed()
+
+    def welcomed(self) -> None:
+        """From now on frames may be as large as the daemon's limits say."""
+        self.decoder.limit = Limits().frame_bytes
 
     def half_close(self) -> None:
         """Say no more after what is queued, and listen for nothing but EOF."""

@@ -39,7 +39,7 @@ from kvass.daemon.recording import Recorder
 from kvass.daemon.tier_process.supervisor import task
 from kvass.daemon.tier_set import TierSet
 from kvass.errors import FrameError
-from kvass.messages import Error, Lookup, StatusReply
+from kvass.messages import Error, Lookup, StatusReply, Welcome
 from kvass.wire import framing
 from kvass.wire.channel import peer_of
 
@@ -300,6 +300,8 @@ class Server:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode(effect.message), fd)
                 self._to_flush[effect.session] = connection
+                if type(effect.message) is Welcome:
+                    connection.welcomed()
             if type(effect.message) in LOGGED:
                 asked = self._machine.registered(effect.session)
                 self._journal.replied(effect.session, effect.message, asked)

@@ -9,14 +9,14 @@ decoder, and neither would be freed before a collection of cycles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from struct import Struct
 from typing import Final, Generic, TypeVar
 
 import msgspec
 
 from kvass.errors import ErrorCode, FrameError
-from kvass.messages import FromClient, FromDaemon, Message
+from kvass.messages import FromClient, FromDaemon, Message, Register
 from kvass.types import Limits
 
 HEADER: Final = Struct("<I")
@@ -37,10 +37,11 @@ def frame(payload: bytes) -> bytes:
 class Decoder(Generic[M]):
     """Decodes one direction of one stream. Make it with ``from_clients()`` or ``from_daemon()``.
 
-    ``limit`` is the largest payload accepted, in bytes; it may be changed between feeds.
+    ``limit`` is the largest payload accepted, in bytes; it may be changed at any time. ``payload``
+    decodes one.
     """
 
-    def __init__(self, payload: msgspec.msgpack.Decoder[M], limit: int) -> None:
+    def __init__(self, payload: Callable[[memoryview], M], limit: int) -> None:
         self.limit = limit
         self._payload = payload
         self._rest = bytearray()
@@ -81,17 +82,31 @@ class Decoder(Generic[M]):
 
     def _decode(self, payload: memoryview) -> M:
         try:
-            return self._payload.decode(payload)
+            return self._payload(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError("bad_message", one_line(f"no message of ours: {error}")) from None
 
 
 def from_clients(limit: int = Limits().frame_bytes) -> Decoder[FromClient]:
-    return Decoder(_client_payload, limit)
+    return Decoder(_client_message, limit)
 
 
 def from_daemon(limit: int = Limits().frame_bytes) -> Decoder[FromDaemon]:
-    return Decoder(_daemon_payload, limit)
+    return Decoder(_daemon_payload.decode, limit)
+
+
+class _Kind(msgspec.Struct):
+    """Of any message what it is. To skip the rest takes a fraction of decoding it."""
+
+    t: str = ""
+
+
+def _client_message(payload: memoryview) -> FromClient:
+    """Raises ``FrameError`` or what msgspec raises."""
+    if len(payload) > _REGISTER_BYTES and _kind.decode(payload).t == _REGISTER:
+        text = f"register of {len(payload)} bytes: send at most {_REGISTER_BYTES}"
+        raise FrameError("bad_message", text)
+    return _client_payload.decode(payload)
 
 
 def one_line(text: str) -> str:
@@ -99,5 +114,8 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:_TEXT_CHARS])
 
 
+_REGISTER_BYTES: Final = Limits().register_bytes
+_REGISTER: Final = Register.__struct_config__.tag
+_kind: Final = msgspec.msgpack.Decoder(_Kind)
 _client_payload: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _daemon_payload: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)
