@@ -19,6 +19,8 @@ import pytest
 
 from kvass.cli.main import main
 from kvass.client.client import Client
+from kvass.config import Config, Size
+from kvass.daemon.listen import Access, listening
 from kvass.errors import Unavailable
 from kvass.messages import Error, Ping, Pong, Populated
 from kvass.testing.daemon import Daemon, running_daemon
@@ -190,6 +192,19 @@ def test_default_socket_is_in_a_folder_of_this_user_alone(tmp_path: Path) -> Non
         process.terminate()
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_daemon_for_others_in_a_folder_of_others_says_that_they_will_refuse_it(
+    told: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 54_321)
+    config = Config(socket=str(tmp_path / "s"), l1_size=Size(MIB), allow_uid=[0] if told else [])
+    with listening(config.socket, Access(config)):
+        assert ("set kvass.daemon_uid 54321 in them" in caplog.text) == told
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -236,9 +251,8 @@ def test_half_frames_of_many_sessions_that_end_leave_no_memory_behind(tmp_path: 
     part = framing.HEADER.pack(4 * MIB) + b"x" * (4 * MIB - 1)
     with running_daemon(tmp_path, l1_size="1MiB", program=("-c", script)) as daemon:
         grown = []
-        for number in range(40):
-            with RawSession(daemon.socket) as peer:
-                peer.greet() if number % 2 else None
+        for _ in range(40):
+            with RawSession(daemon.socket).greet() as peer:
                 peer.raw(part)
                 peer.sock.shutdown(socket.SHUT_WR)
                 assert isinstance(peer.rest()[-1], Error)

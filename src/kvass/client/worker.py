@@ -53,8 +53,17 @@ class WorkerClient(Endpoint):
     ``incomplete`` registration, ``complete`` it instead.
     """
 
-    def __init__(self, socket: str, registration: Register, *, incomplete: bool = False) -> None:
-        super().__init__(socket, registration, wants_arena=True, incomplete=incomplete)
+    def __init__(
+        self,
+        socket: str,
+        registration: Register,
+        *,
+        incomplete: bool = False,
+        daemon_uid: int | None = None,
+    ) -> None:
+        super().__init__(
+            socket, registration, wants_arena=True, incomplete=incomplete, daemon_uid=daemon_uid
+        )
         self._rank = registration.rank
 
     def arena(self, boot: bytes, given_s: float = math.inf) -> ArenaLease | None:

@@ -91,7 +91,9 @@ class Copier:
         except MissingError as reason:  # without this rank every lookup is a miss
             log.error("kvass is off, the engine runs uncached: %s", reason)
             return
-        self._client = WorkerClient(self._setup.socket, registration, incomplete=True)
+        self._client = WorkerClient(
+            self._setup.socket, registration, incomplete=True, daemon_uid=self._setup.daemon_uid
+        )
         self._setup.when_named(self._client.complete)
 
     # ------------------------------------------------------------ a step
