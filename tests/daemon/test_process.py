@@ -228,6 +228,28 @@ def test_watermark_rises_to_the_whole_arena(tmp_path: Path) -> None:
         os.close(fd)
 
 
+def test_a_daemon_that_cannot_have_its_memory_ends_with_one_line(tmp_path: Path) -> None:
+    """Who touched the rest would be killed."""
+    script = (
+        "import errno, os, sys\n"
+        "from kvass.arena.memory import Arena\n"
+        "real = Arena.populate\n"
+        "def populate(self, lo, hi):\n"
+        "    if lo >= 32 << 20:\n"
+        "        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
+        "    real(self, lo, hi)\n"
+        "Arena.populate = populate\n"
+        "from kvass.cli.main import main\n"
+        "sys.exit(main())"
+    )
+    with running_daemon(tmp_path, l1_size="64MiB", program=("-c", script)) as daemon:
+        assert daemon.wait() == 2
+        told = daemon.log().splitlines()[-1]
+    assert told == (
+        "kvass: l1_size: of 64MiB only 32MiB could be had: No space left on device; give less"
+    )
+
+
 def test_memory_and_libraries_of_the_process(shared: Daemon) -> None:
     shared.wait_until(l1_populated_bytes=64 * MIB)
     maps = Path(f"/proc/{shared.pid}/maps").read_text()

@@ -31,6 +31,13 @@ class ArenaLease:
         self._endpoint = endpoint
         self._session: DaemonSession | None = session
 
+    def prepare(self, lo: int, hi: int) -> None:
+        """Have memory for bytes ``[lo, hi)``, which the daemon may not have populated. Raises
+        ``OSError`` if there is none: who touches them then is killed (SIGBUS)."""
+        assert self._session is not None, "the lease was left"
+        assert self._session.arena is not None
+        self._session.arena.populate(lo, hi)
+
     def __enter__(self) -> npt.NDArray[np.uint8]:
         return self.buffer
 

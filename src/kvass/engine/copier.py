@@ -194,7 +194,16 @@ class Copier:
         try:
             plans, ended = self._plans(copy), partial(self._copied, arena)
             self._mover.submit(
-                Job(copy.kind, plans, arena.buffer, copy.deadline_s, copy, ended, arena.populated)
+                Job(
+                    copy.kind,
+                    plans,
+                    arena.buffer,
+                    copy.deadline_s,
+                    copy,
+                    ended,
+                    arena.populated,
+                    arena.prepare,
+                )
             )
         except BaseException:
             arena.close()
