@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvass.client.client import Client
+from kvass.client.scheduler import SchedulerClient
 from kvass.errors import UntrustedDaemon
+from kvass.messages import Ping, Register
 from kvass.wire import trust
 from kvass.wire.trust import check_daemon
 
@@ -114,7 +116,9 @@ def test_what_is_gone_meanwhile_is_not(safe: Path) -> None:
 
 
 @root
-def test_a_client_says_nothing_to_a_stranger_who_listened_first(tmp_path: Path) -> None:
+def test_a_client_says_nothing_to_a_stranger_who_listened_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The kernel says who listens, whoever owns the file."""
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -130,6 +134,14 @@ def test_a_client_says_nothing_to_a_stranger_who_listened_first(tmp_path: Path) 
         with heard:
             heard.settimeout(20)
             assert heard.recv(1) == b"", "it hung up without a word"
+        scheduler = SchedulerClient(path, Register("e", {}, 256))
+        with caplog.at_level("WARNING"), pytest.raises(UntrustedDaemon):
+            scheduler.connect(20)
+        scheduler.close()
+        assert scheduler.submit(Ping()) == 0, "it runs uncached"
+        (line,) = caplog.messages
+        assert line.startswith(f"runs uncached: uid {THEIRS} listens at {path}")
+        listener.accept()[0].close()
         with Client(path, daemon_uid=THEIRS) as client:
             client.start()
             heard, _ = listener.accept()
