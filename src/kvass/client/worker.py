@@ -36,7 +36,8 @@ class ArenaLease:
         ``OSError`` if there is none: who touches them then is killed (SIGBUS)."""
         assert self._session is not None, "the lease was left"
         assert self._session.arena is not None
-        self._session.arena.populate(lo, hi)
+        if hi > self.populated:
+            self._session.arena.populate(lo, hi)
 
     def __enter__(self) -> npt.NDArray[np.uint8]:
         return self.buffer

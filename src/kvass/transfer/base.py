@@ -60,7 +60,7 @@ class Job:
     """One store (blocks -> slots) or load (slots -> blocks), usually with one plan per group.
 
     ``arena`` is uint8 of shape ``(arena_bytes,)``; its first ``populated`` bytes have memory, and a
-    mover pins nothing beyond. ``prepare(lo, hi)`` has memory there for these bytes, too, or raises
+    mover pins nothing beyond. ``prepare(lo, hi)`` has memory for these bytes, too, or raises
     ``OSError``: a store writes to none that may not be had, because that would be SIGBUS.
     ``deadline_s`` is CLOCK_MONOTONIC, of the lease or the reservation. ``name`` is for the caller.
     ``on_done`` is called on the copy thread and must not block.
@@ -77,9 +77,8 @@ class Job:
 
     def prepare_row(self, planes: GroupPlanes, row: RowCopy) -> None:
         """Before ``row`` is copied: its slot has memory. Raises ``OSError``."""
-        end = row.slot + planes.shard_bytes
-        if self.prepare is not None and self.kind == "store" and end > self.populated:
-            self.prepare(row.slot, end)
+        if self.prepare is not None and self.kind == "store":
+            self.prepare(row.slot, row.slot + planes.shard_bytes)
 
     @property
     def bytes(self) -> int:

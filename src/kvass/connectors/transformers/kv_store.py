@@ -253,6 +253,7 @@ class KVStore:
                 with arena as memory:
                     for offset, chunk in zip(offsets, grant.rows()[0], strict=True):
                         blocks = min(each, end - chunk * each)
+                        arena.prepare(offset, offset + self._rows.shard_bytes)
                         self._rows.store(memory, offset, kv, chunk * each * BLOCK, blocks)
                         written += blocks * BLOCK
                 settle = self._worker.commit
