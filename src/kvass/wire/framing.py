@@ -18,10 +18,14 @@ import msgspec
 from kvass.errors import ErrorCode, FrameError
 from kvass.messages import FromClient, FromDaemon, Message, Register
 from kvass.types import Limits
+from kvass.wire.parts import has_more_parts
 
 HEADER: Final = Struct("<I")
 _encoder: Final = msgspec.msgpack.Encoder()
 _TEXT_CHARS: Final = 200
+MOST_PARTS: Final = 20_000
+"""Numbers, texts, lists and so on of a frame above ``Limits.register_bytes``: the largest
+``Reserve`` has 13,000. A frame of 4 MiB could have millions, which take 25 ms and more."""
 
 M = TypeVar("M")
 
@@ -96,16 +100,20 @@ def from_daemon(limit: int = Limits().frame_bytes) -> Decoder[FromDaemon]:
 
 
 class _Kind(msgspec.Struct):
-    """Of any message what it is. To skip the rest takes a fraction of decoding it."""
+    """Of any message what it is; the rest is skipped."""
 
     t: str = ""
 
 
 def _client_message(payload: memoryview) -> FromClient:
-    """Raises ``FrameError`` or what msgspec raises."""
-    if len(payload) > _REGISTER_BYTES and _kind.decode(payload).t == _REGISTER:
-        text = f"register of {len(payload)} bytes: send at most {_REGISTER_BYTES}"
-        raise FrameError("bad_message", text)
+    """Raises ``FrameError`` or what msgspec raises. A large frame of small parts is not decoded."""
+    if (size := len(payload)) > _REGISTER_BYTES:
+        if has_more_parts(payload, MOST_PARTS):
+            text = f"{size} bytes of more than {MOST_PARTS} parts: send fewer at a time"
+            raise FrameError("bad_message", text)
+        if _kind.decode(payload).t == _REGISTER:
+            text = f"register of {size} bytes: send at most {_REGISTER_BYTES}"
+            raise FrameError("bad_message", text)
     return _client_payload.decode(payload)
 
 
