@@ -14,6 +14,7 @@ From the root of the repository, with what ``make setup`` installs:
     python -m bench --blend                 transformers: prompts of shuffled documents, with blend
                                             and without; prints the table of docs/blend.md
     python -m bench --engine --blend        the same of vLLM engines
+    python -m bench.largest_messages        what the largest message of each kind costs the daemon
     python -m bench.blend_quality           how right answers are with blend; a small trained model
 
 Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed

@@ -3,8 +3,8 @@
 Each run is one job: eight questions about one document, in a vLLM engine of this process. Start a
 daemon, and run it as often as you like::
 
-    python -m examples.offline_batch --socket /tmp/kvass.sock --questions 1
-    python -m examples.offline_batch --socket /tmp/kvass.sock --questions 2
+    python -m examples.offline_batch --questions 1
+    python -m examples.offline_batch --questions 2
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 from examples.tiny import engine_here, greedy, some_prompt
+from kvass.config import default_socket
 
 DOCUMENT = some_prompt(2000, seed=0)
 
@@ -19,7 +20,7 @@ DOCUMENT = some_prompt(2000, seed=0)
 def main() -> None:
     """One job."""
     parser = argparse.ArgumentParser(prog="python -m examples.offline_batch")
-    parser.add_argument("--socket", required=True, help="the daemon's socket")
+    parser.add_argument("--socket", default=default_socket(), help="the daemon's socket")
     parser.add_argument("--questions", type=int, default=1, metavar="SEED", help="which questions")
     args = parser.parse_args()
     first = 8 * args.questions

@@ -3,7 +3,7 @@
 ``reset_prefix_cache()`` after each update is what tells vLLM and kvass that the weights are others:
 no later request finds what the old weights computed. With a daemon running::
 
-    python -m examples.rl_loop --socket /tmp/kvass.sock
+    python -m examples.rl_loop
 
 The last policy shows what is wrong without it. Exit status 1 if another one reused anything, or if
 the last one did not go wrong.
@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from examples.tiny import engine_here, greedy, some_prompt
+from kvass.config import default_socket
 
 PROMPT = {"prompt_token_ids": some_prompt(1000, seed=0)}
 
@@ -23,7 +24,7 @@ PROMPT = {"prompt_token_ids": some_prompt(1000, seed=0)}
 def main() -> int:
     """Run the loop; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m examples.rl_loop")
-    parser.add_argument("--socket", required=True, help="the daemon's socket")
+    parser.add_argument("--socket", default=default_socket(), help="the daemon's socket")
     engine = engine_here(parser.parse_args().socket)
     policies = []
     for policy in range(3):

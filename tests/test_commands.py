@@ -82,6 +82,7 @@ def here(line: str, folder: Path) -> str:
 def run(line: str, folder: Path) -> str:
     """Run a command to its end, or until it is ready and told to end; what it printed."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVASS_")}
+    env["KVASS_SOCKET"] = str(folder / "kvass.sock")
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     stays = line.startswith("kvass serve") and "--print-config" not in line
     with subprocess.Popen(

@@ -328,6 +328,23 @@ def test_an_arena_that_takes_nearly_all_memory_is_warned_of(
     size: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(daemon_main, "room", lambda: room.Room(8 << 30, None, 1 << 30))
-    daemon_main._warn_of_memory(Size.parse(size))
+    daemon_main._check_memory(Size.parse(size))
     said = [f"l1_size {size} is more than 80 % of the 1GiB of memory available"] if warned else []
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == said
+
+
+def test_an_arena_that_the_kernel_does_not_promise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With strict overcommit; without, a promise costs nothing."""
+    (tmp_path / "proc/sys/vm").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("CommitLimit: 1048576 kB\nCommitted_AS: 524288 kB\n")
+    mode = tmp_path / "proc/sys/vm/overcommit_memory"
+    mode.write_text("0\n")
+    assert room.committable(tmp_path) is None
+    mode.write_text("2\n")
+    assert room.committable(tmp_path) == 512 << 20
+    monkeypatch.setattr(daemon_main, "committable", lambda: room.committable(tmp_path))
+    daemon_main._check_memory(Size.parse("512MiB"))
+    with pytest.raises(ConfigError, match=r"l1_size 513MiB: the kernel promises 512MiB more"):
+        daemon_main._check_memory(Size.parse("513MiB"))

@@ -12,6 +12,7 @@ import logging
 import os
 import pwd
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
@@ -47,7 +48,8 @@ def default_socket() -> str:
 
 
 def check_folder(path: str) -> None:
-    """Refuse the default ``path`` in the temporary folder unless its own folder is this user's.
+    """Refuse the default ``path`` in the temporary folder unless its own folder is this user's, and
+    nobody else may write to it.
 
     Anybody may have been first to make that folder, and listen there. Raises ``ConfigError`` if
     somebody was, ``Unavailable`` if nobody has yet; does nothing for any other path.
@@ -56,11 +58,13 @@ def check_folder(path: str) -> None:
         return
     folder = os.path.dirname(path)
     try:
-        owner = os.lstat(folder).st_uid
+        found = os.lstat(folder)
     except OSError as error:
         raise Unavailable(f"no daemon at {path}: {error.strerror}") from error
-    if owner != os.geteuid():
+    if found.st_uid != os.geteuid():
         raise ConfigError(f"{folder} belongs to another user: choose another socket")
+    if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+        raise ConfigError(f"{folder} is no folder of yours alone: chmod 700 {folder}")
 
 
 def memory_bytes() -> int:

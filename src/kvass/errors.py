@@ -4,7 +4,8 @@
 
     KvassError
     ├── UsageError            you called us wrongly; the text says what to do
-    │   └── ConfigError       a flag, an environment name, a YAML key, a connector option
+    │   ├── ConfigError       a flag, an environment name, a YAML key, a connector option
+    │   └── UntrustedDaemon   who listens at the socket may be a stranger: run uncached
     ├── Unavailable           no daemon there right now: a miss, and reconnecting goes on by itself
     │   └── TimedOut          it did not answer within the bound
     ├── TierDown              a tier could serve nothing of a batch: all misses, leave it a while
@@ -53,6 +54,10 @@ class UsageError(KvassError):
 
 class ConfigError(UsageError):
     """A flag, environment name, YAML key or connector option that cannot be used."""
+
+
+class UntrustedDaemon(UsageError):
+    """Who listens at the socket may be a stranger. The text says how to name the daemon's user."""
 
 
 class Unavailable(KvassError):

@@ -313,6 +313,12 @@ class Limits(msgspec.Struct, frozen=True):
     """reserved + quarantined bytes of one instance, as a share of L1."""
     request_id_bytes: int = 512
     identity_bytes: int = 64 << 10
+    identity_fields: int = 512
+    """vLLM's engines have some 50."""
+    layers: int = 4096
+    """Of one rank, in all groups; what lies apart in memory counts (80 layers of 8 heads: 640)."""
+    register_bytes: int = 640 << 10
+    """A larger ``Register`` is not decoded: it could take 25 ms. 4,096 layers take 350 KiB."""
 
 
 GUESS_TOKENS_S: Final = 5_000.0

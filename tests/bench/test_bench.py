@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 import bench.__main__ as command
-from bench import core_time, footprint, pings
+from bench import core_time, footprint, largest_messages, pings
 from bench.__main__ import main
 from bench.core_time import measure_longest
 from bench.figures import add
 from bench.segments import measure_segments
 from kvass.cli.bench import copies, lookups
+from kvass.core.effects import Received
+from kvass.messages import Error
 
 
 def test_one_difference_is_a_difference() -> None:
@@ -83,3 +85,13 @@ def test_output_and_exit_status(
     assert asked == [(4 << 30, 9), (3 << 30, 7)]
     assert main(["--rounds", "3"]) == 2
     assert capsys.readouterr().err == "bench: --rounds 3: use 7 or more, or figures are noise\n"
+
+
+def test_the_largest_registrations_are_legal() -> None:
+    """So what is measured is work, and no refusal; but for the one that is to be refused."""
+    core = core_time.Core(1 << 40, largest_messages.LIMITS.namespaces)
+    refused = []
+    for name, session, message in largest_messages.registrations(core):
+        (answer,) = core.step(Received(session, message))
+        refused += [name] if isinstance(answer, Error) else []
+    assert refused == ["register: too many layers"]

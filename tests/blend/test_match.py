@@ -286,6 +286,17 @@ def test_a_text_under_many_keys_keeps_the_last_ones_and_costs_no_more() -> None:
     assert kept == [*range(40 - len(kept), 40)]
 
 
+def test_many_chunks_with_the_same_tokens_are_not_replaced_one_by_one() -> None:
+    known = Known(2, capacity=64)
+    for first in (1, 100):
+        known.add(first, [1, 1] * 40 + [2, 2])
+        assert known.find([1, 1])
+        assert known.find([2, 2])
+    kept = {n for n in known.tokens if n in known.matcher.key[known.matcher.place > 0, 0]}
+    assert kept == {*range(132, 140), 41, 140}
+    assert known.matcher.replaced == WAYS, "those of the first text by those of the second"
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
 def test_adding_and_removing_leaves_nothing_behind(steps: list[tuple[bool, int]]) -> None:

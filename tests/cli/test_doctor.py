@@ -23,6 +23,7 @@ from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
 from kvass.transfer import cuda_driver
 from kvass.transfer.cuda_driver import Device, Survey
+from kvass.wire.channel import Channel
 from tests.support.vllm.fake_vllm import UNTESTED, fake_vllm, installed, version_of
 from tests.support.wire.scripted_daemon import ScriptedDaemon
 
@@ -283,6 +284,20 @@ def test_a_daemon_that_hangs_is_waited_for_with_a_bound(
         daemon.reading.set()
     assert status is None
     assert "within" in trouble
+
+
+def test_a_stranger_at_the_socket_is_named_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Channel, "daemon_uid", 54_321)
+    with ScriptedDaemon(tmp_path / "kvass.sock") as daemon:
+        status, trouble = machine.ask_daemon(daemon.path)
+        assert main(["status", "--socket", daemon.path]) == 2
+    assert daemon.received == []
+    assert status is None
+    assert trouble.startswith(f"uid 54321 listens at {daemon.path}, and may be a stranger")
+    assert "kvass.daemon_uid 54321" in trouble
+    assert capsys.readouterr().err == f"kvass: {trouble}\n"
 
 
 # ---------------------------------------------------------------- the driver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvass.arena.memory import Arena
 from kvass.client import session as session_module
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.messages import Abort, Commit, Hello, Ping, Populated, Register, Release
+from kvass.types import PAGE
 from tests.support.waiting import eventually
 from tests.support.wire.scripted_daemon import ARENA_BYTES, ScriptedDaemon
 
@@ -103,6 +105,16 @@ def test_a_lease_says_how_much_the_daemon_has_populated(
     assert eventually(lambda: now() == ARENA_BYTES // 2 + SLICE)
     daemon.push(Populated(bytes=1 << 50))  # a lie is no more than all of it
     assert eventually(lambda: now() == ARENA_BYTES)
+
+
+def test_a_lease_has_memory_for_what_the_daemon_has_not_populated(
+    daemon: ScriptedDaemon, worker: WorkerClient
+) -> None:
+    lease = arena_of(worker, daemon.boot)
+    before = os.fstat(daemon._arena.fileno()).st_blocks
+    lease.prepare(ARENA_BYTES - 2 * PAGE, ARENA_BYTES)
+    assert os.fstat(daemon._arena.fileno()).st_blocks - before == 2 * PAGE // 512
+    lease.close()
 
 
 @pytest.mark.usefixtures("small_slices")

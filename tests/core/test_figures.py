@@ -214,3 +214,11 @@ def test_times_of_use_are_right_within_a_step_and_their_memory_is_bounded() -> N
         assert 0 <= uses.age(stamp) - (now - given[stamp]) <= STEP_S
     for stamp in range(0, len(given), 100):
         assert uses.age(stamp) >= now - given[stamp] - 1e-6
+
+
+def test_what_a_tiers_process_reports_changes_none_of_our_own_figures() -> None:
+    rig = TierRig()
+    rig.ready()
+    (ours,) = rig.status["tiers"]
+    rig.step(TierReport(0, {**dict.fromkeys(ours, "wrong"), "up": False, "records": 3}))
+    assert rig.status["tiers"] == [ours | {"up": False, "records": 3}]

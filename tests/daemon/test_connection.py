@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from kvass.core.effects import Opened
 from kvass.core.event_lines import parse
 from kvass.daemon import connection as module
-from kvass.daemon.connection import OUT_BYTES, Connection
+from kvass.daemon.connection import HELLO_BYTES, OUT_BYTES, Connection
+from kvass.errors import FrameError
+from kvass.wire import framing
 
 Scene = Callable[[Connection, socket.socket], Coroutine[Any, Any, None]]
 
@@ -151,6 +157,52 @@ async def test_hang_up_with_words_unread_is_eof(connection: Connection, far: soc
     connection.flush()
     far.close()
     assert connection.read_into(memoryview(bytearray(9))) == 0
+
+
+@played
+async def test_a_session_that_was_not_welcomed_sends_small_frames(
+    connection: Connection, far: socket.socket
+) -> None:
+    header = framing.HEADER.pack(HELLO_BYTES + 1)
+    with pytest.raises(FrameError, match="send 1 to 65536"):
+        [*connection.decoder.feed(header)]
+    connection.half_close()
+    connection.welcomed()
+    assert [*connection.decoder.feed(header)] == []
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """What is freed is freed by reference counting alone."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("end", ["close_now", "close", "half_close", "unread"])
+@pytest.mark.usefixtures("no_gc")
+def test_a_closed_connection_and_what_it_was_sent_are_freed_at_once(end: str) -> None:
+    async def main() -> None:
+        near, far = socket.socketpair()
+        connection = Connection(asyncio.get_running_loop(), near, 1, lambda _: None)
+        connection.welcomed()
+        assert [*connection.decoder.feed(framing.HEADER.pack(4 << 20) + b"half")] == []
+        gone: list[weakref.ref[Any]] = [weakref.ref(connection), weakref.ref(connection.decoder)]
+        if end == "unread":
+            connection.queue(bytes(1 << 20))
+            connection.close()
+            await asyncio.sleep(0)
+            connection.mute()
+        else:
+            getattr(connection, end)()
+            assert gone[1]() is None or end == "close_now"
+            connection.close_now()
+        del connection
+        await asyncio.sleep(0)
+        assert [one() for one in gone] == [None, None]
+        far.close()
+
+    asyncio.run(main())
 
 
 def test_broken_invariant_ends_the_daemon_and_its_event_is_logged(tmp_path: Path) -> None:

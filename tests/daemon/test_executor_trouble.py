@@ -19,6 +19,7 @@ from kvass.core.effects import (
     ToTier,
 )
 from kvass.daemon.tier_process.executor import FIRST_PAUSE_S
+from kvass.daemon.tier_process.reports import reportable
 from kvass.errors import TierDown
 from tests.daemon.tier_rig import (
     PAGE,
@@ -272,6 +273,20 @@ def test_reports_carry_what_the_tier_tells_and_a_status_can_say() -> None:
     with rig(Telling()) as made:
         assert made.reported(records=3, indexing=False, text="fine", up=True)
         assert not {"bad", "huge", "nan", 3, "odd"} & set(made.reports[0])
+
+
+def test_a_report_that_readers_of_a_status_cannot_use_is_left_out() -> None:
+    amounts = {"bytes": 5, "reserved_bytes": 0}
+    useless: list[dict[str, Any]] = [
+        {"bytes": "many", "capacity_bytes": -1, "records": True, "tenants": 5},
+        *({"tenants": bad} for bad in ({"a": 5}, {"a": {"bytes": 1}}, {"a": {**amounts, "x": {}}})),
+        {"deep": {"a": {"b": {"c": 1}}}},
+    ]
+    for told in useless:
+        assert reportable(told) == {}
+    well = {"bytes": 5, "records": 2.0, "tenants": {"a": amounts | {"cap_bytes": 9}}, "deep": {}}
+    assert reportable(well) == well
+    assert len(reportable({f"field{i}": i for i in range(10_000)})) < 100
 
 
 def test_close_refuses_waits_and_closes() -> None:

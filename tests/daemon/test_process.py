@@ -19,9 +19,12 @@ import pytest
 
 from kvass.cli.main import main
 from kvass.client.client import Client
+from kvass.config import Config, Size
+from kvass.daemon.listen import Access, listening
 from kvass.errors import Unavailable
 from kvass.messages import Error, Ping, Pong, Populated
 from kvass.testing.daemon import Daemon, running_daemon
+from kvass.wire import framing
 from kvass.wire.channel import Channel
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import RawSession
@@ -189,6 +192,19 @@ def test_default_socket_is_in_a_folder_of_this_user_alone(tmp_path: Path) -> Non
         process.terminate()
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_daemon_for_others_in_a_folder_of_others_says_that_they_will_refuse_it(
+    told: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 54_321)
+    config = Config(socket=str(tmp_path / "s"), l1_size=Size(MIB), allow_uid=[0] if told else [])
+    with listening(config.socket, Access(config)):
+        assert ("set kvass.daemon_uid 54321 in them" in caplog.text) == told
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -212,15 +228,58 @@ def test_watermark_rises_to_the_whole_arena(tmp_path: Path) -> None:
         os.close(fd)
 
 
+def test_a_daemon_that_cannot_have_its_memory_ends_with_one_line(tmp_path: Path) -> None:
+    """Who touched the rest would be killed."""
+    script = (
+        "import errno, os, sys\n"
+        "from kvass.arena.memory import Arena\n"
+        "real = Arena.populate\n"
+        "def populate(self, lo, hi):\n"
+        "    if lo >= 32 << 20:\n"
+        "        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
+        "    real(self, lo, hi)\n"
+        "Arena.populate = populate\n"
+        "from kvass.cli.main import main\n"
+        "sys.exit(main())"
+    )
+    with running_daemon(tmp_path, l1_size="64MiB", program=("-c", script)) as daemon:
+        assert daemon.wait() == 2
+        told = daemon.log().splitlines()[-1]
+    assert told == (
+        "kvass: l1_size: of 64MiB only 32MiB could be had: No space left on device; give less"
+    )
+
+
 def test_memory_and_libraries_of_the_process(shared: Daemon) -> None:
     shared.wait_until(l1_populated_bytes=64 * MIB)
     maps = Path(f"/proc/{shared.pid}/maps").read_text()
     assert "numpy" in maps  # the look works
     assert "torch" not in maps
     assert "libcuda" not in maps
-    lines = Path(f"/proc/{shared.pid}/status").read_text().splitlines()
+    assert _own_memory(shared.pid) <= 60 * MIB
+
+
+def _own_memory(pid: int) -> int:
+    """Bytes of a process, without what it shares."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith(" kB")}
-    assert kib["VmRSS"] - kib["RssShmem"] <= 60 << 10
+    return (kib["VmRSS"] - kib["RssShmem"]) << 10
+
+
+def test_half_frames_of_many_sessions_that_end_leave_no_memory_behind(tmp_path: Path) -> None:
+    """Without the collector of cycles: each session is freed as it ends, half a frame of 4 MiB
+    with it."""
+    script = "import gc, sys; gc.disable(); from kvass.cli.main import main; sys.exit(main())"
+    part = framing.HEADER.pack(4 * MIB) + b"x" * (4 * MIB - 1)
+    with running_daemon(tmp_path, l1_size="1MiB", program=("-c", script)) as daemon:
+        grown = []
+        for _ in range(40):
+            with RawSession(daemon.socket).greet() as peer:
+                peer.raw(part)
+                peer.sock.shutdown(socket.SHUT_WR)
+                assert isinstance(peer.rest()[-1], Error)
+            grown.append(_own_memory(daemon.pid))
+        assert grown[-1] - grown[4] < 16 * MIB, grown
 
 
 def test_idle_daemon_uses_no_cpu(shared: Daemon) -> None:

@@ -142,7 +142,10 @@ class Client:
 
     def arena(self, *of: Any) -> Any:
         buffer = np.frombuffer(mmap(-1, 8 * PAGE), np.uint8)
-        self.arenas.append(SimpleNamespace(buffer=buffer, populated=8 * PAGE, close=lambda: None))
+        arena = SimpleNamespace(
+            buffer=buffer, populated=8 * PAGE, prepare=lambda *_: None, close=lambda: None
+        )
+        self.arenas.append(arena)
         return self.arenas[-1]
 
     def __getattr__(self, name: str) -> Any:

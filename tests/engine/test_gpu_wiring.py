@@ -163,11 +163,13 @@ def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
 
 
 def test_the_mover_hears_how_much_of_the_arena_is_populated() -> None:
-    """By the time the job was made: it grows, and nothing beyond is pinned."""
+    """By the time the job was made: it grows, and nothing beyond is pinned, nor written to before
+    it is known to have memory."""
     jobs: list[Job] = []
     setup: Any = SimpleNamespace(strategy=ParallelStrategy(), single_copies=False)
     side = copier.Copier(setup, 0, Boundary())
     lease: Any = SimpleNamespace(buffer=np.zeros(1, np.uint8), populated=123, close=None)
+    lease.prepare = [].append
     client: Any = SimpleNamespace(arena=lambda *_: lease)
     mover: Any = SimpleNamespace(submit=jobs.append)
     side._client, side._mover = client, mover
@@ -175,6 +177,7 @@ def test_the_mover_hears_how_much_of_the_arena_is_populated() -> None:
     lease.populated = 456
     assert side._begin(Load("r", b"boot", 1))
     assert [(job.kind, job.populated) for job in jobs] == [("store", 123), ("load", 456)]
+    assert {job.prepare for job in jobs} == {lease.prepare}
 
 
 def test_a_gpu_is_used_for_who_asks_for_it() -> None:

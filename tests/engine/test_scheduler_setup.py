@@ -12,6 +12,9 @@ from kvass._version import TESTED_VLLM
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import KvassConnector, adapt, configuration, served
 from kvass.connectors.vllm.kv_caches import read_memory
+from kvass.engine.boundary import Boundary
+from kvass.engine.copier import Copier
+from kvass.engine.planner import Planner
 from kvass.errors import ConfigError, UsageError
 from kvass.types import GroupLayout
 from tests.support.vllm.fake_client import FakeClient
@@ -39,10 +42,11 @@ def setup(**changes: Any) -> Any:
     [
         (
             {"kvass.chunk": 256},
-            "use one of kvass.blend, kvass.blend_oracle, kvass.chunk_tokens, kvass.fixed_weights, "
-            "kvass.global_media_ids, kvass.gpu, kvass.gpu_copies, kvass.kv_layout, kvass.model_id, "
-            "kvass.socket, kvass.tag",
+            "use one of kvass.blend, kvass.blend_oracle, kvass.chunk_tokens, kvass.daemon_uid, "
+            "kvass.fixed_weights, kvass.global_media_ids, kvass.gpu, kvass.gpu_copies, "
+            "kvass.kv_layout, kvass.model_id, kvass.socket, kvass.tag",
         ),
+        ({"kvass.daemon_uid": "kvass"}, "Expected `int | null`, got `str`"),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),
         ({"kvass.chunk_tokens": "256"}, "Expected `int`, got `str`"),
         ({"kvass.chunk_tokens": True}, "Expected `int`, got `bool`"),
@@ -70,6 +74,23 @@ def test_other_connectors_options_are_left_alone() -> None:
 def test_an_option_without_its_prefix_is_said(caplog: pytest.LogCaptureFixture) -> None:
     setup(options={"tag": "x"})
     assert "write it 'kvass.tag'" in caplog.text
+
+
+def test_both_sides_of_an_engine_know_the_user_of_the_daemon() -> None:
+    import torch
+
+    configs = make_configs(blocks=8, options={"kvass.daemon_uid": 54_321})
+    one = read_setup(*configs)
+    planner, copier = Planner(one), Copier(one, 0, Boundary())
+    (tensor,) = configs[1].kv_cache_tensors
+    pages = torch.zeros(tensor.size, dtype=torch.uint8)
+    each = {name: pages[i * tensor.layer_stride :] for i, name in enumerate(tensor.layers)}
+    copier.attach(read_memory(configs[1], each, 32, GROUPS))
+    for client in (planner.client, copier._client):
+        assert client is not None
+        assert client.daemon_uid == 54_321
+    planner.close()
+    copier.close()
 
 
 def test_without_an_option_the_socket_is_that_of_the_environment(

@@ -75,17 +75,19 @@ def test_what_cannot_be_added_is_one_line(
 
 
 def test_the_example_of_the_readme_runs(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second time it loads what the first one stored."""
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(example.splitlines()) <= 10
     with running_daemon(tmp_path, l1_size="64MiB", lookup_budget_ms=10_000) as daemon:
-        script = example.replace("YOUR_MODEL", str(folder)).replace(
-            "/tmp/kvass.sock", daemon.socket
-        )
+        monkeypatch.setenv("KVASS_SOCKET", daemon.socket)
+        script = example.replace("YOUR_MODEL", str(folder))
         for loaded in (0, 1792):
             names: dict[str, Any] = {}
-            exec(script.replace("connect(model,", "connect(model, wait_s=30,"), names)
+            exec(script.replace("connect(model", "connect(model, wait_s=30"), names)
             names["kv"].close()
             assert f"loaded={loaded}," in capsys.readouterr().out

@@ -110,6 +110,24 @@ def test_what_has_no_memory_yet_is_not_pinned(
     assert caplog.records == []
 
 
+def test_a_store_to_memory_that_cannot_be_had_fails_before_it_writes(
+    new_rig: Callable[..., CudaRig],
+) -> None:
+    rig, asked = new_rig(), list[tuple[int, int]]()
+
+    def prepare(lo: int, hi: int) -> None:
+        asked.append((lo, hi))
+        if lo > 5 * SLOT:
+            raise OSError(28, "No space left on device")
+
+    jobs: list[tuple[Kind, int]] = [("store", 1), ("store", 5), ("store", 6), ("load", 7)]
+    for kind, slot in jobs:
+        rig.submit(kind, slot, populated=4 * SLOT, prepare=prepare)
+    assert dict(rig.ends()) == {(1,): "done", (5,): "done", (6,): "failed", (7,): "done"}
+    assert [lo // SLOT for lo, _ in asked] == [1, 5, 6]
+    assert not rig.arena[SLOT * 6]
+
+
 def test_the_arenas_last_window_may_be_shorter(new_rig: Callable[..., CudaRig]) -> None:
     rig = new_rig(window=48 * SLOT)
     rig.submit("store", 60, populated=64 * SLOT)

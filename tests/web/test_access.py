@@ -10,7 +10,7 @@ import pytest
 
 from kvass.config import Config
 from kvass.errors import ConfigError
-from kvass.web.access import Denied, HttpAccess, Need, split_address
+from kvass.web.access import Denied, HttpAccess, Need, Token, split_address
 
 TOKEN = "0123456789abcdef"
 READ = "fedcba9876543210"
@@ -21,6 +21,7 @@ def config(folder: Path, http: str = "127.0.0.1:9273", **more: Any) -> Config:
     """With the files that the options name."""
     for name, text in (("token", TOKEN), ("read", READ), ("short", "secret")):
         (folder / name).write_text(text + "\n")
+        (folder / name).chmod(0o600)
     files: dict[str, Any] = {
         k: str(folder / v) if k.endswith("_file") else v for k, v in more.items()
     }
@@ -69,8 +70,29 @@ def test_a_token_file_that_changed_is_read_again(
         assert "the token that it had stays" in said
         assert new not in said
     (tmp_path / "next").write_text(newer)
+    (tmp_path / "next").chmod(0o600)
     (tmp_path / "next").rename(file)
     assert [status(access, "write", token) for token in (new, newer)] == [401, 200]
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o601])
+def test_a_token_file_that_others_can_read_is_refused_and_the_token_before_stays(
+    mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    access = HttpAccess.of(config(tmp_path, http_token_file="token"))
+    file, new = tmp_path / "token", "a token that is new"
+    file.chmod(0o640)
+    assert status(access, "write", TOKEN) == 200, "a group may read it"
+    caplog.clear()
+    file.write_text(new)
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=f"others can read it or write to it: chmod 600 {file}"):
+        Token(str(file))
+    assert [status(access, "write", token) for token in (TOKEN, new)] == [200, 401]
+    (said,) = [r.message for r in caplog.records]
+    assert "the token that it had stays" in said
+    file.chmod(0o600)
+    assert [status(access, "write", token) for token in (TOKEN, new)] == [401, 200]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ WRITE = {"Authorization": f"Bearer {TOKEN}"}
 @contextmanager
 def serving(daemon_socket: str, folder: Path, **options: Any) -> Iterator[WebServer]:
     (folder / "token").write_text(TOKEN)
+    (folder / "token").chmod(0o600)
     options = {"http_token_file": str(folder / "token"), **options}
     config = Config(socket=daemon_socket, http="127.0.0.1:0", **options)
     with WebServer(config, listen(config)) as server:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import msgspec
@@ -136,3 +138,21 @@ def test_bad_payloads(payload: bytes) -> None:
     assert fault is not None
     assert fault.code == "bad_message"
     assert str(fault).isprintable()
+
+
+@pytest.mark.parametrize("bad", [b"\0\0\0\0", b"\x05\0\0\0hello"])
+def test_after_a_fault_a_decoder_keeps_nothing_and_is_freed_by_reference_counting(
+    bad: bytes,
+) -> None:
+    gc.disable()
+    try:
+        decoder = framing.from_clients()
+        for _ in range(2):
+            with pytest.raises(FrameError):
+                [*decoder.feed(bad + bytes(1 << 20))]
+            assert not decoder.inside_frame
+        gone = weakref.ref(decoder)
+        del decoder
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -61,7 +61,8 @@ class Arena:
         """Fault bytes ``[lo, hi)`` into this mapping, without the GIL; contents stay.
 
         Another thread may use the buffer meanwhile, but must not close the arena's last view.
-        Raises ``OSError`` when the memory cannot be had; ``UsageError`` for bounds outside.
+        Raises ``OSError`` when the memory cannot be had (a full file system, strict overcommit):
+        who touches it nevertheless is killed by SIGBUS. ``UsageError`` for bounds outside.
         """
         if not 0 <= lo <= hi <= self.size:
             raise UsageError(f"populate [{lo}, {hi}): outside the arena's {self.size} bytes")
@@ -70,8 +71,10 @@ class Arena:
         if _madvise(self._address + lo, hi - lo, _MADV_POPULATE_WRITE) == 0:
             return
         number = ctypes.get_errno()
+        if number == errno.EFAULT:  # where touching the page would be SIGBUS
+            number = errno.ENOSPC
         if number != errno.EINVAL:
-            raise OSError(number, f"populating {view.size} bytes of arena: {os.strerror(number)}")
+            raise OSError(number, os.strerror(number), f"arena of {view.size} bytes at {lo}")
         if self._fd >= 0:  # a kernel before 5.14: have the pages, if not yet the mapping
             os.posix_fallocate(self._fd, lo, hi - lo)
 

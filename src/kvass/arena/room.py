@@ -51,6 +51,15 @@ def room(root: Path = _ROOT) -> Room:
     return Room(total, limit, min(left, default=None))
 
 
+def committable(root: Path = _ROOT) -> int | None:
+    """How many bytes the kernel would still promise, where it promises no more than it has
+    (``vm.overcommit_memory=2``); None where it does."""
+    if _number(root / "proc/sys/vm/overcommit_memory") != 2:
+        return None
+    limit, promised = (_meminfo(root, name) for name in ("CommitLimit", "Committed_AS"))
+    return None if limit is None or promised is None else max(0, limit - promised)
+
+
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
     """Limit, and what is left of it, of each cgroup that this process is in and that has one."""
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -121,6 +121,9 @@ class ChunkMatcher:
 
     def add(self, place: int, space: U64Array, chunks: Chunks) -> I64Array:
         """Add entries, ``capacity`` at most. Returns the ids of those that had room."""
+        hashes = self._hash_chunks(chunks.tokens, self._salt(place, space))
+        if len(some := _last_alike(hashes)) < len(hashes):  # one by one they would take 20 us each
+            chunks, hashes = chunks.of(some), hashes[some]
         tokens = chunks.tokens
         count = len(tokens)
         fresh = min(count, self.capacity + 1 - self._next)
@@ -133,7 +136,7 @@ class ChunkMatcher:
         self._tokens[ids], self.key[ids] = tokens, chunks.keys
         self.before[ids], self.start[ids] = chunks.before, chunks.starts
         self.space[ids], self.place[ids] = space, place
-        self._hash[ids] = self._hash_chunks(tokens, self._salt(place, space))
+        self._hash[ids] = hashes
         self.touch(ids)
         cells = self._cells(self._hash[ids])
         np.add.at(self._filter, cells, 1)
@@ -346,6 +349,16 @@ def _thinned(offsets: I64Array, k: int) -> BoolArray | slice:
         for offset in single[slice(*near)].tolist():
             kept[begin + (offset - int(offsets[begin])) % k : begin + size : k] = True
     return kept
+
+
+def _last_alike(hashes: U64Array) -> I64Array:
+    """The indices of all but those that would be replaced by later ones: of equal hashes, which
+    share a bucket, the last ``WAYS``."""
+    order = hashes.argsort(kind="stable")
+    ordered = hashes[order]
+    gone = np.zeros(len(hashes), np.bool_)
+    gone[:-WAYS] = ordered[:-WAYS] == ordered[WAYS:]
+    return np.sort(order[~gone])
 
 
 def _choose(hits: I64Array, k: int) -> I64Array:

@@ -61,7 +61,8 @@ class Endpoint:
 
     ``registration``: sent after every (re)connect; a client without one can only look.
     ``wants_arena``: map the arena. ``incomplete``: the registration's identity lacks fields, so
-    nobody connects before ``complete``.
+    nobody connects before ``complete``. ``daemon_uid``: the user of the daemon, where the files do
+    not show it (``wire.trust``).
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Endpoint:
         *,
         wants_arena: bool = False,
         incomplete: bool = False,
+        daemon_uid: int | None = None,
     ) -> None:
         self.registration = registration
         """Said from the next connection on. One being made with another is given up."""
@@ -81,6 +83,7 @@ class Endpoint:
         self.closed = False
         self._path = socket
         self._wants_arena = wants_arena
+        self.daemon_uid = daemon_uid
         self._incomplete = incomplete
         self._logged: dict[str, str] = {}
         """By kind: what was logged last."""
@@ -158,8 +161,8 @@ class Endpoint:
         self.start()
 
     def connect(self, timeout_s: float) -> Welcome:
-        """Wait for a connection. Raises ``Unavailable``, ``Incompatible`` or ``Refused``, at once
-        when an attempt that ended after this call began failed."""
+        """Wait for a connection. Raises ``Unavailable``, ``Incompatible``, ``UntrustedDaemon`` or
+        ``Refused``, at once when an attempt that ended after this call began failed."""
         self.start()
         deadline_s = time.monotonic() + timeout_s
         with self.lock:
@@ -367,7 +370,12 @@ class Endpoint:
             if found != before:  # another daemon, which may know nothing of what the last one said
                 pause_s = BACKOFF_MIN_S
             try:
-                session = open_session(self._path, self.registration, wants_arena=self._wants_arena)
+                session = open_session(
+                    self._path,
+                    self.registration,
+                    wants_arena=self._wants_arena,
+                    daemon_uid=self.daemon_uid,
+                )
             except (KvassError, OSError) as error:  # OSError: this process has no descriptor left
                 failure = error if isinstance(error, KvassError) else Unavailable(str(error))
                 self._failed(failure)
@@ -388,7 +396,7 @@ class Endpoint:
     def _failed(self, error: KvassError) -> None:
         with self.lock:
             self._attempts += 1
-            self._failure = error
+            self._failure = error.with_traceback(None)  # which names what the attempt opened
             kind, again = f"failed_{type(error).__name__.lower()}", isinstance(error, Refused)
             self._note(kind, f"runs uncached: {error}", again)
             self.lock.notify_all()

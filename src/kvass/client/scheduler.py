@@ -112,7 +112,7 @@ class SchedulerClient(Endpoint):
     ``registration``: rank -1, no layout. ``readers``: the ranks that each release a match, by
     default all of the registration's. ``spare``: of every ``Lookup``. ``lookup_budget_s``: how long
     in all one request may be told ``PENDING``; None: as long as computing what is asked for takes,
-    but no less than the daemon's ``lookup_budget_ms``. ``incomplete``: as in
+    but no less than the daemon's ``lookup_budget_ms``. ``incomplete``, ``daemon_uid``: as in
     ``Endpoint``.
     """
 
@@ -127,8 +127,9 @@ class SchedulerClient(Endpoint):
         reserve_wait_s: float = 0.0005,
         step_wait_s: float = 0.002,
         incomplete: bool = False,
+        daemon_uid: int | None = None,
     ) -> None:
-        super().__init__(socket, registration, incomplete=incomplete)
+        super().__init__(socket, registration, incomplete=incomplete, daemon_uid=daemon_uid)
         self._reset = NamespaceReset(self, registration)
         ranks = tuple(range(registration.ranks) if readers is None else readers)
         self._readers = None if ranks == (0,) else ranks

@@ -35,6 +35,7 @@ from kvass.messages import (
 )
 from kvass.wire.channel import Channel
 from kvass.wire.framing import one_line
+from kvass.wire.trust import check_daemon
 
 HANDSHAKE_S: Final = 5.0
 """How long to wait for a daemon that accepted but says nothing."""
@@ -128,18 +129,26 @@ class DaemonSession:
             self.populates = False
 
 
-def open_session(path: str, registration: Register | None, *, wants_arena: bool) -> DaemonSession:
+def open_session(
+    path: str,
+    registration: Register | None,
+    *,
+    wants_arena: bool,
+    daemon_uid: int | None = None,
+) -> DaemonSession:
     """Connect, greet, check, map, register; waits up to ``HANDSHAKE_S`` for each answer.
 
     If a row has one shard, any slot may be this rank's own, so all of the arena gets populated.
 
     Raises ``Unavailable``, ``Incompatible``, ``RemoteError``, or ``Refused`` for the registration;
-    ``ConfigError`` for a path that cannot be, or whose folder another user made first.
+    ``ConfigError`` for a path that cannot be, or whose folder another user made first;
+    ``UntrustedDaemon`` before a word is said (``wire.trust``).
     """
     check_folder(path)
     session = DaemonSession(Channel.connect(path, HANDSHAKE_S))
     with ExitStack() as undo:
         undo.callback(session.end)
+        check_daemon(path, session.channel.daemon_uid, daemon_uid)
         _greet(session, wants_arena)
         if wants_arena:
             session.arena = _map_arena(session)

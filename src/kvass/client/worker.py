@@ -31,6 +31,14 @@ class ArenaLease:
         self._endpoint = endpoint
         self._session: DaemonSession | None = session
 
+    def prepare(self, lo: int, hi: int) -> None:
+        """Have memory for bytes ``[lo, hi)``, which the daemon may not have populated. Raises
+        ``OSError`` if there is none: who touches them then is killed (SIGBUS)."""
+        assert self._session is not None, "the lease was left"
+        assert self._session.arena is not None
+        if hi > self.populated:
+            self._session.arena.populate(lo, hi)
+
     def __enter__(self) -> npt.NDArray[np.uint8]:
         return self.buffer
 
@@ -53,8 +61,17 @@ class WorkerClient(Endpoint):
     ``incomplete`` registration, ``complete`` it instead.
     """
 
-    def __init__(self, socket: str, registration: Register, *, incomplete: bool = False) -> None:
-        super().__init__(socket, registration, wants_arena=True, incomplete=incomplete)
+    def __init__(
+        self,
+        socket: str,
+        registration: Register,
+        *,
+        incomplete: bool = False,
+        daemon_uid: int | None = None,
+    ) -> None:
+        super().__init__(
+            socket, registration, wants_arena=True, incomplete=incomplete, daemon_uid=daemon_uid
+        )
         self._rank = registration.rank
 
     def arena(self, boot: bytes, given_s: float = math.inf) -> ArenaLease | None:

@@ -18,9 +18,11 @@ from kvass.core.registry import (
     check_agrees,
     check_register,
     differences,
+    layout_digest,
     model_of,
     namespace_digest,
     row_class_specs,
+    worker_of,
 )
 from kvass.core.row_classes import Namespace
 from kvass.core.rows import NEVER
@@ -29,7 +31,7 @@ from kvass.core.state import State
 from kvass.core.traffic import Traffic
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
-from kvass.types import MAX_GROUPS, SCHEDULER
+from kvass.types import MAX_GROUPS, SCHEDULER, RankLayout
 
 _LIKE: Final = 16
 """A new namespace is compared with so many others of its model."""
@@ -41,28 +43,39 @@ GROUPS: Final = 2
 def register(state: State, session: ClientSession, msg: Register) -> Registered:
     """Admit a session. If it registers again with the same values, it is only answered again; with
     another generation its instance moves."""
-    terms = msgspec.structs.replace(msg, seq=0)
+    terms = msgspec.structs.replace(msg, seq=0, layout=None)
     before = session.registered
-    if before is not None and msgspec.structs.replace(before, generation=terms.generation) != terms:
+    if before is None:
+        _admit(state, session, terms, msg.layout)
+    elif (
+        msgspec.structs.replace(before, generation=terms.generation) != terms
+        or layout_digest(msg.layout) != session.layout
+    ):
         raise Refused("already_registered", "this session is another (instance, rank) already")
-    if before != terms:
-        _admit(state, session, terms)
+    elif before != terms:
+        _admit(state, session, terms, None)
     instance = state.instances[msg.instance]
     ns = state.namespace_of(instance)
     return Registered(namespace=b"" if ns is None else ns.digest, missing=instance.missing)
 
 
-def _admit(state: State, session: ClientSession, terms: Register) -> None:
-    check_register(terms, state.config.limits)
+def _admit(
+    state: State, session: ClientSession, terms: Register, layout: RankLayout | None
+) -> None:
+    """``layout``: of ``terms``, which are kept without it."""
+    check_register(terms, layout, state.config.limits)
     state.session_limits.check(session)
     instance = state.instances.get(terms.instance) or Instance(id=terms.instance, terms=terms)
     if instance.sessions.get(terms.rank, session.id) != session.id:
         who = "its scheduler" if terms.rank == SCHEDULER else f"rank {terms.rank}"
         raise Refused("rank_taken", f"{who} of instance {terms.instance!r} is alive already")
-    check_agrees(terms, instance)
+    digest = layout_digest(layout)
+    worker = None if layout is None else worker_of(terms, layout, digest)
+    check_agrees(terms, worker, instance)
+    terms = msgspec.structs.replace(terms, identity=instance.terms.identity)  # one for all ranks
     workers = dict(instance.workers)
-    if terms.layout is not None:
-        workers[terms.rank] = terms
+    if worker is not None:
+        workers[terms.rank] = worker
     generation = terms.generation if terms.rank == SCHEDULER else instance.generation
     complete = msgspec.structs.replace(instance, workers=workers, generation=generation)
     moves = generation != instance.generation
@@ -74,7 +87,7 @@ def _admit(state: State, session: ClientSession, terms: Register) -> None:
         _leave(state, instance)
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace
     instance.sessions[terms.rank] = session.id
-    session.registered = terms
+    session.registered, session.layout = terms, digest
     state.refusals.pop(instance.id, None)
     instance.seen_s = state.now
     state.instances[instance.id] = instance
@@ -106,7 +119,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         return state.by_digest[digest]
     _make_place(state, len(specs))
     new = max(state.namespaces, default=-1) + 1
-    terms = msgspec.structs.replace(instance.terms, generation=instance.generation, layout=None)
+    terms = msgspec.structs.replace(instance.terms, generation=instance.generation)
     model = model_of(instance.terms)
     same = islice((ns for ns in reversed(state.namespaces.values()) if ns.model == model), _LIKE)
     compared = [(differences(ns.terms, terms), ns.digest) for ns in same]

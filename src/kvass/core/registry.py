@@ -2,6 +2,10 @@
 
 A namespace is the digest of everything that changes bytes (law 10). A contradiction can exist only
 inside one instance, and is refused with the name of the field.
+
+What is to be known of a layout is computed once, when its rank registers, and the layout is kept
+by nobody: an instance may have 128 ranks of thousands of layers each, and a step is short. So are
+the collector's, which would look at all of them.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable
+from heapq import nsmallest
 from typing import Final
 
 import msgspec
@@ -40,6 +45,19 @@ class ClientSession(msgspec.Struct):
     features: tuple[str, ...] = ()
     """Those that both sides know."""
     registered: Register | None = None
+    """Without its layout, whose digest is ``layout``."""
+    layout: bytes = b""
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """One registered rank. ``layout``: its digest. ``groups``: without their layers, so they are
+    alike on all ranks. ``shard_bytes``: of its shard of a row, by group, padded."""
+
+    shard: int
+    writer: bool
+    layout: bytes
+    groups: tuple[GroupLayout, ...]
+    shard_bytes: tuple[int, ...]
 
 
 class Instance(msgspec.Struct):
@@ -49,7 +67,7 @@ class Instance(msgspec.Struct):
     terms: Register
     """What all its sessions must agree on, as the first one said it."""
     sessions: dict[int, int] = {}
-    workers: dict[int, Register] = {}
+    workers: dict[int, Worker] = {}
     generation: bytes = b""
     """What its scheduler said last (``Register``)."""
     namespace: int | None = None
@@ -62,7 +80,9 @@ class Instance(msgspec.Struct):
 
     @property
     def missing(self) -> tuple[int, ...]:
-        return tuple(r for r in range(self.terms.ranks) if r not in self.workers)
+        if len(self.workers) == self.terms.ranks:
+            return ()
+        return tuple(sorted({*range(self.terms.ranks)}.difference(self.workers)))
 
     @property
     def writers(self) -> tuple[int, ...]:
@@ -84,9 +104,8 @@ class Refusal(msgspec.Struct, frozen=True):
 class RowClassSpec(msgspec.Struct, frozen=True):
     """What a slot of one (namespace, group) takes: bytes of each shard, padded.
 
-    ``layout`` is the group as the rank of the first shard holds it; kind, window and block size
-    are the same on every rank. ``chunk_blocks``: blocks of a chunk, if hits may end at each of
-    them; 0: they end with a chunk.
+    ``layout`` is the group as every rank has it: without its layers. ``chunk_blocks``: blocks of a
+    chunk, if hits may end at each of them; 0: they end with a chunk.
     """
 
     group: int
@@ -109,13 +128,15 @@ def model_of(terms: Register) -> str:
     return (terms.model or terms.identity.get("model", ""))[:_MODEL_CHARS]
 
 
-def check_register(msg: Register, limits: Limits) -> None:
+def check_register(msg: Register, layout: RankLayout | None, limits: Limits) -> None:
     """Raises ``Refused`` (``bad_value``, ``bad_rank`` or ``limit``), naming the field, for a
-    ``Register`` that is wrong in itself."""
+    ``Register`` that is wrong in itself. ``layout``: of its rank."""
     if not msg.instance or len(msg.instance) > limits.request_id_bytes:
         raise Refused("bad_value", "instance: give a non-empty id of at most 512 characters")
-    fields = sum(len(k) + len(v) for k, v in msg.identity.items())
-    if fields + len(msg.model) > limits.identity_bytes:
+    if len(msg.identity) > limits.identity_fields:
+        raise Refused("limit", f"identity: at most {limits.identity_fields} fields")
+    texts = sum(len(k) + len(v) for k, v in msg.identity.items())
+    if texts + len(msg.model) > limits.identity_bytes:
         raise Refused("limit", f"identity: at most {limits.identity_bytes} bytes of fields")
     if not 1 <= msg.ranks <= MAX_RANKS:
         raise Refused("bad_rank", f"ranks: {msg.ranks} is not in 1..{MAX_RANKS}")
@@ -130,16 +151,20 @@ def check_register(msg: Register, limits: Limits) -> None:
     if len(msg.generation) > MAX_GENERATION or (msg.generation and msg.rank != SCHEDULER):
         text = f"generation: a scheduler gives one of at most {MAX_GENERATION} bytes, a worker none"
         raise Refused("bad_value", text)
-    if (msg.rank == SCHEDULER) != (msg.layout is None):
+    if (msg.rank == SCHEDULER) != (layout is None):
         raise Refused("bad_value", "layout: every worker gives one and a scheduler none")
-    if msg.layout is not None:
-        _check_layout(msg.layout, msg.chunk_tokens)
+    if layout is not None:
+        _check_layout(layout, msg.chunk_tokens, limits)
 
 
-def _check_layout(layout: RankLayout, chunk_tokens: int) -> None:
+def _check_layout(layout: RankLayout, chunk_tokens: int, limits: Limits) -> None:
     if not 1 <= len(layout.groups) <= MAX_GROUPS:
         many = len(layout.groups)
         raise Refused("bad_value", f"layout: {many} groups, must be 1..{MAX_GROUPS}")
+    if (layers := sum(len(g.layers) for g in layout.groups)) > limits.layers:
+        raise Refused(
+            "limit", f"layout: {layers} layers, there may be {limits.layers} in all groups"
+        )
     for i, g in enumerate(layout.groups):
         where = f"layout.groups[{i}]"
         windowed = g.kind in ("sliding_window", "chunked_local")
@@ -158,12 +183,30 @@ def _check_layout(layout: RankLayout, chunk_tokens: int) -> None:
         raise Refused("bad_value", "layout: no group has a layer")
 
 
+def layout_digest(layout: RankLayout | None) -> bytes:
+    """SHA-256 of a layout as it is on the wire; empty for a scheduler's."""
+    return b"" if layout is None else hashlib.sha256(msgspec.msgpack.encode(layout)).digest()
+
+
+def worker_of(msg: Register, layout: RankLayout, digest: bytes) -> Worker:
+    """What there is to know of a rank that registers."""
+    return Worker(
+        shard=msg.shard,
+        writer=msg.writer,
+        layout=digest,
+        groups=tuple(
+            msgspec.structs.replace(group, layers=(), page_bytes=()) for group in layout.groups
+        ),
+        shard_bytes=tuple(group.shard_bytes(msg.chunk_tokens) for group in layout.groups),
+    )
+
+
 _TERMS = ("identity", "chunk_tokens", "ranks", "world_size")
 
 
-def check_agrees(msg: Register, instance: Instance) -> None:
+def check_agrees(msg: Register, worker: Worker | None, instance: Instance) -> None:
     """Raises ``Refused`` (``contradiction``), naming the field and both values, for a ``Register``
-    that contradicts what its own instance said before."""
+    that contradicts what its own instance said before. ``worker``: of a rank."""
     for name in _TERMS:
         ours, theirs = getattr(instance.terms, name), getattr(msg, name)
         if isinstance(ours, dict) and ours != theirs:
@@ -171,14 +214,14 @@ def check_agrees(msg: Register, instance: Instance) -> None:
         if ours != theirs:
             raise Refused("contradiction", f"{name}: {theirs!r}, but its instance said {ours!r}")
     for rank, other in instance.workers.items():
-        if msg.layout is None or other.layout is None or rank == msg.rank:
+        if worker is None or rank == msg.rank:
             continue
-        a, b = [_shape(x.layout) for x in (msg, other) if x.layout is not None]
-        if a != b:
+        if worker.groups != other.groups:
+            a, b = _shape(worker), _shape(other)
             raise Refused("contradiction", f"layout: groups {a}, but rank {rank} said {b}")
-        if msg.shard == other.shard and msg.layout != other.layout:
+        if worker.shard == other.shard and worker.layout != other.layout:
             raise Refused("contradiction", f"layout: differs from rank {rank}'s of the same shard")
-        if msg.shard == other.shard and msg.writer and other.writer:
+        if worker.shard == other.shard and worker.writer and other.writer:
             raise Refused("contradiction", f"writer: rank {rank} writes shard {msg.shard} already")
 
 
@@ -200,16 +243,16 @@ def differences(ours: Register, theirs: Register) -> tuple[str, ...]:
     if theirs.generation:
         new["generation"] = "weights replaced while it ran"
     found = []
-    for name in sorted(old.keys() | new.keys()):
+    other = (k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    for name in nsmallest(_NAMED, other):
         a, b = old.get(name, "(absent)"), new.get(name, "(absent)")
-        if a != b:
-            values = f": {b}, not {a}" if len(a) <= _CLIP and len(b) <= _CLIP else ""
-            found.append(f"{name[:_CLIP]}{values}")
-    return tuple(found[:_NAMED]) or ("the layout of the KV cache",)
+        values = f": {b}, not {a}" if len(a) <= _CLIP and len(b) <= _CLIP else ""
+        found.append(f"{name[:_CLIP]}{values}")
+    return tuple(found) or ("the layout of the KV cache",)
 
 
-def _shape(layout: RankLayout) -> list[tuple[str, int, int]]:
-    return [(g.kind, g.window_tokens, g.block_tokens) for g in layout.groups]
+def _shape(worker: Worker) -> list[tuple[str, int, int]]:
+    return [(g.kind, g.window_tokens, g.block_tokens) for g in worker.groups]
 
 
 def namespace_digest(instance: Instance) -> bytes:
@@ -233,24 +276,19 @@ def namespace_digest(instance: Instance) -> bytes:
         field("field", key, terms.identity[key])
     for rank in range(terms.ranks):
         worker = instance.workers[rank]
-        assert worker.layout is not None, "a worker registered without its layout"
-        field("rank", rank, worker.shard, worker.writer, len(worker.layout.groups))
-        for g in worker.layout.groups:
-            field("group", g.kind, g.window_tokens, g.block_tokens, len(g.layers))
-            for layer, page in zip(g.layers, g.page_bytes, strict=True):
-                field("layer", layer, page)
+        field("rank", rank, worker.shard, worker.writer, worker.layout.hex())
     return h.digest()
 
 
 def row_class_specs(instance: Instance) -> list[RowClassSpec]:
-    """One spec per group of a complete instance, from the layout of a rank holding each shard."""
+    """One spec per group of a complete instance, from a rank holding each shard."""
     terms = instance.terms
-    by_shard = {w.shard: w.layout for w in instance.workers.values()}
-    layouts = [by_shard[s] for s in range(terms.world_size)]
-    first = layouts[0]
-    assert first is not None
-    specs, blocks = [], chunk_blocks(first.groups, terms.chunk_tokens)
-    for i, group in enumerate(first.groups):
-        sizes = (x.groups[i].shard_bytes(terms.chunk_tokens) for x in layouts if x is not None)
-        specs.append(RowClassSpec(i, group, tuple(sizes), blocks))
-    return specs
+    by_shard = {w.shard: w for w in instance.workers.values()}
+    holders = [by_shard[s] for s in range(terms.world_size)]
+    groups = holders[0].groups
+    sizes = zip(*(holder.shard_bytes for holder in holders), strict=True)
+    blocks = chunk_blocks(groups, terms.chunk_tokens)
+    return [
+        RowClassSpec(i, group, shard_bytes, blocks)
+        for i, (group, shard_bytes) in enumerate(zip(groups, sizes, strict=True))
+    ]

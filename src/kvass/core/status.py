@@ -136,7 +136,9 @@ def _age(state: State, entry: Entry | None, lasts_s: float) -> float:
 
 
 def _tier(tier: TierState, now: float) -> dict[str, Any]:
+    """What its process reports may have any names: ours win."""
     return {
+        **tier.report,
         "tier": tier.name,
         "place": tier.place,
         "flush_queue_rows": tier.queued_rows,
@@ -147,7 +149,6 @@ def _tier(tier: TierState, now: float) -> dict[str, Any]:
         "load_bytes_s": int(tier.speed.bytes_s),
         **tier.counters,
         **{name: histogram.fields() for name, histogram in tier.histograms.items()},
-        **tier.report,
     }
 
 

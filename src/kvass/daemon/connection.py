@@ -1,8 +1,12 @@
 """One accepted socket: its decoder, what still has to go out, and how it ends.
 
-Law of this file: only EOF ends reading. asyncio's transports close a socket when a *write* fails,
-but a peer that only stopped reading may still write to the arena (law 3). So the loop says when the
-socket can be read and written, and this file does both itself.
+Laws of this file:
+
+- Only EOF ends reading. asyncio's transports close a socket when a *write* fails, but a peer that
+  only stopped reading may still write to the arena (law 3). So the loop says when the socket can be
+  read and written, and this file does both itself.
+- A closed connection is freed at once: nothing that it holds leads back to it. A collection of
+  cycles is rare here, and each connection may hold megabytes that its peer has sent.
 """
 
 from __future__ import annotations
@@ -10,14 +14,17 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 from kvass.core.effects import SessionId
 from kvass.daemon.peer_process import PeerProcess
+from kvass.types import Limits
 from kvass.wire import framing
 
 OUT_BYTES: Final = 8 << 20
 """Unread replies a session may pile up: two of the largest frames."""
+HELLO_BYTES: Final = 64 << 10
+"""The largest frame of a session that was not welcomed yet."""
 LINGER_S: Final = 1.0
 """How long what is unsent may wait for its reader when a session is closed."""
 
@@ -32,7 +39,7 @@ class Connection:
         process: PeerProcess | None = None,
     ) -> None:
         self.session = session
-        self.decoder = framing.from_clients()
+        self.decoder = framing.from_clients(HELLO_BYTES)
         self.process = process
         """Who connected, if its end can be seen."""
         self.ignoring = False
@@ -44,7 +51,8 @@ class Connection:
         """To be sent beside the first byte of ``_out``."""
         self._mute = False
         self._awaiting_room = False
-        self._after_flush: Callable[[], None] | None = None
+        self._after_flush: Literal["go on", "shut down", "close"] = "go on"
+        """What follows when nothing is unsent any more."""
         self._linger: asyncio.TimerHandle | None = None
         sock.setblocking(False)
         loop.add_reader(sock, on_readable, self)
@@ -60,7 +68,7 @@ class Connection:
 
     def queue(self, frame: bytes, fd: int | None = None) -> None:
         """Have ``frame`` go out at the next flush, ``fd`` with it: only with a first frame."""
-        if self._mute or self._after_flush is not None:
+        if self._mute or self._after_flush != "go on":
             return
         if fd is not None:
             assert not self._out, "a descriptor would go with another frame"
@@ -83,8 +91,7 @@ class Connection:
             self.mute()
             return True
         self._await_room(False)
-        if self._after_flush is not None:
-            self._after_flush()
+        self._flushed()
         return True
 
     @property
@@ -96,19 +103,24 @@ class Connection:
         self._mute = True
         self._out.clear()
         self._await_room(False)
-        if self._after_flush is not None:
-            self._after_flush()
+        self._flushed()
+
+    def welcomed(self) -> None:
+        """From now on frames may be as large as the daemon's limits say."""
+        self.decoder.limit = Limits().frame_bytes
 
     def half_close(self) -> None:
         """Say no more after what is queued, and listen for nothing but EOF."""
         self.ignoring = True
-        self._after_flush = self._shut_down
+        self._forget_input()
+        self._after_flush = "shut down"
         self.flush()
 
     def close(self) -> None:
         """Close once what is queued went out, or after ``LINGER_S``."""
         self._loop.remove_reader(self._sock)
-        self._after_flush = self.close_now
+        self._forget_input()
+        self._after_flush = "close"
         self._linger = self._loop.call_later(LINGER_S, self.close_now)
         self.flush()
 
@@ -134,8 +146,18 @@ class Connection:
             self._loop.remove_writer(self._sock)
         self._awaiting_room = wanted
 
+    def _forget_input(self) -> None:
+        """Part of a frame, up to 4 MiB, that nobody will decode."""
+        self.decoder = framing.from_clients()
+
+    def _flushed(self) -> None:
+        if self._after_flush == "close":
+            self.close_now()
+        elif self._after_flush == "shut down":
+            self._shut_down()
+
     def _shut_down(self) -> None:
-        self._after_flush = None
+        self._after_flush = "go on"
         self._mute = True
         try:
             self._sock.shutdown(socket.SHUT_WR)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import grp
+import logging
 import os
 import socket
 import stat
@@ -22,8 +23,10 @@ from typing import Final
 from kvass.config import Config, check_folder, default_socket
 from kvass.errors import ConfigError
 from kvass.wire.channel import PeerCredentials, check_path
+from kvass.wire.trust import others_at
 
 BACKLOG: Final = 1024
+_log = logging.getLogger("kvass")
 _LOCK_WAIT_S: Final = 1.0
 """A killed daemon holds its lock until the kernel has taken its memory apart."""
 
@@ -44,6 +47,11 @@ class Access:
             except (KeyError, ValueError):
                 raise ConfigError(f"socket_group {config.socket_group!r}: no such group") from None
             self._mode |= 0o660
+
+    @property
+    def others(self) -> bool:
+        """Whether other users may connect."""
+        return self._mode != 0o600
 
     def apply(self, path: str) -> None:
         """Give the socket at ``path`` its group and mode. Raises ``ConfigError``."""
@@ -80,6 +88,12 @@ def listening(path: str, access: Access) -> Iterator[socket.socket]:
         _remove_dead(path)
         sock = ending.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         _bind(sock, path, access)
+        if access.others and os.geteuid() and (reason := others_at(path, os.geteuid())):
+            _log.warning(
+                "%s: %s, so engines of other users take this daemon for a stranger's and run "
+                "uncached: choose another --socket, or set kvass.daemon_uid %d in them",
+                *(path, reason, os.geteuid()),
+            )
         ending.callback(Path(path).unlink, missing_ok=True)
         yield sock
 

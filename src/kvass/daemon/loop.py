@@ -38,8 +38,9 @@ from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.daemon.recording import Recorder
 from kvass.daemon.tier_process.supervisor import task
 from kvass.daemon.tier_set import TierSet
-from kvass.errors import FrameError
-from kvass.messages import Error, Lookup, StatusReply
+from kvass.errors import ConfigError, FrameError
+from kvass.messages import Error, Lookup, StatusReply, Welcome
+from kvass.types import Size
 from kvass.wire import framing
 from kvass.wire.channel import peer_of
 
@@ -191,8 +192,8 @@ class Server:
     def _populate(self) -> None:
         """Fault the arena in, in a thread of low priority, without the GIL.
 
-        Our cgroup is charged for pages that we touch first. Memory that cannot be had ends it: the
-        rest is faulted in by whoever writes there.
+        Our cgroup is charged for pages that we touch first. Memory that cannot be had ends the
+        daemon: who touched it, an engine perhaps, would be killed (SIGBUS).
         """
         os.nice(_POPULATE_NICE)  # Linux: of this thread alone
         for lo in range(0, self._arena.size, SLICE_BYTES):
@@ -202,10 +203,20 @@ class Server:
             try:
                 self._arena.populate(lo, hi)
             except OSError as error:
-                _log.warning("populated %d of %d arena bytes: %s", lo, self._arena.size, error)
+                with suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._lacks_memory, lo, error)
                 return
             with suppress(RuntimeError):  # the loop closed while it was in the kernel
                 self._loop.call_soon_threadsafe(self._handle, effects.PopulatedTo(hi))
+
+    def _lacks_memory(self, there: int, error: OSError) -> None:
+        if not self._stopped.done():
+            self._stopped.set_exception(
+                ConfigError(
+                    f"l1_size: of {Size(self._arena.size).rounded()} only "
+                    f"{Size(there).rounded()} could be had: {error.strerror}; give less"
+                )
+            )
 
     # ------------------------------------------------------------ sockets to events
 
@@ -300,6 +311,8 @@ class Server:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode(effect.message), fd)
                 self._to_flush[effect.session] = connection
+                if type(effect.message) is Welcome:
+                    connection.welcomed()
             if type(effect.message) in LOGGED:
                 asked = self._machine.registered(effect.session)
                 self._journal.replied(effect.session, effect.message, asked)

@@ -19,7 +19,7 @@ import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a re
 
 from kvass._version import __version__
 from kvass.arena import memory
-from kvass.arena.room import SAFE_SHARE, room
+from kvass.arena.room import SAFE_SHARE, committable, room
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.daemon.listen import Access, listening
@@ -48,7 +48,7 @@ def serve(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it means to reload
     _raise_descriptor_limit()
     _return_freed_memory()
-    _warn_of_memory(config.l1_size)
+    _check_memory(config.l1_size)
     access = Access(config)
     with listening(config.socket, access) as listener:
         size = config.l1_size // PAGE * PAGE
@@ -111,8 +111,15 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
     )
 
 
-def _warn_of_memory(l1_bytes: Size) -> None:
-    """L1 becomes resident in seconds, and whoever asked for too much is killed then."""
+def _check_memory(l1_bytes: Size) -> None:
+    """L1 becomes resident in seconds, and whoever asked for too much is killed then. Raises
+    ``ConfigError`` if it is known that so much cannot be had."""
+    left = committable()
+    if left is not None and l1_bytes > left:
+        raise ConfigError(
+            f"l1_size {l1_bytes}: the kernel promises {Size(left).rounded()} more at most "
+            "(vm.overcommit_memory=2): give less, or raise vm.overcommit_ratio"
+        )
     available = room().available
     if available is not None and l1_bytes > SAFE_SHARE * available:
         _log.warning(

@@ -96,7 +96,9 @@ class Copier:
         except MissingError as reason:  # without this rank every lookup is a miss
             log.error("kvass is off, the engine runs uncached: %s", reason)
             return
-        self._client = WorkerClient(self._setup.socket, registration, incomplete=True)
+        self._client = WorkerClient(
+            self._setup.socket, registration, incomplete=True, daemon_uid=self._setup.daemon_uid
+        )
         self._setup.when_named(self._client.complete)
 
     # ------------------------------------------------------------ a step
@@ -233,7 +235,16 @@ class Copier:
         try:
             plans, ended = self._plans(copy), partial(self._copied, arena)
             self._mover.submit(
-                Job(copy.kind, plans, arena.buffer, copy.deadline_s, copy, ended, arena.populated)
+                Job(
+                    copy.kind,
+                    plans,
+                    arena.buffer,
+                    copy.deadline_s,
+                    copy,
+                    ended,
+                    arena.populated,
+                    arena.prepare,
+                )
             )
         except BaseException:
             arena.close()

@@ -50,6 +50,7 @@ class Planner:
             readers=setup.strategy.readers,
             spare=setup.spare,
             incomplete=True,
+            daemon_uid=setup.daemon_uid,
         )
         setup.when_named(self._client.complete)
         self._requests: dict[str, RequestState] = {}

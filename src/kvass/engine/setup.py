@@ -37,6 +37,8 @@ class EngineSetup:
     groups: tuple[GroupLayout, ...]
     loads: bool
     stores: bool
+    daemon_uid: int | None = None
+    """The daemon's user, where the files do not show it (``wire.trust``)."""
     single_copies: bool = False
     """On a GPU: a call of the driver per run."""
     chunk_blocks: int = 0

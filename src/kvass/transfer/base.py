@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.errors import UsageError
-from kvass.layout.copy_plan import CopyPlan
+from kvass.layout.copy_plan import CopyPlan, RowCopy
 from kvass.layout.describe import GroupPlanes
 
 U8Array = npt.NDArray[np.uint8]
@@ -60,8 +60,10 @@ class Job:
     """One store (blocks -> slots) or load (slots -> blocks), usually with one plan per group.
 
     ``arena`` is uint8 of shape ``(arena_bytes,)``; its first ``populated`` bytes have memory, and a
-    mover pins nothing beyond. ``deadline_s`` is CLOCK_MONOTONIC, of the lease or the reservation.
-    ``name`` is for the caller. ``on_done`` is called on the copy thread and must not block.
+    mover pins nothing beyond. ``prepare(lo, hi)`` has memory for these bytes, too, or raises
+    ``OSError``: a store writes to none that may not be had, because that would be SIGBUS.
+    ``deadline_s`` is CLOCK_MONOTONIC, of the lease or the reservation. ``name`` is for the caller.
+    ``on_done`` is called on the copy thread and must not block.
     """
 
     kind: Kind
@@ -71,6 +73,12 @@ class Job:
     name: object = None
     on_done: Callable[[Done], None] | None = None
     populated: int = sys.maxsize
+    prepare: Callable[[int, int], None] | None = None
+
+    def prepare_row(self, planes: GroupPlanes, row: RowCopy) -> None:
+        """Before ``row`` is copied: its slot has memory. Raises ``OSError``."""
+        if self.prepare is not None and self.kind == "store":
+            self.prepare(row.slot, row.slot + planes.shard_bytes)
 
     @property
     def bytes(self) -> int:

@@ -252,6 +252,9 @@ class CudaMover(Mover):
                 if task.more is None:
                     pinned, most = self._pins.of(task.job.arena), self._runtime.batch_runs
                     limits = self._below, self._batch_bytes, most
+                    for plan in task.job.plans:
+                        for row in plan.rows:
+                            task.job.prepare_row(plan.planes, row)
                     task.more = job_batches(task.job, self._regions, pinned, *limits)
                 task.next = next(task.more, None)
             except Exception as e:  # noqa: BLE001 - one job's error must not end the others

@@ -256,6 +256,7 @@ class HostMover(Mover):
         try:
             if self._clock() >= job.deadline_s:
                 return "late", ""
+            job.prepare_row(planes, row)
             for bundle in self._bundles[planes.group]:
                 if job.kind == "store":
                     bundle.store(job.arena, row)

@@ -5,6 +5,7 @@ Laws of this file:
 - Beyond loopback nothing but the health checks is answered without a token, and no token travels
   in plain text unless ``http_plain`` says so.
 - What changes the cache always needs a token.
+- A token that everybody on this machine can read is none: its file is refused.
 - A web page of another site gets nothing: ``Host`` is an address or a name that was configured,
   and ``Origin``, where there is one, is this server's own.
 """
@@ -16,10 +17,10 @@ import ipaddress
 import logging
 import os
 import socket
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from typing import Literal
 
 from kvass.config import Config
@@ -28,6 +29,7 @@ from kvass.errors import ConfigError
 Need = Literal["nothing", "read", "write"]
 
 _SHORTEST_TOKEN = 16
+_LONGEST_FILE = 64 << 10
 _log = logging.getLogger("kvass.web")
 
 
@@ -71,14 +73,19 @@ class Token:
             now = os.stat(self._path)
         except OSError:
             return ()
-        return now.st_mtime_ns, now.st_ino, now.st_size
+        return now.st_mtime_ns, now.st_ino, now.st_size, now.st_mode
 
     def _read(self) -> bytes:
         try:
-            token = Path(self._path).read_bytes().strip()
+            with open(self._path, "rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                token = file.read(_LONGEST_FILE).strip()
         except OSError as error:
             line = f"cannot read token file {self._path}: {error.strerror}"
             raise ConfigError(line) from error
+        if mode & stat.S_IRWXO:
+            line = f"token file {self._path}: others can read it or write to it"
+            raise ConfigError(f"{line}: chmod 600 {self._path} (640, if a group is to read it)")
         if len(token) < _SHORTEST_TOKEN or not token.isascii():
             least = f"write {_SHORTEST_TOKEN} or more ASCII characters"
             raise ConfigError(f"token file {self._path}: {least}")

@@ -69,6 +69,11 @@ class Channel:
             raise Unavailable(text) from error
         return cls(sock)
 
+    @property
+    def daemon_uid(self) -> int:
+        """The user of the process that listened when we connected, as the kernel says."""
+        return peer_of(self._sock).uid
+
     def fileno(self) -> int:
         """For ``poll``; -1 once closed."""
         return self._sock.fileno()

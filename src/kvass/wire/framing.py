@@ -3,24 +3,29 @@
 A frame is ``u32 little-endian payload length`` + payload, one MessagePack map (``messages.py``).
 How a stream was cut into pieces changes nothing: the messages before a bad frame come out first,
 then the ``FrameError``, and after it nothing, since after a wrong length nobody knows where the
-next frame begins.
+next frame begins. A decoder keeps no error that was raised: its traceback would lead back to the
+decoder, and neither would be freed before a collection of cycles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from struct import Struct
 from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from kvass.errors import FrameError
-from kvass.messages import FromClient, FromDaemon, Message
+from kvass.errors import ErrorCode, FrameError
+from kvass.messages import FromClient, FromDaemon, Message, Register
 from kvass.types import Limits
+from kvass.wire.parts import has_more_parts
 
 HEADER: Final = Struct("<I")
 _encoder: Final = msgspec.msgpack.Encoder()
 _TEXT_CHARS: Final = 200
+MOST_PARTS: Final = 20_000
+"""Numbers, texts, lists and so on of a frame above ``Limits.register_bytes``: the largest
+``Reserve`` has 13,000. A frame of 4 MiB could have millions, which take 25 ms and more."""
 
 M = TypeVar("M")
 
@@ -36,14 +41,15 @@ def frame(payload: bytes) -> bytes:
 class Decoder(Generic[M]):
     """Decodes one direction of one stream. Make it with ``from_clients()`` or ``from_daemon()``.
 
-    ``limit`` is the largest payload accepted, in bytes; it may be changed between feeds.
+    ``limit`` is the largest payload accepted, in bytes; it may be changed at any time. ``payload``
+    decodes one.
     """
 
-    def __init__(self, payload: msgspec.msgpack.Decoder[M], limit: int) -> None:
+    def __init__(self, payload: Callable[[memoryview], M], limit: int) -> None:
         self.limit = limit
         self._payload = payload
         self._rest = bytearray()
-        self._fault: FrameError | None = None
+        self._fault: tuple[ErrorCode, str] | None = None
 
     @property
     def inside_frame(self) -> bool:
@@ -57,7 +63,7 @@ class Decoder(Generic[M]):
         above ``limit``, ``bad_message`` for a payload that is no message of this direction.
         """
         if self._fault is not None:
-            raise self._fault
+            raise FrameError(*self._fault)
         self._rest += data
         at = 0
         try:
@@ -73,23 +79,42 @@ class Decoder(Generic[M]):
                     at = end
                     yield message
         except FrameError as fault:
-            self._fault = fault
+            self._fault = fault.code, str(fault)
+            self._rest = bytearray()
             raise
         del self._rest[:at]
 
     def _decode(self, payload: memoryview) -> M:
         try:
-            return self._payload.decode(payload)
+            return self._payload(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError("bad_message", one_line(f"no message of ours: {error}")) from None
 
 
 def from_clients(limit: int = Limits().frame_bytes) -> Decoder[FromClient]:
-    return Decoder(_client_payload, limit)
+    return Decoder(_client_message, limit)
 
 
 def from_daemon(limit: int = Limits().frame_bytes) -> Decoder[FromDaemon]:
-    return Decoder(_daemon_payload, limit)
+    return Decoder(_daemon_payload.decode, limit)
+
+
+class _Kind(msgspec.Struct):
+    """Of any message what it is; the rest is skipped."""
+
+    t: str = ""
+
+
+def _client_message(payload: memoryview) -> FromClient:
+    """Raises ``FrameError`` or what msgspec raises. A large frame of small parts is not decoded."""
+    if (size := len(payload)) > _REGISTER_BYTES:
+        if has_more_parts(payload, MOST_PARTS):
+            text = f"{size} bytes of more than {MOST_PARTS} parts: send fewer at a time"
+            raise FrameError("bad_message", text)
+        if _kind.decode(payload).t == _REGISTER:
+            text = f"register of {size} bytes: send at most {_REGISTER_BYTES}"
+            raise FrameError("bad_message", text)
+    return _client_payload.decode(payload)
 
 
 def one_line(text: str) -> str:
@@ -97,5 +122,8 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:_TEXT_CHARS])
 
 
+_REGISTER_BYTES: Final = Limits().register_bytes
+_REGISTER: Final = Register.__struct_config__.tag
+_kind: Final = msgspec.msgpack.Decoder(_Kind)
 _client_payload: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _daemon_payload: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)

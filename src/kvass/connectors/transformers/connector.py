@@ -56,6 +56,7 @@ def connect(
     model: Any,
     *,
     socket: str = "",
+    daemon_uid: int | None = None,
     chunk_tokens: int = 0,
     tag: str = "",
     blend: str | Selector = "",
@@ -63,7 +64,8 @@ def connect(
     wait_s: float = 2.0,
 ) -> CachedModel:
     """Connect a causal language model of transformers to the daemon at ``socket``, by default
-    that of ``KVASS_SOCKET``. ``tag``: models with another share nothing with it. ``blend``: reuse
+    that of ``KVASS_SOCKET``. ``daemon_uid``: its user, if that is another one (docs/operating.md).
+    ``tag``: models with another share nothing with it. ``blend``: reuse
     chunks that are no prefix, too, and compute some of their tokens again: ``first_k:TOKENS``,
     ``kv_dev:RATIO``, ``all`` or ``none``.
 
@@ -82,7 +84,7 @@ def connect(
     log.info("the weights were named by content in %.1f s", time.monotonic() - began_s)
     path = socket or os.environ.get("KVASS_SOCKET") or default_socket()
     name, boundary = str(model.config._name_or_path or type(model).__name__), Boundary()
-    store = KVStore(path, rows, fields, name, boundary)
+    store = KVStore(path, rows, fields, name, boundary, daemon_uid)
     cached = CachedModel(model, before, store, boundary, blender, choice)
     cached.wait_connected(wait_s)
     return cached

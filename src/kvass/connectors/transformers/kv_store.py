@@ -67,15 +67,26 @@ class KVStore:
     """One model's connection. Used from one thread. No call raises for an absent daemon."""
 
     def __init__(
-        self, socket: str, rows: Rows, fields: dict[str, str], name: str, boundary: Boundary
+        self,
+        socket: str,
+        rows: Rows,
+        fields: dict[str, str],
+        name: str,
+        boundary: Boundary,
+        daemon_uid: int | None = None,
     ) -> None:
         """``fields``: the namespace; ``name``: the model's, for people."""
         self._rows, self._boundary = rows, boundary
         one, told = ParallelStrategy(), (uuid.uuid4().hex, fields, rows.chunk_tokens)
         self._client = SchedulerClient(
-            socket, one.register(*told, model=name), reserve_wait_s=WAIT_S, step_wait_s=WAIT_S
+            socket,
+            one.register(*told, model=name),
+            reserve_wait_s=WAIT_S,
+            step_wait_s=WAIT_S,
+            daemon_uid=daemon_uid,
         )
-        self._worker = WorkerClient(socket, one.at(0).register(*told, rows.layout, model=name))
+        registration = one.at(0).register(*told, rows.layout, model=name)
+        self._worker = WorkerClient(socket, registration, daemon_uid=daemon_uid)
         self._segments = SegmentClient(self._client, rows.chunk_tokens)
         self._client.start()
         self._worker.start()
@@ -242,6 +253,7 @@ class KVStore:
                 with arena as memory:
                     for offset, chunk in zip(offsets, grant.rows()[0], strict=True):
                         blocks = min(each, end - chunk * each)
+                        arena.prepare(offset, offset + self._rows.shard_bytes)
                         self._rows.store(memory, offset, kv, chunk * each * BLOCK, blocks)
                         written += blocks * BLOCK
                 settle = self._worker.commit

@@ -27,7 +27,7 @@ from msgspec import Meta
 from kvass._version import code_version
 from kvass.blend.plan import Choice, parse
 from kvass.client.parallel import ParallelStrategy
-from kvass.config import default_socket
+from kvass.config import Uid, default_socket
 from kvass.connectors.vllm import groups, namespace, weight_files
 from kvass.connectors.vllm.served import Verdict, verdict_on
 from kvass.engine import identity, weights
@@ -46,6 +46,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     Without a socket, it is that of ``KVASS_SOCKET``, else the default one."""
 
     socket: str = ""
+    daemon_uid: Uid | None = None
     chunk_tokens: Annotated[int, Meta(ge=1)] = 0
     tag: str = ""
     blend: str = ""
@@ -141,6 +142,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     source = os.path.realpath(source) if os.path.exists(source) else source
     return VllmSetup(
         socket=options.socket or os.environ.get("KVASS_SOCKET") or default_socket(),
+        daemon_uid=options.daemon_uid,
         instance=transfer.engine_id,
         identity={name: identity.short(text) for name, text in fields.items()},
         strategy=ParallelStrategy(tp=tp, pp=pp, replicas=replicas),

@@ -15,7 +15,6 @@ it is a clear, the tier is asked nothing more, and what is queued fails.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
@@ -29,15 +28,13 @@ from kvass.core import effects
 from kvass.core.effects import FromTier, TierReport, ToTier
 from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import failure, perform
+from kvass.daemon.tier_process.reports import LINE_CHARS, reportable
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, Tier
 from kvass.tiers.url import said, shown
-from kvass.types import MOST_QUOTAS
 
 FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 30.0
-_LINE_CHARS: Final = 200
-_MOST_ENTRIES: Final = MOST_QUOTAS + 1
 _REGISTRATION: Final = 0
 """In place of a thread: the tier is being told of the arena."""
 _log = logging.getLogger("kvass.tiers")
@@ -224,11 +221,7 @@ class Executor:
         """What the tier tells of itself, as far as it can go into a status."""
         try:
             told = self._tier.report() if hasattr(self._tier, "report") else {}
-            return {
-                name: value
-                for name, value in told.items()
-                if type(name) is str and _can_be_reported(name) and _can_be_reported(value)
-            }
+            return reportable(told)
         except BaseException as error:  # noqa: BLE001 - as above
             self._log_once(error)
             return {}
@@ -270,17 +263,4 @@ class Executor:
 def _one_line(error: BaseException) -> str:
     """One line of what an error says, that any encoding can take."""
     line = shown(" ".join(said(error).split())) or type(error).__name__
-    return line.encode("ascii", "replace").decode()[:_LINE_CHARS]
-
-
-def _can_be_reported(value: object) -> bool:
-    """Whether it can go into a status, however strange the tier."""
-    if type(value) is str:
-        return len(value) <= _LINE_CHARS and value.isprintable()
-    if type(value) is dict:
-        return len(value) <= _MOST_ENTRIES and all(
-            _can_be_reported(part) for pair in value.items() for part in pair
-        )
-    if type(value) is int:
-        return -(1 << 63) <= value < 1 << 63
-    return type(value) is bool or (type(value) is float and math.isfinite(value))
+    return line.encode("ascii", "replace").decode()[:LINE_CHARS]

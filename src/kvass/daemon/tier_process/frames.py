@@ -54,11 +54,11 @@ def encode(message: ToProcess | FromProcess) -> bytes:
 
 
 def from_daemon() -> Decoder[ToProcess]:
-    return Decoder(_to_process, LIMIT)
+    return Decoder(_to_process.decode, LIMIT)
 
 
 def from_process() -> Decoder[FromProcess]:
-    return Decoder(_from_process, LIMIT)
+    return Decoder(_from_process.decode, LIMIT)
 
 
 def _pack(array: object) -> object:
