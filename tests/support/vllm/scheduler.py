@@ -72,12 +72,23 @@ def make_configs(
     return config, _cache_config(blocks, strategy, dcp)
 
 
-def make_multi_configs(options: Mapping[str, object] | None = None) -> tuple[Any, Any]:
-    """Configurations in which our connector is one of a ``MultiConnector``."""
+OTHER = {
+    "kv_connector": "OtherConnector",
+    "kv_connector_module_path": "tests.support.vllm.other_connector",
+    "kv_role": "kv_both",
+}
+
+
+def make_multi_configs(
+    options: Mapping[str, object] | None = None, *, others: int = 0, **more: Any
+) -> tuple[Any, Any]:
+    """Configurations in which our connector is the first of a ``MultiConnector``; ``others`` more
+    load prompts of their own. ``more``: as for ``make_configs``."""
     return make_configs(
         kv_connector="MultiConnector",
         kv_connector_module_path=None,
-        kv_connector_extra_config={"connectors": [_connector(options or {})]},
+        kv_connector_extra_config={"connectors": [_connector(options or {}), *[OTHER] * others]},
+        **more,
     )
 
 
@@ -278,6 +289,7 @@ class SchedulerHarness:
         reads: bool = True,
         lora: Path | None = None,
         params: dict[str, Any] | None = None,
+        priority: int = 0,
     ) -> Any:
         """Add a greedy request; ``lora`` is the folder of its adapter, ``params`` are vLLM's
         ``kv_transfer_params``."""
@@ -298,6 +310,7 @@ class SchedulerHarness:
             pooling_params=None,
             lora_request=LoRARequest(lora.name, 1, str(lora)) if lora is not None else None,
             cache_salt=salt,
+            priority=priority,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)
@@ -308,7 +321,7 @@ class SchedulerHarness:
         output = self.scheduler.schedule()
         work = output.kv_connector_metadata
         if self._multi:
-            (work,) = work.metadata
+            work = work.metadata[0]
         if work.step:
             self.open_steps.append(work.step)
         caught = getattr(self.connector, "_boundary", None)
@@ -344,7 +357,8 @@ class SchedulerHarness:
         ended = set(received) | set(failed)
         report: Any = StepReport(steps) if steps else None
         if self._multi and report is not None:
-            report = multi.MultiKVConnectorWorkerMetadata(metadata=(report,))
+            others = len(self.connector._connectors) - 1
+            report = multi.MultiKVConnectorWorkerMetadata(metadata=(report, *[None] * others))
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(

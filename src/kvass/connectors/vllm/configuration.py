@@ -148,6 +148,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         spare=spare,
         chunk_blocks=chunk_blocks(layouts, chunk_tokens) if each_block else 0,
         fixed_weights=options.fixed_weights,
+        one_queue=vllm_contract.release(vllm.__version__) < (0, 31),
         adapters=adapters,
         global_media_ids=options.global_media_ids,
         blend=blend,
