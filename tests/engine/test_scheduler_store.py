@@ -182,6 +182,40 @@ def test_a_tail_of_which_the_daemon_gave_no_answer_is_offered_again() -> None:
     assert tails[0] == tails[1] != b""
 
 
+@pytest.mark.parametrize("limit", ["KEYS_PER_STEP", "ITEMS_PER_STEP"])
+def test_a_tail_that_a_step_has_no_room_for_is_offered_in_a_later_one(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Each prompt has two chunks and a block more: an item with seven hashes."""
+    monkeypatch.setattr(stores, limit, 8 if limit == "KEYS_PER_STEP" else 1)
+    client, world = rig()
+    client.knows_blocks = True
+    for number in range(3):
+        world.add(str(number), range(1000 * number, 1000 * number + 84), max_tokens=8)
+    world.run(client)
+    blocks = [(item.request, len(item.blocks) // 32) for (item,) in client.reserves]
+    assert blocks == [("0", 5), ("1", 5), ("2", 5)]
+
+
+def test_a_tail_whose_chunk_is_complete_meanwhile_is_waited_for_no_more() -> None:
+    """Else each later step of the request would be looked at."""
+    client, world = rig()
+    client.knows_blocks = True
+    client.missing = True
+    world.add("a", range(BLOCK + 1), max_tokens=60)
+    world.step()
+    planner = world.connector._planner._stores
+    planner._pause_left = 16
+    for _ in range(16):
+        world.step()
+    client.missing = False
+    asked = len(client.reserves)
+    for _ in range(3):
+        world.step()
+    assert len(client.reserves) == asked + 1
+    assert planner._quiet > 10
+
+
 def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:
     client, world = rig(asynchronous=True)
     request = world.add("a", range(30), max_tokens=8)

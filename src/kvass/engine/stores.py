@@ -235,6 +235,7 @@ class StorePlanner:
             return
         for offer in offers:
             offer.state.offered = max(offer.state.offered, offer.ready)
+            offer.state.tail = max(offer.state.tail, offer.tail)
         reserve = PendingReserve(reserving, offers, width, number)
         granted = self._client.granted(reserving)
         if isinstance(granted, Pending):
@@ -384,7 +385,7 @@ class StorePlanner:
     def _next_offer(self, state: RequestState) -> int:
         """Before so many tokens are computed there is nothing to offer; 0: there may be. Most
         requests of most steps go on with their answer, so this is all that they take."""
-        if not state.prefilled or state.due > state.tail:
+        if not state.prefilled or state.due > max(state.tail, state.offered * self._each):
             return 0
         return (state.offered + 1) * self._setup.chunk_tokens
 
@@ -446,7 +447,6 @@ class StorePlanner:
                 item.blocks, width = blocks
                 end += last > 0
             offers.append(Offer(state, item, end, since, max(since, ready), table, states, last))
-            state.tail = max(state.tail, last)
         return offers, width
 
     def request_ended(self, state: RequestState, table: Table) -> None:
