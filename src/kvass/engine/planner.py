@@ -76,6 +76,7 @@ class Planner:
             self._adapters,
             self._requests,
             pool,
+            self.traffic,
             self.events,
             self.when_answered,
         )
