@@ -118,6 +118,7 @@ v1/core/sched/output.py
     KVConnectorBlockState.get_block_ids(self, req_id)
     KVConnectorBlockState.boundary_state_offloads
 v1/outputs.py
+    KVConnectorOutput.finished_recving = None
     KVConnectorOutput.failed_recving = field(default_factory=set)
     KVConnectorOutput.kv_connector_worker_meta = None
 v1/request.py

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from tests.support.vllm.fake_client import FakeClient
-from tests.support.vllm.scheduler import CHUNK, SchedulerHarness, before, rig
+from tests.support.vllm.scheduler import (
+    CHUNK,
+    FIXED,
+    SchedulerHarness,
+    before,
+    make_multi_configs,
+    rig,
+)
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 PROMPT = range(100)
@@ -157,6 +164,51 @@ def test_a_pending_lookup_is_asked_again() -> None:
     world.finish(output, received=["b"])
     world.run(client)
     settled(client, world)
+
+
+# ---------------------------------------------------------------- too few blocks for all
+
+
+@BOTH
+@pytest.mark.parametrize("ends", ["received", "failed"])
+def test_who_has_no_room_does_not_stop_a_load_that_ended_behind_it(
+    asynchronous: bool, ends: str
+) -> None:
+    """Of 30 blocks "l" holds 26, or if its load failed they are reserved for it, and "h" needs more
+    than the others. vLLM 0.30 stops at "h", later versions come to "l" first."""
+    client, world = stored(416, blocks=31, asynchronous=asynchronous)
+    client.pending = 1
+    world.add("h", range(416) if ends == "failed" else range(1000, 1112))
+    world.add("l", range(417))
+    output, work = world.schedule()
+    assert [load.request for load in work.loads] == ["l"]
+    assert world.free_blocks == 4
+    world.finish(output)
+    if ends == "received":  # else "h" and "small" have room at once, with what "l" computes
+        world.add("small", range(2000, 2010))
+    world.step(**{ends: ["l"]})
+    began = list[str]()
+    for _ in range(30):
+        output, work = world.schedule()
+        loads, reported = [load.request for load in work.loads], list(world.open_steps)
+        began += [name for name in (*output.num_scheduled_tokens, *loads) if name not in began]
+        world.finish(output, reported=reported, received=loads)
+    assert began == ["l", "h", "small"][: 2 + (ends == "received")], "and nobody overtakes"
+    settled(client, world)
+
+
+def test_a_load_that_another_connector_failed_is_the_requests_last() -> None:
+    """vLLM counts the room that is reserved for the request against a second load of it."""
+    rows = set(stored(416)[0].rows)
+    client = FakeClient()
+    world = SchedulerHarness(client, configs=make_multi_configs(FIXED, others=1, blocks=31))
+    request = world.add("other", range(417))
+    output, work = world.schedule()
+    assert work.loads == []
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
+    world.finish(output, failed=["other"])
+    client.rows = rows
+    assert world.schedule()[0].num_scheduled_tokens == {"other": 417}
 
 
 # ---------------------------------------------------------------- ends at every stage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -21,6 +22,12 @@ BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asyn
 def offered(client: FakeClient) -> list[tuple[int, int]]:
     """``(first, chunks)`` of every item ever offered."""
     return [(item.first, len(item.digests) // 32) for items in client.reserves for item in items]
+
+
+def unstored(world: SchedulerHarness) -> float:
+    """Requests of which something was not stored, since vLLM last asked."""
+    counts: dict[str, float] = world.connector._planner.traffic.take()
+    return counts.get("unstored_requests", 0)
 
 
 def expected(request: Any, chunk: int) -> bytes:
@@ -180,6 +187,40 @@ def test_a_tail_of_which_the_daemon_gave_no_answer_is_offered_again() -> None:
     tails = [item.blocks for items in client.reserves for item in items]
     assert len(tails) == 2
     assert tails[0] == tails[1] != b""
+
+
+@pytest.mark.parametrize("limit", ["KEYS_PER_STEP", "ITEMS_PER_STEP"])
+def test_a_tail_that_a_step_has_no_room_for_is_offered_in_a_later_one(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Each prompt has two chunks and a block more: an item with seven hashes."""
+    monkeypatch.setattr(stores, limit, 8 if limit == "KEYS_PER_STEP" else 1)
+    client, world = rig()
+    client.knows_blocks = True
+    for number in range(3):
+        world.add(str(number), range(1000 * number, 1000 * number + 84), max_tokens=8)
+    world.run(client)
+    blocks = [(item.request, len(item.blocks) // 32) for (item,) in client.reserves]
+    assert blocks == [("0", 5), ("1", 5), ("2", 5)]
+
+
+def test_a_tail_whose_chunk_is_complete_meanwhile_is_waited_for_no_more() -> None:
+    """Else each later step of the request would be looked at."""
+    client, world = rig()
+    client.knows_blocks = True
+    client.missing = True
+    world.add("a", range(BLOCK + 1), max_tokens=60)
+    world.step()
+    planner = world.connector._planner._stores
+    planner._pause_left = 16
+    for _ in range(16):
+        world.step()
+    client.missing = False
+    asked = len(client.reserves)
+    for _ in range(3):
+        world.step()
+    assert len(client.reserves) == asked + 1
+    assert planner._quiet > 10
 
 
 def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:
@@ -532,18 +573,65 @@ def test_a_request_that_ends_while_it_loads_leaves_nothing() -> None:
     assert client.reserves[asked:] == [], "block 4 is computed no more, and not loaded yet"
 
 
-def test_what_many_ended_requests_leave_fits_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon refuses a reserve of too many hashes whole."""
-    monkeypatch.setattr(stores, "KEYS_PER_STEP", 8)
+@pytest.mark.parametrize("limit", ["KEYS_PER_STEP", "ENDED_PER_STEP"])
+def test_what_many_ended_requests_leave_fits_a_message(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """The daemon refuses a reserve of too many hashes whole. What does not fit waits a step."""
+    monkeypatch.setattr(stores, limit, 8 if limit == "KEYS_PER_STEP" else 2)
     client, world = rig()
     client.knows_blocks = True
     for name in "abc":
         world.add(name, range(84), max_tokens=30)
     world.run(client)
-    left = [item for item in client.reserves[-1] if len(item.digests) // 32 == item.first == 3]
-    assert len(left) == 2, "each leaves a block of its fourth chunk"
+    left = [
+        sum(len(item.digests) // 32 == item.first == 3 for item in items)
+        for items in client.reserves
+    ]
+    assert left[-2:] == [2, 1], "each leaves a block of its fourth chunk"
     blobs = [[item.digests + item.blocks for item in items] for items in client.reserves]
-    assert max(len(b"".join(each)) // 32 for each in blobs) <= 8
+    if limit == "KEYS_PER_STEP":
+        assert max(len(b"".join(each)) // 32 for each in blobs) <= 8
+    assert unstored(world) == 0
+    assert all_free(world)
+
+
+@pytest.mark.parametrize("tails", [True, False])
+def test_what_waited_longest_for_its_grant_is_kept_when_too_much_waits(tails: bool) -> None:
+    """A daemon that answers eight steps late, and a quarter of the pool is four prompts."""
+    client, world = rig(blocks=65, batched=64)
+    client.late, client.patience, client.knows_blocks = 8, 100, tails
+    counted = Counter[str]()
+    take = world.connector.get_kv_connector_stats
+
+    def asked() -> Any:
+        if (stats := take()) is not None:
+            counted.update(stats.to_dict())
+        return stats
+
+    world.connector.get_kv_connector_stats = asked
+    requests = [world.add(str(n), range(1000 * n, 1000 * n + 64), max_tokens=1) for n in range(24)]
+    world.run(client)
+    stored = [expected(request, 1) in client.rows for request in requests]
+    assert stored[0]
+    assert sum(stored) >= 8
+    assert counted["unstored_requests"] == len(stored) - sum(stored)
+    assert all_free(world)
+
+
+def test_what_ends_while_a_daemon_that_refused_is_not_asked_is_offered_then() -> None:
+    client, world = rig()
+    client.knows_blocks = client.missing = True
+    world.add("a", range(64), max_tokens=60)
+    for _ in range(4):
+        world.step()
+    assert len(client.reserves) == 3
+    client.missing = False
+    b = world.add("b", range(1000, 1064), max_tokens=1)
+    c = world.add("c", range(2000, 2064), max_tokens=1)
+    world.run(client)
+    assert {expected(b, 1), expected(c, 1)} <= client.rows
+    assert all_free(world)
 
 
 @pytest.mark.parametrize("what", ["lost", "hung"])

@@ -59,11 +59,14 @@ def test_engines_of_two_versions_share_nothing(
 @pytest.mark.skipif(not OTHERS, reason="make test and make test-versions run it")
 def test_the_schedulers_of_the_oldest_version() -> None:
     """A part of the tests that ``make test-versions`` runs with every version."""
-    files = [Path(__file__).with_name(f"test_scheduler_{name}.py") for name in ("load", "store")]
+    names = "load", "store", "pressure"
+    files = [Path(__file__).with_name(f"test_scheduler_{name}.py") for name in names]
     path = os.pathsep.join([str(OTHERS[0]), os.environ["PYTHONPATH"]])
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu"}
     command = [sys.executable, "-c", RUN, "-q", "-p", "no:cacheprovider", *map(str, files)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
     assert ran.returncode == 0, ran.stdout[-4000:]
     assert ran.stdout.startswith(OTHERS[0].name), "it tested another version"
     assert " passed" in ran.stdout

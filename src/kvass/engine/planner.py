@@ -20,6 +20,7 @@ from typing import Any, Final
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.engine import tracing
 from kvass.engine.adapters import Adapters, Named, NoSalt
+from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.row_events import EventMaker, RowEvents
@@ -58,6 +59,7 @@ class Planner:
         self._emptied = False
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
+        self._line = HeadOfLine() if setup.one_queue else None
         self.traffic = EngineTraffic()
         self._tracing = tracing.begin()
         self.when_answered: Answered | None = None
@@ -76,6 +78,7 @@ class Planner:
             self._adapters,
             self._requests,
             pool,
+            self.traffic,
             self.events,
             self.when_answered,
         )
@@ -99,6 +102,8 @@ class Planner:
         stored, or will be, stay held."""
         state = self._requests.pop(name, None)
         self._client.settle(name)
+        if self._line is not None:
+            self._line.ended(name)
         if self._tracing is not None:
             self._tracing.forget(name)
         if state is not None and table:
@@ -106,6 +111,19 @@ class Planner:
 
     def match(self, name: str, local: int) -> int | None:
         """Tokens to load beyond the engine's own ``local``; 0: none; None: ask again later."""
+        if self._line is None:
+            return self._match(name, local)
+        if self._line.passes(name):
+            return None
+        tokens: int | None = 0  # so much if this raises
+        try:
+            tokens = self._match(name, local)
+        finally:
+            if tokens is not None:
+                self._line.answered(name)
+        return tokens
+
+    def _match(self, name: str, local: int) -> int | None:
         self._notice_reset()
         state = self._requests.get(name)
         if not self._setup.loads or state is None or state.attempted:
@@ -193,6 +211,8 @@ class Planner:
         """The engine gave a request the blocks of ``table``: begin the load of ``external`` tokens,
         or give the match back if there are none. It may call again, without tokens, while the
         request loads."""
+        if self._line is not None:
+            self._line.given(name)
         state = self._requests[name]
         # After a preemption its adapter may be another, and it is looked up again.
         state.match_since = None
@@ -276,6 +296,8 @@ class Planner:
                 len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
             )
         self._client.new_step()
+        if self._line is not None:
+            self._line.new_step()
         return told
 
     def revoke(self, work: StepWork) -> None:
@@ -286,13 +308,18 @@ class Planner:
             if load.lease:
                 self._client.release(load.boot, load.lease)
 
-    def settled(self, steps: Mapping[int, int], failed: Iterable[str]) -> None:
-        """What the ranks reported: as ``StorePlanner.settled``, and the requests whose load failed,
-        which are offered for storing."""
+    def settled(
+        self, steps: Mapping[int, int], failed: Iterable[str], loaded: Iterable[str] = ()
+    ) -> None:
+        """What the ranks reported: as ``StorePlanner.settled``, the requests whose load failed,
+        which are offered for storing, and all whose load ended."""
         self._stores.settled(steps)
+        if self._line is not None:
+            self._line.loaded(name for name in loaded if name in self._requests)
         for name in failed:
             if (state := self._requests.get(name)) is not None:
                 state.offer_again()
+                state.attempted = True
 
     def adapters_held(self, news: Mapping[int, News]) -> None:
         """What the ranks hold since a step: ``Adapters.reported``."""

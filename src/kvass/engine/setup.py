@@ -48,6 +48,9 @@ class EngineSetup:
     """Chunks that must be cached after a hit (``messages.Lookup``)."""
     fixed_weights: bool = False
     """The weights never change while the engine runs: a reset of its cache does not mean that."""
+    one_queue: bool = False
+    """The engine stops at the first waiting request without room, also before requests that hold
+    blocks because their load has ended (``head_of_line.py``)."""
     adapters: str = ""
     """Settings that change what a LoRA adapter computes."""
     model: str = ""

@@ -29,6 +29,7 @@ from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.row_events import RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork, Store
+from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, States, Table
 from kvass.messages import Grant, Granted, ReserveItem
 from kvass.types import Slots
@@ -38,7 +39,7 @@ KEYS_PER_STEP: Final = 16_384
 ITEMS_PER_STEP: Final = 1024
 """Hashes and items in one reserve, within the limits of a message; the rest waits a step."""
 ENDED_PER_STEP: Final = 64
-"""So many of the requests that ended in one step leave something behind."""
+"""What so many ended requests left is offered in one step; the rest waits a step."""
 REPORT_STEPS: Final = 4
 """How long what an ended request left waits for the ranks to report its LoRA adapter."""
 BLOCKS_PER_ITEM: Final = 8192
@@ -50,7 +51,8 @@ HUNG_S: Final = 5.0
 Answered = Callable[[Request, int, int], None]
 """Told of a request that its chunks ``[first, end)`` have a row, if the daemon has room."""
 POOL_SHARE: Final = 4
-"""Offers without an answer keep at most 1 / ``POOL_SHARE`` of the blocks from being free."""
+"""What waits to be offered, or for an answer, keeps at most 1 / ``POOL_SHARE`` of the blocks from
+being free. What waits longest stays: it is answered first."""
 
 
 @dataclass
@@ -126,7 +128,8 @@ class Offer:
 @dataclass(eq=False)
 class Ended:
     """What a request left that ended: ``blocks`` blocks in ``table``, of which those that were not
-    offered are held until they are. ``number``: of the step before its end."""
+    offered are held until they are, or until the engine needs them. ``number``: of the step before
+    its end."""
 
     state: RequestState
     table: Table
@@ -171,6 +174,7 @@ class StorePlanner:
         adapters: Adapters,
         requests: Mapping[str, RequestState],
         pool: BlockPool,
+        traffic: EngineTraffic,
         events: RowEvents | None = None,
         when_answered: Answered | None = None,
     ) -> None:
@@ -180,6 +184,7 @@ class StorePlanner:
         self._adapters = adapters
         self._requests = requests
         self._pool = pool
+        self._traffic = traffic
         self._events = events
         self._when_answered = when_answered
         self._number = self._step = 0
@@ -208,17 +213,37 @@ class StorePlanner:
         ended, self._ended = self._ended, []
         try:
             if not self._client.answering:
+                self._lost(one.state for one in ended)
                 return
             if self._pause_left > 0:
                 self._pause_left -= 1
+                self._postpone(ended)
+                for name, tokens in step.requests():  # it may end before it is offered
+                    if (state := self._requests.get(name)) is not None:
+                        state.computed = state.request.computed_tokens + tokens
                 return
             offers, width = self._offers(step, ended)
             if offers:
                 self._reserve(offers, width, self._number, work)
         finally:
+            kept = set(self._ended)
             for one in ended:
-                if one not in self._ended:  # else its salt is not known yet
+                if one not in kept:
                     self._pool.free(one.held)
+
+    def _postpone(self, ended: Sequence[Ended]) -> None:
+        """Offer in a later step what ``ended`` requests left: as much as may be held."""
+        dropped = list[Ended]()
+        self._ended += ended
+        excess = self._excess((*self._pending, *self._ended))
+        while excess > 0 and self._ended:
+            dropped.append(self._ended.pop())
+            excess -= len(dropped[-1].held)
+        self._lost(one.state for one in dropped)
+
+    def _excess(self, waiting: Iterable[PendingReserve | Ended]) -> int:
+        """How many blocks too many are not free because of what is ``waiting``."""
+        return self._freed_by_abandoning(waiting) - self._pool.blocks // POOL_SHARE
 
     def _goes_on(self, step: Step) -> bool:
         """Whether nothing is to be done in this step, because it only goes on with the answers of
@@ -235,10 +260,12 @@ class StorePlanner:
         items = [offer.item for offer in offers]
         reserving = self._client.begin_reserve(items, width, wait=not work.computes)
         if reserving is None:
+            self._lost(offer.state for offer in offers)
             self._refused()
             return
         for offer in offers:
             offer.state.offered = max(offer.state.offered, offer.ready)
+            offer.state.tail = max(offer.state.tail, offer.tail)
         reserve = PendingReserve(reserving, offers, width, number)
         granted = self._client.granted(reserving)
         if isinstance(granted, Pending):
@@ -266,8 +293,10 @@ class StorePlanner:
                 self._answered(reserve, granted, work)
             finally:
                 self._pool.free(reserve.held)
-        if self._pending and POOL_SHARE * self._freed_by_abandoning() > self._pool.blocks:
-            self.abandon_pending()
+        if self._pending and self._excess(self._pending) > 0:
+            self._back_off()
+            while self._excess(self._pending) > 0:
+                self._abandon(self._pending.pop())
 
     def _answered(self, reserve: PendingReserve, granted: Granted | None, work: StepWork) -> None:
         """Add to the step's work what was granted; None: nothing was, or ever will be."""
@@ -317,20 +346,32 @@ class StorePlanner:
         """Await no answer any more: give the blocks back, and offer the chunks again some steps
         later, if their requests live."""
         ended, self._ended = self._ended, []
+        self._lost(one.state for one in ended)
         for one in ended:
             self._pool.free(one.held)
         if self._pending:
             self._back_off()
         while self._pending:
-            reserve = self._pending.popleft()
-            self._client.give_up(reserve.reserving)
-            self._offer_again(reserve.offers)
-            self._pool.free(reserve.held)
+            self._abandon(self._pending.popleft())
+
+    def _abandon(self, reserve: PendingReserve) -> None:
+        self._client.give_up(reserve.reserving)
+        self._offer_again(reserve.offers)
+        self._pool.free(reserve.held)
 
     def _offer_again(self, offers: list[Offer]) -> None:
         self._quiet = 0
         for offer in offers:
             offer.state.offer_again(offer.since)
+        self._lost(offer.state for offer in offers)
+
+    def _lost(self, states: Iterable[RequestState]) -> None:
+        """What these requests have is not stored, unless they are offered again. Without a daemon
+        there is nothing to lose."""
+        if self._client.connected:
+            live = self._requests
+            ended = {s.request.name for s in states if live.get(s.request.name) is not s}
+            self._traffic.count("unstored_requests", len(ended))
 
     def _offer_everything_again(self) -> None:
         """What was offered so far is gone, and a chunk without its prefix is no use."""
@@ -351,7 +392,7 @@ class StorePlanner:
         """What this step completes and what ``ended`` requests left, and the width of a hash."""
         offers, width, budget = list[Offer](), 0, KEYS_PER_STEP
         if ended:
-            offers, width, budget = self._offers_of_ended(ended[:ENDED_PER_STEP])
+            offers, width, budget = self._offers_of_ended(ended)
         states, left = step.boundary_states, NEVER
         for name, tokens in step.requests():
             state = self._requests.get(name)
@@ -388,7 +429,7 @@ class StorePlanner:
     def _next_offer(self, state: RequestState) -> int:
         """Before so many tokens are computed there is nothing to offer; 0: there may be. Most
         requests of most steps go on with their answer, so this is all that they take."""
-        if not state.prefilled or state.due > state.tail:
+        if not state.prefilled or state.due > max(state.tail, state.offered * self._each):
             return 0
         return (state.offered + 1) * self._setup.chunk_tokens
 
@@ -452,7 +493,6 @@ class StorePlanner:
                 end += last > 0
             decided = max(since, ready)
             offers.append(Offer(state, item, end, since, decided, table, states, last, named))
-            state.tail = max(state.tail, last)
         return offers, width
 
     def request_ended(self, state: RequestState, table: Table) -> None:
@@ -460,8 +500,12 @@ class StorePlanner:
         step to offer it. Blocks that were computed in no step may still be loading."""
         request = state.request
         computed = min(request.computed_tokens, request.known_tokens - 1) if state.computed else 0
-        blocks = self._blocks(state, computed) if self._setup.stores else 0
-        if not blocks or state.offered == NEVER or min(map(len, table), default=0) < blocks:
+        if not self._setup.stores or state.offered == NEVER:
+            return
+        blocks = self._blocks(state, computed)
+        if not blocks or min(map(len, table), default=0) < blocks:
+            if min(computed // self._setup.chunk_tokens, request.hashed_chunks) > state.offered:
+                self._lost([state])  # whole chunks alone are not held for a later step
             return
         if self._tail(state, blocks) or blocks // self._each > state.offered:
             table, first = [ids[:blocks] for ids in table], state.offered * self._each
@@ -470,9 +514,10 @@ class StorePlanner:
 
     def _offers_of_ended(self, ended: Sequence[Ended]) -> tuple[list[Offer], int, int]:
         """What ``ended`` requests left, the width of a hash, and how many keys the step may still
-        send. Some wait for their salt; what does not fit is not stored."""
+        send. Some wait for their salt, and what does not fit waits a step."""
         offers, width, budget = list[Offer](), 0, KEYS_PER_STEP
-        for one in ended:
+        later = [*ended[ENDED_PER_STEP:]]
+        for one in ended[:ENDED_PER_STEP]:
             named = self._adapter_to_store(one.state)
             if not isinstance(named, NoSalt):
                 tail, ready = self._tail(one.state, one.blocks), one.blocks // self._each
@@ -482,8 +527,12 @@ class StorePlanner:
                     budget -= keys
                     width = width_of
                     offers += more
+                elif more and keys <= KEYS_PER_STEP:
+                    later.append(one)
             elif named is NoSalt.PENDING and self._number - one.number <= REPORT_STEPS:
                 self._ended.append(one)
+        if later:
+            self._postpone(later)
         return offers, width, budget
 
     def _adapter_to_store(self, state: RequestState) -> Named | NoSalt | None:
@@ -558,16 +607,15 @@ class StorePlanner:
     def frees_blocks(self) -> bool:
         """The engine has too few blocks: whether it has more in a later step if it preempts
         nobody. Blocks that have awaited a grant for longer than a step are given back for it."""
-        if self._freed_by_abandoning():
+        if self._freed_by_abandoning((*self._pending, *self._ended)):
             since = [one.number for one in self._pending] + [one.number for one in self._ended]
             if min(since) < self._number:
                 self.abandon_pending()
             return True
         return self._pool.freed_by(block for hold in self._awaited() for block in hold.blocks) > 0
 
-    def _freed_by_abandoning(self) -> int:
-        held = [one.held for one in self._pending] + [one.held for one in self._ended]
-        return self._pool.freed_by(block for blocks in held for block in blocks)
+    def _freed_by_abandoning(self, waiting: Iterable[PendingReserve | Ended]) -> int:
+        return self._pool.freed_by(block for one in waiting for block in one.held)
 
     def _awaited(self) -> list[HeldBlocks]:
         """What is held for copies that are not known to hang."""

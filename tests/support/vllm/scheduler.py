@@ -78,12 +78,23 @@ def make_configs(
     return config, _cache_config(blocks, strategy, dcp)
 
 
-def make_multi_configs(options: Mapping[str, object] | None = None) -> tuple[Any, Any]:
-    """Configurations in which our connector is one of a ``MultiConnector``."""
+OTHER = {
+    "kv_connector": "OtherConnector",
+    "kv_connector_module_path": "tests.support.vllm.other_connector",
+    "kv_role": "kv_both",
+}
+
+
+def make_multi_configs(
+    options: Mapping[str, object] | None = None, *, others: int = 0, **more: Any
+) -> tuple[Any, Any]:
+    """Configurations in which our connector is the first of a ``MultiConnector``; ``others`` more
+    load prompts of their own. ``more``: as for ``make_configs``."""
     return make_configs(
         kv_connector="MultiConnector",
         kv_connector_module_path=None,
-        kv_connector_extra_config={"connectors": [_connector(options or {})]},
+        kv_connector_extra_config={"connectors": [_connector(options or {}), *[OTHER] * others]},
+        **more,
     )
 
 
@@ -289,6 +300,7 @@ class SchedulerHarness:
         lora_id: int = 1,
         in_place: bool = False,
         params: dict[str, Any] | None = None,
+        priority: int = 0,
     ) -> Any:
         """Add a greedy request; ``lora`` is the folder of its adapter, ``lora_id`` its id,
         ``in_place`` whether to load it again; ``params`` are vLLM's ``kv_transfer_params``."""
@@ -311,6 +323,7 @@ class SchedulerHarness:
             if lora is not None
             else None,
             cache_salt=salt,
+            priority=priority,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)
@@ -321,7 +334,7 @@ class SchedulerHarness:
         output = self.scheduler.schedule()
         work = output.kv_connector_metadata
         if self._multi:
-            (work,) = work.metadata
+            work = work.metadata[0]
         if getattr(work, "step", 0):  # a connector that is off has no such work
             self.open_steps.append(work.step)
         caught = getattr(self.connector, "_boundary", None)
@@ -353,7 +366,7 @@ class SchedulerHarness:
         if self._multi:
             from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as multi
 
-            (work,) = work.metadata
+            work = work.metadata[0]
         if adapters is None:
             adapters = self.lora.compute(self.loras(output), work.number)
         names, sampling = list(output.num_scheduled_tokens), self._sampling.pop(id(output))
@@ -362,7 +375,8 @@ class SchedulerHarness:
         ended = set(received) | set(failed)
         report: Any = StepReport(steps, dict(adapters)) if steps or adapters else None
         if self._multi and report is not None:
-            report = multi.MultiKVConnectorWorkerMetadata(metadata=(report,))
+            others = len(self.connector._connectors) - 1
+            report = multi.MultiKVConnectorWorkerMetadata(metadata=(report, *[None] * others))
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(

@@ -36,6 +36,7 @@ from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
 from kvass.transfer import DEVICES, ON_REQUEST
 from kvass.types import MAX_RANKS, GroupLayout, chunk_blocks
+from kvass.vllm_contract import release
 
 BLENDS: Final = frozenset({"0.32.0"})
 """Versions of vLLM whose internals ``blend.py`` overrides."""
@@ -155,6 +156,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         spare=spare,
         chunk_blocks=chunk_blocks(layouts, chunk_tokens) if each_block else 0,
         fixed_weights=options.fixed_weights,
+        one_queue=release(vllm.__version__) < (0, 31),
         adapters=adapters,
         global_media_ids=options.global_media_ids,
         blend=blend,

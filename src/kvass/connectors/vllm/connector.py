@@ -203,12 +203,13 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported."""
         report: StepReport | None = connector_output.kv_connector_worker_meta
-        failed = connector_output.failed_recving
+        failed = connector_output.failed_recving or ()
+        ended = connector_output.finished_recving or ()
         if report is not None and report.adapters:
             self._run(self._planner, None, Planner.adapters_held, report.adapters)
-        if report is not None or failed:
+        if report is not None or failed or ended:
             steps = report.steps if report is not None else {}
-            self._run(self._planner, None, Planner.settled, steps, failed or ())
+            self._run(self._planner, None, Planner.settled, steps, failed, ended)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
