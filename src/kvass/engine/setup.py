@@ -45,7 +45,7 @@ class EngineSetup:
     spare: int = 0
     """Chunks that must be cached after a hit (``messages.Lookup``)."""
     fixed_weights: bool = False
-    """The weights never change while the engine runs: a reset of its cache does not mean that."""
+    """A reset of the engine's cache never means that its weights were replaced."""
     adapters: str = ""
     """Settings that change what a LoRA adapter computes."""
     model: str = ""

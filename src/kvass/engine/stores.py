@@ -59,8 +59,9 @@ class RequestState:
     looked at (``_goes_on``); 0 while it loads. ``tail``: blocks, whole chunks included, up to the
     end of the last tail that was offered; ``due``: up to the end of the one to be offered.
     ``prefilled``: all of its prompt was computed. ``attempted``: its one load was begun.
-    ``counted``: the answer to its lookup was counted; it is asked for again until there are blocks.
-    ``match_since`` is the step in which a match with an adapter was first asked for,
+    ``stale``: it may be given blocks of weights that are gone (``changes.py``): nothing of it
+    matches. ``counted``: the answer to its lookup was counted; it is asked for again until there
+    are blocks. ``match_since`` is the step in which a match with an adapter was first asked for,
     ``store_since`` since when how many blocks (or chunks, if only these are stored) wait for its
     salt."""
 
@@ -73,6 +74,7 @@ class RequestState:
     due: int = 0
     prefilled: bool = False
     attempted: bool = False
+    stale: bool = False
     counted: bool = False
     match_since: int | None = None
     store_since: tuple[int, int] | None = None

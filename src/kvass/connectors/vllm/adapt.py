@@ -1,11 +1,12 @@
 """vLLM's base classes, and its requests, steps and block pool as ``kvass.engine`` sees them.
 
 These files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
-(what is in a namespace), ``weight_files.py`` (which files it loads), ``groups.py`` (cache groups),
-``kv_caches.py`` (pages), ``stats.py`` (its metrics), ``events.py`` (KV events) and those of blend
-(``blend*.py``). ``connector.py`` knows the hooks of the base class, ``kvass/vllm_contract.py``
-lists what all but blend use, and no other file knows vLLM. For another version change these, then
-add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the recipe).
+(what is in a namespace), ``weight_files.py`` (which files it loads), ``rpcs.py`` (what may replace
+weights later), ``groups.py`` (cache groups), ``kv_caches.py`` (pages), ``stats.py`` (its metrics),
+``events.py`` (KV events) and those of blend (``blend*.py``). ``connector.py`` knows the hooks of
+the base class, ``kvass/vllm_contract.py`` lists what all but blend use, and no other file knows
+vLLM. For another version change these, then add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the
+recipe).
 
 Facts relied on: block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
@@ -289,6 +290,10 @@ class VllmBlockPool:
         before, self._map = self._map, self._pool.cached_block_hash_to_block
         attempted, self._attempted = self._attempted, False
         return attempted or before is not self._map
+
+    @property
+    def empty(self) -> bool:
+        return len(self._pool.cached_block_hash_to_block) == 0
 
     def hold(self, ids: Iterable[int]) -> list[Any]:
         blocks = [self._pool.blocks[i] for i in ids]
