@@ -125,8 +125,9 @@ class Changes:
     def _discard_computed(self, stale: bool = False) -> None:
         """What live requests computed so far is never stored. What they have yet to compute is
         offered, unless they may be given stale blocks for it."""
-        self._abandon()
-        for name, state in self._requests.items():
-            self._client.settle(name)
+        for state in self._requests.values():
             state.stale = state.stale or stale
             state.offered = NEVER if state.stale or state.request.computed_tokens else 0
+        self._abandon()
+        for name in self._requests:
+            self._client.settle(name)
