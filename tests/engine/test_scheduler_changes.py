@@ -344,6 +344,23 @@ def test_what_is_offered_or_asked_for_at_a_change_is_given_back() -> None:
     assert client.rows == set()
 
 
+def test_a_block_that_was_begun_before_a_change_is_one_of_before() -> None:
+    """vLLM caches it when it is full. By then no reset would be known to be missing."""
+    client, world, executor = engine()
+    assert world.scheduler.reset_prefix_cache()
+    world.add("b", range(10), max_tokens=60)
+    world.step()
+    executor.collective_rpc("update_weights")
+    world.run(client)
+    reserves = len(client.reserves)
+    world.add("c", [*range(10), *[7] * 60], max_tokens=1)
+    output, _ = world.schedule()
+    assert output.num_scheduled_tokens["c"] < 70, "the control: vLLM took blocks of before"
+    world.finish(output)
+    world.run(client)
+    assert len(client.reserves) == reserves
+
+
 def test_a_request_that_loads_at_a_change_is_not_stored() -> None:
     client, world, executor = engine()
     assert world.scheduler.reset_prefix_cache()
