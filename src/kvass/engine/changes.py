@@ -93,9 +93,9 @@ class Changes:
         """Log, once, that the engine computes with a stale cache."""
         if self._cause:
             log.warning(
-                "%s may have replaced weights, and the engine's own prefix cache may have blocks of "
-                "before: it runs uncached until that is emptied. Call reset_prefix_cache() after "
-                "each update, until it returns True",
+                "%s may have replaced weights, and the engine's own prefix cache may have blocks "
+                "of before: it runs uncached until that is emptied. Call reset_prefix_cache() "
+                "after each update, until it returns True",
                 self._cause,
             )
         self._cause = ""

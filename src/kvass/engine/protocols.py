@@ -113,4 +113,4 @@ class BlockPool(Protocol):
 
     @property
     def empty(self) -> bool:
-        """Whether no block is cached."""
+        """Whether the engine's own prefix cache has no block."""
