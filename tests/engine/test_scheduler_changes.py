@@ -8,6 +8,7 @@ no change in the caller's own process are each made here, and seen.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -250,6 +251,18 @@ def test_what_a_call_raises_passes_through(method: str | bytes) -> None:
     with pytest.raises(ZeroDivisionError if method == "reload_weights" else Exception):
         executor.collective_rpc(method)
     assert client.generations == 1
+
+
+def test_a_watched_executor_ends_with_its_last_reference() -> None:
+    """vLLM freezes the garbage collector after its start: a cycle would keep a GPU's memory."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    executor = executor_of(UniProcExecutor)
+    rpcs.watch(executor, lambda what, foreign: None)
+    assert executor.collective_rpc("check_health") == ["the result of check_health"]
+    ended = weakref.ref(executor)
+    del executor
+    assert ended() is None
 
 
 # ---------------------------------------------------------------- blocks of before
