@@ -11,8 +11,9 @@ recipe).
 Facts relied on: block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
 ``reset_prefix_cache`` replaces the map of cached blocks, and nothing else does (its ``__len__`` is
-0 if none is cached); it refuses while a block is in use. vLLM calls it on the pool object. While a step's metadata is built, a request's
-``num_computed_tokens`` is still that before the step, and counts drafts and placeholders in flight.
+0 if none is cached); it refuses while a block is in use. vLLM calls it on the pool object. While a
+step's metadata is built, a request's ``num_computed_tokens`` is still that before the step, and
+counts drafts and placeholders in flight.
 """
 
 from __future__ import annotations
