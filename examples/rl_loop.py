@@ -1,7 +1,7 @@
 """A reinforcement-learning loop in one process: generate, update the weights in place, reset.
 
-``reset_prefix_cache()`` after each update is what tells vLLM and kvass that the weights are others:
-no later request finds what the old weights computed. With a daemon running::
+kvass sees the update. ``reset_prefix_cache()`` after it empties vLLM's own cache: no later request
+finds what the old weights computed. With a daemon running::
 
     python -m examples.rl_loop
 

@@ -103,12 +103,24 @@ v1/core/kv_cache_utils.py
     KVCacheBlock.block_hash
     KVCacheBlock.ref_cnt = 0
 v1/core/block_pool.py
+    BlockHashToBlockMap.__len__(self)
     BlockPool.blocks
     BlockPool.num_gpu_blocks
     BlockPool.cached_block_hash_to_block
     BlockPool.touch(self, blocks)
     BlockPool.free_blocks(self, ordered_blocks)
     BlockPool.reset_prefix_cache(self)
+v1/engine/core.py
+    EngineCore.model_executor
+    EngineCore.vllm_config
+    EngineCoreProc
+    DPEngineCoreProc
+v1/executor/abstract.py
+    Executor.collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False)
+v1/executor/uniproc_executor.py
+    UniProcExecutor
+v1/executor/multiproc_executor.py
+    MultiprocExecutor
 v1/core/kv_cache_manager.py
     KVCacheBlocks.get_block_ids(self, allow_none=False, *, group_ids=None)
 v1/core/sched/output.py
@@ -222,6 +234,8 @@ config/parallel.py
     ParallelConfig.prefill_context_parallel_size = 1
     ParallelConfig.rank = 0
     ParallelConfig.tensor_parallel_size = 1
+    ParallelConfig.worker_cls = 'auto'
+    ParallelConfig.worker_extension_cls = ''
     ParallelConfig.world_size
 config/pooler.py
     PoolerConfig.seq_pooling_type = None

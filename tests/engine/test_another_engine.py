@@ -96,6 +96,10 @@ class Blocks:
     def was_reset(self) -> bool:
         return False
 
+    @property
+    def empty(self) -> bool:
+        return True
+
 
 @dataclass
 class OneRequest:

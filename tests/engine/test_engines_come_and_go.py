@@ -76,8 +76,8 @@ def test_changed_weights_never_hit(
     truth = after.one(tokens, skip_prefix_cache=True)
     assert second.tokens == truth.tokens != first.tokens
     known = [first.tokens, second.tokens]
-    for _ in range(2):  # as a trainer does
-        after.replace_weights(1)
+    for unseen in (True, False):  # as a trainer does
+        after.replace_weights(1, unseen=unseen)
         assert after.reset(), "vLLM's own cache alone: the connector is told nothing"
         next_one = after.one(tokens)
         assert next_one.cached == 0
@@ -92,10 +92,10 @@ def test_weights_that_are_said_to_be_fixed_must_be(a: EngineProcess, prompt: Mak
     """The negative control: rows of the old weights give other tokens, so the test above is one."""
     tokens = prompt(520)
     old = store(a, tokens, 8)
-    a.replace_weights(1)
+    a.replace_weights(1, unseen=True)
     assert a.reset()
     wrong, truth = a.one(tokens), a.one(tokens, skip_prefix_cache=True)
-    a.replace_weights(-1)
+    a.replace_weights(-1, unseen=True)
     assert a.reset(connector=True)
     assert wrong.external == 512
     assert wrong.tokens != truth.tokens != old.tokens

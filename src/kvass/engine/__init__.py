@@ -7,7 +7,7 @@ To write a connector, adapt the engine's hooks to these:
   ``Boundary``, so that a defect of kvass is a miss.
 - Scheduler: show requests, steps and blocks as ``protocols.py`` says, and tell a ``Planner`` of
   them. Carry its ``StepWork`` to the workers and the workers' reports back. Let the engine compute
-  the tokens of a failed load.
+  the tokens of a failed load. Tell it before weights are replaced (``Planner.noted``).
 - Each worker: show the KV pages as ``KVMemory`` (``memory.py``), and give each step's work to a
   ``Copier``.
 

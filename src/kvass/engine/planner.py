@@ -3,9 +3,7 @@
 Laws of this file:
 
 - A request attempts one load in its life.
-- An engine's prefix cache is reset when its weights were replaced, and no engine says so to its
-  connector. So before anything is matched or stored, the pool is asked whether a reset happened or
-  was tried. After one nothing of before matches any more.
+- Before anything is matched or stored it is asked whether weights were replaced (``changes.py``).
 - A lease that was taken either rides in the step's work or is given back.
 """
 
@@ -20,6 +18,7 @@ from typing import Any, Final
 from kvass.client.scheduler import Match, Pending, SchedulerClient
 from kvass.engine import tracing
 from kvass.engine.adapters import Adapters, Named, NoSalt
+from kvass.engine.changes import Changes, OwnCache
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import BlockPool, Request, Step
@@ -41,8 +40,11 @@ class Planner:
     """Plans one engine's loads and stores. Used from the engine's scheduler thread only. ``bind``
     comes first. A step calls ``plan``, then ``hand_over``, or if that fails ``revoke``."""
 
-    def __init__(self, setup: EngineSetup, make: EventMaker | None = None) -> None:
-        """``make``: of an engine that publishes events of its cache."""
+    def __init__(
+        self, setup: EngineSetup, make: EventMaker | None = None, *, watched: bool = False
+    ) -> None:
+        """``make``: of an engine that publishes events of its cache. ``watched``: whatever may
+        replace its weights is told to ``noted``, so that a reset of its cache says nothing."""
         self._setup = setup
         self._spans = Spans(setup.groups, setup.chunk_tokens)
         self._client = SchedulerClient(
@@ -55,6 +57,9 @@ class Planner:
         )
         setup.when_named(self._client.complete)
         self._requests: dict[str, RequestState] = {}
+        self._changes = Changes(
+            self._client, self._requests, fixed=setup.fixed_weights, watched=watched
+        )
         self._loads: list[Load] = []
         self._emptied = False
         self._speed = PrefillSpeed()
@@ -70,7 +75,6 @@ class Planner:
 
     def bind(self, pool: BlockPool) -> None:
         """The block pool, once the engine has made it."""
-        self._pool = pool
         self._stores = StorePlanner(
             self._setup,
             self._client,
@@ -82,6 +86,7 @@ class Planner:
             self.events,
             self.when_answered,
         )
+        self._changes.bind(pool, self._stores.abandon_pending)
 
     @property
     def client(self) -> SchedulerClient:
@@ -92,8 +97,10 @@ class Planner:
 
     def track(self, request: Request) -> None:
         """A request begins."""
-        self._notice_reset()
-        self._requests[request.name] = RequestState(request)
+        self._changes.notice()
+        stale = self._changes.state is OwnCache.STALE
+        offered = NEVER if stale else 0
+        self._requests[request.name] = RequestState(request, offered=offered, stale=stale)
         if (adapter := request.adapter) is not None:
             self._adapters.track(adapter)
 
@@ -124,9 +131,9 @@ class Planner:
         return tokens
 
     def _match(self, name: str, local: int) -> int | None:
-        self._notice_reset()
+        self._changes.notice()
         state = self._requests.get(name)
-        if not self._setup.loads or state is None or state.attempted:
+        if not self._setup.loads or state is None or state.attempted or state.stale:
             return 0
         if not state.request.reads_cache:
             return 0
@@ -278,7 +285,9 @@ class Planner:
         """Add the loads that were planned since the last step, then the stores. If it raises, the
         loads are there, and perhaps some stores."""
         work.loads, self._loads = self._loads, []
-        self._notice_reset()
+        self._changes.notice()
+        if self._changes.state is OwnCache.STALE and step.tokens:
+            self._changes.tell()
         work.emptied, self._emptied = self._emptied, False
         self._speed.step(step.tokens, time.monotonic())
         self._stores.plan(step, work)
@@ -349,36 +358,16 @@ class Planner:
         if self.events is not None:
             self.events.forget()
 
+    def noted(self, what: str, foreign: bool = True) -> None:
+        """As ``Changes.noted``: weights may be replaced. From any thread."""
+        self._changes.noted(what, foreign)
+
     def clear(self) -> bool:
-        """Forget the namespace, and leave it: the weights may be about to be replaced. True even if
-        no daemon confirmed it in time, or an engine's sleep would fail: until one has, nothing
-        matches for this engine and nothing is stored."""
-        self._pool.was_reset()  # this reset need not be noticed again
-        try:
-            self._discard_computed()
-        finally:  # a defect here must not keep what old weights computed
-            try:
-                self._client.clear(CLEAR_TIMEOUT_S)
-            finally:
-                if not self._setup.fixed_weights:
-                    self._client.new_generation()
+        """Forget the namespace: the weights may be about to be replaced. True even if no daemon
+        confirmed it in time, or an engine's sleep would fail: until one has, nothing matches for
+        this engine and nothing is stored."""
+        self._changes.clear(CLEAR_TIMEOUT_S)
         return True
-
-    def _notice_reset(self) -> None:
-        """If the engine's own prefix cache was reset, assume that the weights were replaced."""
-        if not self._setup.fixed_weights and self._pool.was_reset():
-            try:
-                self._discard_computed()
-            finally:  # the reset is not seen again
-                self._client.new_generation()
-
-    def _discard_computed(self) -> None:
-        """What live requests computed so far may come from weights that are gone: it is never
-        stored. What they have yet to compute is offered."""
-        self._stores.abandon_pending()
-        for name, state in self._requests.items():
-            self._client.settle(name)
-            state.offered = NEVER if state.request.computed_tokens else 0
 
     def close(self) -> None:
         """End the session."""

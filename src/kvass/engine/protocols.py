@@ -122,4 +122,8 @@ class BlockPool(Protocol):
 
     def was_reset(self) -> bool:
         """Whether the engine's own prefix cache was reset since the last call, or somebody tried
-        to: the weights may have been replaced."""
+        to."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether the engine's own prefix cache has no block."""

@@ -47,7 +47,7 @@ class EngineSetup:
     spare: int = 0
     """Chunks that must be cached after a hit (``messages.Lookup``)."""
     fixed_weights: bool = False
-    """The weights never change while the engine runs: a reset of its cache does not mean that."""
+    """A reset of the engine's cache never means that its weights were replaced."""
     one_queue: bool = False
     """The engine stops at the first waiting request without room, also before requests that hold
     blocks because their load has ended (``head_of_line.py``)."""

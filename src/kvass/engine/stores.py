@@ -63,9 +63,10 @@ class RequestState:
     looked at (``_goes_on``); 0 while it loads. ``tail``: blocks, whole chunks included, up to the
     end of the last tail that was offered; ``due``: up to the end of the one to be offered.
     ``prefilled``: all of its prompt was computed. ``attempted``: its one load was begun.
-    ``counted``: the answer to its lookup was counted; it is asked for again until there are blocks.
-    ``match_since`` is the step after which a match with an adapter was first asked for, ``matched``
-    the adapter of the last match. ``first_step``: of the steps that computed it."""
+    ``stale``: it may be given blocks of weights that are gone (``changes.py``): nothing of it
+    matches. ``counted``: the answer to its lookup was counted; it is asked for again until there
+    are blocks. ``match_since`` is the step after which a match with an adapter was first asked for,
+    ``matched`` the adapter of the last match. ``first_step``: of the steps that computed it."""
 
     request: Request
     offered: int = 0
@@ -76,6 +77,7 @@ class RequestState:
     due: int = 0
     prefilled: bool = False
     attempted: bool = False
+    stale: bool = False
     counted: bool = False
     match_since: int | None = None
     matched: Named | None = None

@@ -82,9 +82,12 @@ class ChildEngine:
         gc.freeze()
         gc.enable()
 
-    def ranks(self, call: Callable[..., Any], *args: object) -> list[Any]:
-        """``call(worker, *args)`` in the process of every rank; the results by rank."""
-        results: list[Any] = self._executor.collective_rpc(call, args=args)
+    def ranks(self, call: Callable[..., Any], *args: object, seen: bool = False) -> list[Any]:
+        """``call(worker, *args)`` in the process of every rank; the results by rank. The connector
+        takes a call that it has ``seen`` for a change of weights."""
+        unseen = type(self._executor).collective_rpc.__get__(self._executor)
+        rpc = self._executor.collective_rpc if seen else unseen
+        results: list[Any] = rpc(call, args=args)
         return results
 
     def hooks(self) -> Hooks:
@@ -276,7 +279,8 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
                 engine.ranks(instruments.disturb, fields["rank"], fields["settings"])
                 answer(None)
             case "replace_weights":
-                engine.ranks(instruments.replace_weights, fields["by"])
+                seen = not fields["unseen"]
+                engine.ranks(instruments.replace_weights, fields["by"], seen=seen)
                 answer(None)
             case "scrub":
                 engine.ranks(instruments.scrub)

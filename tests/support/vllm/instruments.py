@@ -207,10 +207,12 @@ def pack_no_weights() -> None:
 
 
 def fork_ranks() -> None:
-    """Have the executor fork its workers, as vLLM does by default; on a CPU it spawns them."""
+    """Have vLLM fork its processes, as it does by default; on a CPU it spawns them."""
+    from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def scan_dicts_only() -> None:

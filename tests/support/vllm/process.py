@@ -153,6 +153,7 @@ class EngineProcess:
 
     all_on_gpu: ClassVar[bool | None] = None
     """If not None, it replaces ``gpu`` for every engine."""
+    child: ClassVar[str] = "tests.support.vllm.child"
     template: ClassVar[Template | None] = None
     """Forks engines that have no ``environment`` of their own; these fork their ranks."""
 
@@ -192,15 +193,14 @@ class EngineProcess:
         self._ready = False
         self._child: subprocess.Popen[bytes] | Forked
         env = {**os.environ, **ENVIRONMENT, **(environment or {})}
-        module = "tests.support.vllm.child"
         with log.open("wb") as stderr:
             if self.template is not None and environment is None:
                 config["fork_ranks"] = True
-                command = [module, json.dumps(config)]
+                command = [self.child, json.dumps(config)]
                 self._child = self.template.fork(command, env, stderr.fileno())
             else:
                 self._child = subprocess.Popen(
-                    [python, "-m", module, json.dumps(config)],
+                    [python, "-m", self.child, json.dumps(config)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stderr,
@@ -296,9 +296,10 @@ class EngineProcess:
         prompt = Prompt([], lora=str(lora), lora_id=lora_id, lora_in_place=in_place)
         self.call("add_lora", prompt=msgspec.to_builtins(prompt))
 
-    def replace_weights(self, by: int) -> None:
-        """Replace weights in place, as a trainer does: token t is embedded as t - ``by`` was."""
-        self.call("replace_weights", by=by)
+    def replace_weights(self, by: int, *, unseen: bool = False) -> None:
+        """Replace weights in place, as a trainer does: token t is embedded as t - ``by`` was.
+        ``unseen``: without a call of vLLM's, as code in the engine's own process may."""
+        self.call("replace_weights", by=by, unseen=unseen)
 
     def scrub(self) -> None:
         """Fill every page of every rank with noise. Call it only between requests."""
@@ -395,6 +396,23 @@ class EngineProcess:
     def _died(self, how: str) -> EngineDied:
         tail = self._log.read_text(errors="replace")[-4000:]
         return EngineDied(f"engine process {self.pid} {how}; the end of its log:\n{tail}")
+
+
+class ServedEngine(EngineProcess):
+    """An engine whose core is in a process of vLLM's own, as a server has it (``served``). Nothing
+    measures or disturbs it."""
+
+    child = "tests.support.vllm.served"
+
+    def run(self, tokens: Sequence[int]) -> tuple[list[int], int]:
+        """A greedy answer, and how many of the prompt's tokens were found cached."""
+        answer, cached = self.call("run", tokens=list(tokens))
+        return answer, cached
+
+    def served(self, op: str, **fields: Any) -> None:
+        """``update`` to the weights in ``folder``, ``update_by_function`` (``by`` as in
+        ``replace_weights``), ``reset``, ``pause`` or ``resume``."""
+        self.call(op, **fields)
 
 
 def _children(pid: int) -> dict[int, str]:

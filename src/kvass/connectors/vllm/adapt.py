@@ -1,7 +1,8 @@
 """vLLM's base classes, and its requests, steps and block pool as ``kvass.engine`` sees them.
 
 These files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
-(what is in a namespace), ``weight_files.py`` (which files it loads), ``groups.py`` (cache groups),
+(what is in a namespace), ``weight_files.py`` (which files it loads), ``rpcs.py`` (what may replace
+weights later), ``lora.py`` (the adapters that a worker holds), ``groups.py`` (cache groups),
 ``kv_caches.py`` (pages), ``tiles.py`` (what its kernels need of the CPU), ``stats.py`` (its
 metrics), ``events.py`` (KV events), ``plugin.py`` (its plug-ins), ``inert.py`` and those of blend
 (``blend*.py``). ``connector.py`` knows the hooks of the base class, ``kvass/vllm_contract.py``
@@ -10,9 +11,10 @@ add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the recipe).
 
 Facts relied on: block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
 ``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
-``reset_prefix_cache`` replaces the map of cached blocks, and nothing else does; it refuses while a
-block is in use. vLLM calls it on the pool object. While a step's metadata is built, a request's
-``num_computed_tokens`` is still that before the step, and counts drafts and placeholders in flight.
+``reset_prefix_cache`` replaces the map of cached blocks, and nothing else does (its ``__len__`` is
+0 if none is cached); it refuses while a block is in use. vLLM calls it on the pool object. While a
+step's metadata is built, a request's ``num_computed_tokens`` is still that before the step, and
+counts drafts and placeholders in flight.
 """
 
 from __future__ import annotations
@@ -283,6 +285,10 @@ class VllmBlockPool:
         before, self._map = self._map, self._pool.cached_block_hash_to_block
         attempted, self._attempted = self._attempted, False
         return attempted or before is not self._map
+
+    @property
+    def empty(self) -> bool:
+        return len(self._pool.cached_block_hash_to_block) == 0
 
     def hold(self, ids: Iterable[int]) -> list[Any]:
         blocks = [self._pool.blocks[i] for i in ids]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvass.connectors.vllm import adapt, configuration, events, lora, tiles
+from kvass.connectors.vllm import adapt, configuration, events, lora, rpcs, tiles
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.blend_pages import Placer
 from kvass.connectors.vllm.blend_planner import BlendPlanner
@@ -61,7 +61,9 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._texts = adapt.hashed_texts(vllm_config)
         if plans:
             configuration.recompute_failed_loads(vllm_config)
-            self._planner = Planner(setup, events.maker(vllm_config, kv_cache_config, setup))
+            watched = self._boundary.run(False, self._watch, setup)
+            maker = events.maker(vllm_config, kv_cache_config, setup)
+            self._planner = Planner(setup, maker, watched=watched)
             if setup.blend is not None:
                 self.blender = BlendPlanner(setup, self._planner, setup.blend)
         else:
@@ -77,6 +79,17 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         except Exception as error:  # noqa: BLE001 - a defect of kvass must not end the engine
             self._boundary.failed("read_setup", error)
             return Inert(f"reading the engine's configuration failed: {error}")
+
+    def _watch(self, setup: VllmSetup) -> bool:
+        """Hear of every call that may replace weights; whether they are replaced by these alone."""
+
+        def noted(what: str, foreign: bool) -> None:
+            self._run(self._planner, None, Planner.noted, what, foreign)
+
+        if (core := rpcs.engine_core()) is None:
+            return False
+        rpcs.watch(core.model_executor, noted)
+        return rpcs.owned(core, setup.identity.get("plugins", ""))
 
     def _make_copier(
         self,
