@@ -1,7 +1,8 @@
 """Real vLLM engines for the tests of this folder, each a process of its own, shared by many cases.
 
-``plain`` runs without kvass and is the judge: its cold runs and its own local prefix hits are what
-a load is compared with. ``a`` and ``b`` share one daemon; the pages of ``b`` are on a fake GPU.
+``plain`` runs without kvass and is the judge (``tests/support/vllm/judge.py``): its local prefix
+hits are what a load is compared with. ``a`` and ``b`` share one daemon; the pages of ``b`` are on a
+fake GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Final
 import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
+from tests.support.vllm.judge import Judge
 from tests.support.vllm.models import TINY, build, write_lora
 from tests.support.vllm.process import ENVIRONMENT, Answer, EngineProcess
 from tests.support.vllm.template import Template
@@ -30,50 +32,12 @@ ARGS: Final[dict[str, Any]] = {
     "max_num_batched_tokens": 512,  # longer prompts are prefilled in chunks
 }
 LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
-LIKE_LOCAL_HIT: Final = 1e-4
-LIKE_COLD: Final = 1e-3
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if where := config.getoption("pages"):
         EngineProcess.all_on_gpu = where == "gpu"
     EngineProcess.template = Template({**os.environ, **ENVIRONMENT})
-
-
-class Judge:
-    """What vLLM says without kvass: cold, and after a local prefix hit of so many tokens."""
-
-    def __init__(self, engine: EngineProcess) -> None:
-        self.engine = engine
-        self._cold: dict[tuple[tuple[int, ...], int], Answer] = {}
-
-    def cold(self, tokens: list[int], max_tokens: int = 8) -> Answer:
-        """Computed from the first token on."""
-        key = (tuple(tokens), max_tokens)
-        if key not in self._cold:
-            assert self.engine.reset()
-            self._cold[key] = self.engine.one(tokens, max_tokens)
-            assert self._cold[key].cached == 0
-        return self._cold[key]
-
-    def after_local_hit(self, tokens: list[int], hit: int, max_tokens: int = 8) -> Answer:
-        """Computed after ``hit`` tokens that vLLM found in its own cache."""
-        assert self.engine.reset()
-        self.engine.one(tokens[:hit], 1)
-        answer = self.engine.one(tokens, max_tokens)
-        assert answer.local == min(hit, (len(tokens) - 1) // BLOCK * BLOCK)
-        return answer
-
-    def check(self, tokens: list[int], answer: Answer) -> None:
-        """Assert that ``answer`` is right, whatever of its prompt was cached."""
-        cold = self.cold(tokens, len(answer.tokens))
-        assert answer.finish_reason == "length"
-        assert answer.tokens == cold.tokens
-        assert answer.logprobs == pytest.approx(cold.logprobs, abs=LIKE_COLD)
-        if answer.cached:
-            local = self.after_local_hit(tokens, answer.cached, len(answer.tokens))
-            assert answer.tokens == local.tokens
-            assert answer.logprobs == pytest.approx(local.logprobs, abs=LIKE_LOCAL_HIT)
 
 
 def store(engine: EngineProcess, tokens: list[int], max_tokens: int = 1, **fields: Any) -> Answer:

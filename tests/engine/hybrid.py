@@ -19,12 +19,14 @@ import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.vllm_contract import release
-from tests.engine.conftest import ARGS, LIKE_COLD, LIKE_LOCAL_HIT, ROOT
+from tests.engine.conftest import ARGS, ROOT
 from tests.support.vllm import hybrid_models
 from tests.support.vllm.fake_vllm import installed, version_of
 from tests.support.vllm.models import Blueprint, build
 from tests.support.vllm.process import Answer, CacheGroup, EngineProcess, Prompt, Settings
 
+LIKE_LOCAL_HIT: Final = 1e-4
+LIKE_COLD: Final = 1e-3
 DELAYED: Final = ("-m", "tests.support.wire.delayed_daemon", "0.005")
 BEFORE_0_31: Final = release(version_of(installed())) < (0, 31)
 """vLLM 0.30 fails on a CPU with gpt-oss in float32 (not in bfloat16), and with drafters."""

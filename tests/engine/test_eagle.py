@@ -15,7 +15,8 @@ import pytest
 
 from kvass.testing.daemon import Daemon
 from tests.engine import hybrid
-from tests.engine.conftest import BLOCK, CHUNK, LIKE_COLD, LIKE_LOCAL_HIT, ROOT, Starter
+from tests.engine.conftest import BLOCK, CHUNK, ROOT, Starter
+from tests.engine.hybrid import LIKE_COLD, LIKE_LOCAL_HIT
 from tests.support.vllm.models import TINY, build, eagle_head
 from tests.support.vllm.process import EngineProcess, Settings
 

@@ -11,7 +11,8 @@ from typing import Final
 import pytest
 
 from kvass.testing.daemon import GRACE_S, Daemon
-from tests.engine.conftest import LORA, NOTHING_OWED, Judge, Starter, store
+from tests.engine.conftest import LORA, NOTHING_OWED, Starter, store
+from tests.support.vllm.judge import Judge, check_same
 from tests.support.vllm.models import TINY, write_model
 from tests.support.vllm.process import EngineProcess, Prompt
 
@@ -82,8 +83,8 @@ def test_changed_weights_never_hit(
         next_one = after.one(tokens)
         assert next_one.cached == 0
         truth = after.one(tokens, skip_prefix_cache=True)
-        assert next_one.tokens == truth.tokens not in known
-        assert next_one.logprobs == pytest.approx(truth.logprobs, abs=1e-3)
+        assert truth.tokens not in known
+        check_same(next_one, truth)  # both cold
         known.append(truth.tokens)
     assert after.close() == 0
 
@@ -114,9 +115,7 @@ def test_preemption_under_a_tiny_budget(
         answers = small.generate(*(Prompt(tokens, 120) for tokens in prompts))
         assert small.hooks().preemptions > 0
         for tokens, answer in zip(prompts, answers, strict=True):
-            cold = judge.cold(tokens, 120)
-            assert answer.tokens == cold.tokens
-            assert answer.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
+            judge.check(tokens, answer, alike=False)
         assert small.reset(), "a block is still held"
         loaded = sum(answer.external for answer in answers)
         if loaded >= 4 * 128:
@@ -128,16 +127,15 @@ def test_preemption_under_a_tiny_budget(
 def test_a_lora_adapter_hits_only_itself(
     small: EngineProcess, judge: Judge, adapters: Path, prompt: Make
 ) -> None:
-    tokens = prompt(400)
+    tokens = prompt(520)  # after 512 a cold run begins a step, as a hit does: the same sums
     one, other = str(adapters / "one"), str(adapters / "other")
     told = {}
     for lora in (one, other, None):
         cold = store(small, tokens, 8, lora=lora)
         assert cold.cached == 0, f"{lora} found another's rows"
         warm = small.one(tokens, lora=lora)
-        assert warm.external == 384
-        assert warm.tokens == cold.tokens
-        assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
+        assert warm.external == 512
+        check_same(warm, cold)
         assert small.reset()
         told[lora] = tuple(cold.tokens)
     assert len(set(told.values())) == 3, "the adapters change nothing, so nothing was proved"

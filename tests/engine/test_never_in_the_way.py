@@ -16,7 +16,8 @@ from typing import Final, NamedTuple
 import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.engine.conftest import Judge, Starter, store
+from tests.engine.conftest import Starter, store
+from tests.support.vllm.judge import Judge
 from tests.support.vllm.process import Answer, EngineProcess
 from tests.support.vllm.ranks import until
 
@@ -214,9 +215,9 @@ def strike(
     until(lambda: fell(daemon), "the blow")
     check_bounds(engine)
     engine.slow_copies(0.0)
-    judge.check(tokens, answer)
+    judge.check(tokens, answer, alike=False)  # a load that failed is computed
     assert engine.reset(), "a block is still held"
-    judge.check(tokens, engine.one(tokens))
+    judge.check(tokens, engine.one(tokens), alike=False)
     check_bounds(engine)
     return answer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvass.testing.daemon import Daemon
-from tests.engine.conftest import LIKE_LOCAL_HIT, Judge
+from tests.support.vllm.judge import Judge, apart, check_same
 from tests.support.vllm.pairs import CHUNK, PromptPair, draw
 from tests.support.vllm.process import Answer, EngineProcess, Prompt, Settings
 
@@ -54,8 +54,7 @@ def test_a_hit_is_as_long_as_that_of_vllms_own_cache(
     for number, pair in enumerate(draw(0, request.config.getoption("pairs"), f"{adapters}/one")):
         warm, local = run(a, b, judge, daemon, pair)
         assert (warm.local, warm.external) == (0, local.local), f"pair {number}: {pair.kind}"
-        assert warm.tokens == local.tokens
-        assert warm.logprobs == pytest.approx(local.logprobs, abs=LIKE_LOCAL_HIT)
+        check_same(warm, local)
         inside[pair.kind] += warm.external % CHUNK > 0
     assert all(inside[kind] for kind in ("plain", "lora", "salt", "turns")), inside
     assert not inside["other salt"]
@@ -73,7 +72,7 @@ def test_what_is_loaded_decides_the_logprobs(
             continue
         warm, local = run(a, b, judge, daemon, pair)
         if warm.external:
-            assert warm.logprobs != pytest.approx(local.logprobs, abs=LIKE_LOCAL_HIT)
+            assert apart(warm, local) > judge.noise()
             wrong.add(pair.kind)
     b.disturb(Settings())
     assert b.reset()

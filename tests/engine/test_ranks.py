@@ -3,7 +3,7 @@
 What TP 2 in bfloat16 computes itself is the measure: run cold twice it repeats itself to the
 last bit, and so does a local prefix hit; but cold and local hit differ, because other batch shapes
 sum in another order: by up to 0.043 in a logprob, measured on this model. A hit that leaves the
-same batch shapes as the cold run must repeat it; any other may differ by ``NOISE``.
+same batch shapes as the cold run must repeat it; any other must repeat a local hit.
 
 On a CPU vLLM's MLA contradicts itself on a re-prefill, so there the pages are compared, not tokens.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,19 +20,17 @@ import pytest
 
 from kvass.testing.daemon import GRACE_S, Daemon
 from tests.engine.conftest import ARGS, BLOCK, CHUNK, NOTHING_OWED, ROOT, Starter, store
+from tests.support.vllm.judge import Judge, check_same
 from tests.support.vllm.models import TINY_LATENT, build
-from tests.support.vllm.process import Answer, EngineDied, EngineProcess, Pages, Prompt, Settings
+from tests.support.vllm.process import EngineDied, EngineProcess, Pages, Prompt, Settings
 from tests.support.vllm.ranks import until
 
 pytestmark = pytest.mark.engine
 
 Make = Callable[[int], list[int]]
-SALTS = count()
 
-NOISE: Final = 0.1
 START_S: Final = 400.0
 """Six processes that import vLLM at once keep two cores busy for half a minute, if idle before."""
-SAME: Final = 1e-4
 LATE: Final = Settings(ahead_s=1e6)
 LATENT_BLOCK: Final = 16
 """vLLM's block size for MLA on a CPU, whatever is asked for."""
@@ -41,25 +38,12 @@ STEP: Final = int(ARGS["max_num_batched_tokens"])
 
 
 class Two(NamedTuple):
-    """Engines of one shape that share a daemon. ``a`` is also the judge: under a salt that nobody
-    else uses it can hit nothing but what itself computed under that salt."""
+    """Engines of one shape that share a daemon. ``a`` is also the judge."""
 
     a: EngineProcess
     b: EngineProcess
 
-    def cold(self, tokens: list[int]) -> Answer:
-        """Computed from the first token on."""
-        answer = self.a.one(tokens, salt=f"cold {next(SALTS)}")
-        assert answer.cached == 0
-        return answer
-
-    def after_local_hit(self, tokens: list[int], hit: int) -> Answer:
-        """Computed after so many tokens that vLLM found in its own cache."""
-        salt = f"local {next(SALTS)}"
-        self.a.one(tokens[:hit], 1, salt=salt)
-        answer = self.a.one(tokens, salt=salt)
-        assert (answer.local, answer.external) == (hit, 0)
-        return answer
+    judge: Judge
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +52,9 @@ def tp(daemon: Daemon, start: Starter) -> Iterator[Two]:
     args = {"tensor_parallel_size": 2, "dtype": "bfloat16"}
     fields: dict[str, Any] = {"args": args, "start_timeout_s": START_S}
     socket = Path(daemon.socket)
-    two = Two(*(start(f"tp-{n}", socket=socket, gpu=n == "b", **fields) for n in "ab"))
-    for engine in two:
-        engine.wait_ready()
-    yield two
-    for engine in two:
+    a, b = (start(f"tp-{n}", socket=socket, gpu=n == "b", **fields) for n in "ab")
+    yield Two(a.wait_ready(), b.wait_ready(), Judge(a))
+    for engine in (a, b):
         engine.kill()
 
 
@@ -105,23 +87,6 @@ def watched(engine: EngineProcess, settings: Settings, rank: int | None = None) 
     return engine
 
 
-def check_same(answer: Answer, truth: Answer) -> None:
-    assert answer.finish_reason == "length"
-    assert answer.tokens == truth.tokens
-    assert answer.logprobs == pytest.approx(truth.logprobs, abs=SAME)
-
-
-def check_noise(answer: Answer, truth: Answer) -> None:
-    """Equal up to noise, until a greedy tie may have fallen the other way."""
-    assert answer.finish_reason == "length"
-    for token, other, one, two in zip(
-        answer.tokens, truth.tokens, answer.logprobs, truth.logprobs, strict=True
-    ):
-        assert one == pytest.approx(two, abs=NOISE)
-        if token != other:
-            break
-
-
 # ---------------------------------------------------------------- tensor parallel, dense
 
 
@@ -133,7 +98,7 @@ def test_a3_tensor_parallel_cold_and_warm_in_a_second_process(
     tokens = prompt(size)
     hit = size // CHUNK * CHUNK
     assert hit % STEP == 0
-    cold = tp.cold(tokens)
+    cold = tp.judge.cold(tokens)
     check_same(store(tp.a, tokens, 8), cold)
     warm = watched(tp.b, Settings()).one(tokens)
     assert (warm.local, warm.external) == (0, hit)
@@ -142,19 +107,17 @@ def test_a3_tensor_parallel_cold_and_warm_in_a_second_process(
 
 def test_a3_tensor_parallel_where_the_cold_run_sums_in_another_order(tp: Two, prompt: Make) -> None:
     tokens = prompt(1000)
-    cold, local = tp.cold(tokens), tp.after_local_hit(tokens, 992)
-    check_noise(local, cold)
     store(tp.a, tokens)
     warm = watched(tp.b, Settings()).one(tokens)
     assert warm.external == 992
-    check_noise(warm, local)
+    tp.judge.check(tokens, warm)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_ranks_zeroed_pages_change_the_answer(tp: Two, prompt: Make, rank: int) -> None:
     """The negative control: what each rank loads decides."""
     tokens = prompt(520)
-    cold = tp.cold(tokens)
+    cold = tp.judge.cold(tokens)
     store(tp.a, tokens)
     wrong = watched(tp.b, Settings(spoil=True), rank).one(tokens)
     assert wrong.external == 512
@@ -166,7 +129,7 @@ def test_one_ranks_zeroed_pages_change_the_answer(tp: Two, prompt: Make, rank: i
 
 def test_one_ranks_late_load_is_computed_by_all(tp: Two, daemon: Daemon, prompt: Make) -> None:
     tokens = prompt(520)
-    cold = tp.cold(tokens)
+    cold = tp.judge.cold(tokens)
     store(tp.a, tokens)
     answer = watched(tp.b, LATE, rank=1).one(tokens)
     check_same(answer, cold)
@@ -312,10 +275,10 @@ def test_a_rank_killed_while_it_stores(tp: Two, daemon: Daemon, prompt: Make) ->
     assert daemon.status()["rows"] == rows, "what not every rank committed"
     warm = watched(tp.a, Settings()).one(kept)
     assert warm.external == 512
-    check_same(warm, tp.cold(kept))
+    check_same(warm, tp.judge.cold(kept))
     cold = tp.a.one(storing)
     assert cold.cached == 0
-    check_same(cold, tp.cold(storing))
+    check_same(cold, tp.judge.cold(storing))
     store(tp.a, storing)  # its keys are not blocked
 
 

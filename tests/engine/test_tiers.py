@@ -21,8 +21,9 @@ import pytest
 
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine import hybrid
-from tests.engine.conftest import Judge, Starter, store
+from tests.engine.conftest import Starter, store
 from tests.support.servers.redis import RedisServer
+from tests.support.vllm.judge import Judge
 from tests.support.vllm.process import EngineProcess
 from tests.support.waiting import eventually
 
