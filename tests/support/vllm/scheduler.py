@@ -368,7 +368,7 @@ class SchedulerHarness:
 
             work = work.metadata[0]
         if adapters is None:
-            adapters = self.lora.compute(self.loras(output), work.number)
+            adapters = self.lora.compute(self.loras(output), getattr(work, "number", 0))
         names, sampling = list(output.num_scheduled_tokens), self._sampling.pop(id(output))
         steps = dict(reported) if isinstance(reported, Mapping) else dict.fromkeys(reported, 1)
         self.open_steps = [step for step in self.open_steps if step not in steps]
