@@ -5,15 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kvass.core.effects import Opened
-from kvass.core.event_lines import parse
 from kvass.daemon import connection as module
 from kvass.daemon.connection import OUT_BYTES, Connection
 
@@ -151,33 +146,3 @@ async def test_hang_up_with_words_unread_is_eof(connection: Connection, far: soc
     connection.flush()
     far.close()
     assert connection.read_into(memoryview(bytearray(9))) == 0
-
-
-def test_broken_invariant_ends_the_daemon_and_its_event_is_logged(tmp_path: Path) -> None:
-    script = (
-        "import sys\n"
-        "from kvass.core.machine import CacheMachine\n"
-        "from kvass.core.effects import Tick, Opened\n"
-        "real = CacheMachine.step\n"
-        "def step(self, event, now):\n"
-        "    assert not isinstance(event, Opened), 'broken on purpose'\n"
-        "    return real(self, event, now)\n"
-        "CacheMachine.step = step\n"
-        "from kvass.cli.main import main\n"
-        "sys.exit(main(['serve', '--l1-size', '1MiB', '--socket', sys.argv[1]]))"
-    )
-    path = str(tmp_path / "s")
-    with subprocess.Popen(
-        [sys.executable, "-c", script, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(path)
-            assert process.wait(timeout=30) == 1
-        told = process.stderr.read().decode()
-    assert "broken on purpose" in told
-    (logged,) = [x for x in told.splitlines() if "the core failed at this event" in x]
-    opened = Opened(1, os.getuid(), own=True, pid=os.getpid())
-    assert parse(logged[logged.index("[") :])[1] == opened
