@@ -55,7 +55,7 @@ def test_defaults() -> None:
     assert (got.lease_s, got.lost_engine_grace_s) == (Timing().lease_s, Timing().dma_grace_s)
     assert (got.allow_uid, got.socket_group) == ([], "")
     assert (got.tier, got.flush, got.stop_s) == ([], "write_through", 10)
-    assert (got.policy, got.keep_loaded, got.skip_slow_loads) == ("lru", True, True)
+    assert (got.keep_loaded, got.skip_slow_loads) == (True, True)
 
 
 def test_the_default_grace_outlasts_a_gpus_teardown() -> None:
@@ -110,7 +110,6 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "lookup_budget_ms": "4",
         "tier": "disk:/t?capacity=1GiB",
         "flush": "on_evict",
-        "policy": "learned",
         "keep_loaded": "no",
         "skip_slow_loads": "no",
         "stop_s": "5",

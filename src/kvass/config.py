@@ -143,13 +143,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Literal["write_through", "on_evict", "none"],
         Meta(description="when a row is stored in tiers: at once, when it is evicted, or never"),
     ] = "write_through"
-    policy: Annotated[
-        Literal["lru", "learned"],
-        Meta(
-            description="which rows leave L1: the least recently used ones (lru), or sooner those "
-            "that were used once, where that hits more (learned)"
-        ),
-    ] = "lru"
     keep_loaded: Annotated[
         bool,
         Meta(

@@ -6,18 +6,13 @@ import asyncio
 import gc
 import os
 import socket
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from kvass.core.effects import Opened
-from kvass.core.event_lines import parse
 from kvass.daemon import connection as module
 from kvass.daemon.connection import HELLO_BYTES, OUT_BYTES, Connection
 from kvass.errors import FrameError
@@ -203,33 +198,3 @@ def test_a_closed_connection_and_what_it_was_sent_are_freed_at_once(end: str) ->
         far.close()
 
     asyncio.run(main())
-
-
-def test_broken_invariant_ends_the_daemon_and_its_event_is_logged(tmp_path: Path) -> None:
-    script = (
-        "import sys\n"
-        "from kvass.core.machine import CacheMachine\n"
-        "from kvass.core.effects import Tick, Opened\n"
-        "real = CacheMachine.step\n"
-        "def step(self, event, now):\n"
-        "    assert not isinstance(event, Opened), 'broken on purpose'\n"
-        "    return real(self, event, now)\n"
-        "CacheMachine.step = step\n"
-        "from kvass.cli.main import main\n"
-        "sys.exit(main(['serve', '--l1-size', '1MiB', '--socket', sys.argv[1]]))"
-    )
-    path = str(tmp_path / "s")
-    with subprocess.Popen(
-        [sys.executable, "-c", script, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(path)
-            assert process.wait(timeout=30) == 1
-        told = process.stderr.read().decode()
-    assert "broken on purpose" in told
-    (logged,) = [x for x in told.splitlines() if "the core failed at this event" in x]
-    opened = Opened(1, os.getuid(), own=True, pid=os.getpid())
-    assert parse(logged[logged.index("[") :])[1] == opened

@@ -12,7 +12,6 @@ from typing import Any, Final, get_args
 
 from kvass.cli.geometry import BLOCK_TOKENS, add_model, count, model_layers, size
 from kvass.config import Parser
-from kvass.core.eviction import Policy
 from kvass.core.tier_state import FlushMode
 from kvass.errors import UsageError
 from kvass.simulate.models import Layers, layout
@@ -38,11 +37,10 @@ _SWEPT: Final[dict[str, Any]] = {
         "skip_slow_loads",
         "lookup_budget_ms",
         "tails",
-        "policy",
     )
 }
 """What is swept beside chunks and L1, and what it is if nothing is said."""
-_OF_TIERS: Final = tuple(_SWEPT)[1:-2]
+_OF_TIERS: Final = tuple(_SWEPT)[1:-1]
 
 
 def run(argv: list[str]) -> int:
@@ -210,12 +208,6 @@ def _parser() -> Parser:
         type=_switch,
         metavar="yes,no",
         help="hits end at blocks of 16 tokens, and what ends inside of a chunk is stored",
-    )
-    parser.add_argument(
-        "--policy",
-        type=_words(*get_args(Policy)),
-        metavar="NAMES",
-        help=f"as of kvass serve: {','.join(get_args(Policy))}",
     )
     parser.add_argument(
         "--chunk-tokens", type=_counts, metavar="N", help="like 256,512; default: 256"

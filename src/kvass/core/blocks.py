@@ -15,6 +15,7 @@ found any more, until a chunk that begins like them is stored anew.
 
 from __future__ import annotations
 
+import mmap
 from typing import Final
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy.ma  # as in ``index``
 import numpy.typing as npt
 
 from kvass.core.index import ABSENT, KeyIndex, repeated
-from kvass.core.rows import NOTED, UNKNOWN, RowTable, small_pages
+from kvass.core.rows import NOTED, UNKNOWN, RowTable
 from kvass.types import I64Array, U64Array
 
 MOST_ALIKE: Final = 16
@@ -49,8 +50,7 @@ class BlockPrints:
         """``rows`` are to be written, and these are the prints of their blocks. Of the last of them
         only ``tail`` blocks are, unless that is 0."""
         if len(self.of) < len(self.table):
-            memory = small_pages(len(self.table) * self.width)
-            self.of, old = memory.reshape(-1, self.width), self.of
+            self.of, old = self._memory(len(self.table)), self.of
             self.of[: len(old)] = old
             self.tail = np.concatenate(
                 [self.tail, np.zeros(len(self.of) - len(self.tail), np.uint8)]
@@ -65,6 +65,13 @@ class BlockPrints:
         found = np.zeros(len(rows), np.bool_)
         found[known] = self.tail[rows[known]] > 0
         return found
+
+    def _memory(self, rows: int) -> U64Array:
+        """Zeroed memory that the kernel finds page by page: the first touch of a huge page takes
+        long (``KeyIndex``)."""
+        memory = mmap.mmap(-1, rows * self.width * 8, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        return np.frombuffer(memory, np.uint64).reshape(rows, self.width)
 
 
 class BlockIndex:

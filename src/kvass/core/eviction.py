@@ -1,7 +1,4 @@
-"""Which rows are evicted when room is needed.
-
-``Lru``: the least recently used ones. ``Learned``: also rows that were used once, before older ones
-that were used again, if that hits more (``core/learning.py``).
+"""Which rows are evicted when room is needed: the least recently used ones.
 
 Of a prefix the deeper chunk is evicted first: whoever uses a prefix touches all of it, deepest
 chunk first, so a chunk is never older than those that follow it.
@@ -10,42 +7,22 @@ chunk first, so a chunk is never older than those that follow it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Literal, Protocol
+from typing import Final
 
 import numpy as np
 
-from kvass.core.learning import Learning
-from kvass.core.rows import AGAIN, SAMPLED, RowTable
-from kvass.types import I64Array, U64Array
+from kvass.core.rows import RowTable
+from kvass.types import I64Array
 
 _SEGMENT: Final = 4096
 """Entries of the log that are kept together."""
 _LOOK: Final = 512
 """Entries that are looked at in one numpy call: most who ask need few."""
-_AHEAD: Final = 256
-"""Victims that are found together, if fewer are needed."""
 _TIDIED: Final = 2
 """How many old segments are tidied for each new one: more keeps the log shorter, for more work."""
 
 _LogSegment = tuple[I64Array, I64Array]
 """Rows, and the stamps that they were given: ascending."""
-
-Policy = Literal["lru", "learned"]
-
-
-class Eviction(Protocol):
-    """Which rows of one class go, and what it is told of them."""
-
-    def added(self, rows: I64Array, keys: U64Array, slots: int) -> None:
-        """``rows`` are taken for ``keys``, in chunk order; the class has so many ``slots``."""
-
-    def touched(self, rows: I64Array, stamps: I64Array, counts: bool) -> None:
-        """``rows`` were used, the deepest chunk first; ``stamps`` (ascending) are what the table
-        now says of them. ``counts``: by a request that has not yet used them."""
-
-    def victims(self, count: int, protect: int) -> tuple[I64Array, int]:
-        """At most ``count`` evictable rows stamped before ``protect``, those first that go first;
-        and the oldest stamp of such rows, or ``protect``."""
 
 
 class UseLog:
@@ -134,82 +111,3 @@ class UseLog:
                 return
             if first == len(rows):
                 del self._segments[0]
-
-
-class Lru:
-    def __init__(self, table: RowTable) -> None:
-        self._table, self._log = table, UseLog(table)
-
-    def added(self, rows: I64Array, keys: U64Array, slots: int) -> None:
-        pass
-
-    def touched(self, rows: I64Array, stamps: I64Array, counts: bool) -> None:
-        self._log.touched(rows, stamps)
-
-    def victims(self, count: int, protect: int) -> tuple[I64Array, int]:
-        rows = self._log.oldest(count, protect)
-        return rows, int(self._table.stamp[rows[0]]) if len(rows) else protect
-
-
-class Learned:
-    """The victim is the oldest row, where the age of rows that were used once is multiplied by a
-    weight."""
-
-    def __init__(self, table: RowTable, odd: U64Array, weight: int = 1) -> None:
-        self._table = table
-        self._once, self._again = UseLog(table), UseLog(table)
-        self._learning = Learning(odd, weight)
-        self._slots = 0
-        self._next = np.empty((2, 0), np.int64)
-        """Rows and their stamps: victims that were found and not yet needed, the next one first."""
-        self._oldest = 0
-        """The oldest stamp of a row that could go when they were found."""
-
-    def added(self, rows: I64Array, keys: U64Array, slots: int) -> None:
-        if len(rows):
-            self._slots = slots
-            self._table.use[rows] = self._learning.added(keys, slots, self._table.clock)
-
-    def touched(self, rows: I64Array, stamps: I64Array, counts: bool) -> None:
-        use = self._table.use[rows]
-        if counts:
-            self._table.use[rows] = use | AGAIN
-            self._again.touched(rows, stamps)
-            sampled = rows[(use & SAMPLED).view(np.bool_)]
-            if len(sampled):
-                keys = self._table.keys_of(sampled[::-1])
-                self._learning.used(keys, self._slots, self._table.clock)
-            return
-        again = use >= AGAIN
-        count = np.count_nonzero(again)
-        if 0 < count < len(rows):
-            self._again.touched(rows[again], stamps[again])
-            self._once.touched(rows[~again], stamps[~again])
-        else:
-            (self._again if count else self._once).touched(rows, stamps)
-
-    def victims(self, count: int, protect: int) -> tuple[I64Array, int]:
-        if (left := self._left(protect)).shape[1] < count:
-            self._look(max(count, _AHEAD), protect)
-            left = self._next
-        self._next = left
-        rows = left[0, :count]
-        return rows, self._oldest if len(rows) else protect
-
-    def _left(self, protect: int) -> I64Array:
-        """Those of ``_next`` that were not used since, and may go."""
-        rows, stamps = self._next
-        may = (self._table.stamp[rows] == stamps) & self._table.evictable(rows)
-        left: I64Array = self._next[:, may & (stamps < protect)]
-        return left
-
-    def _look(self, count: int, protect: int) -> None:
-        """Find so many victims, in both logs."""
-        once, again = self._once.oldest(count, protect), self._again.oldest(count, protect)
-        rows = np.concatenate([once, again])
-        stamps = self._table.stamp[rows]
-        self._oldest = int(stamps.min(initial=protect))
-        ages = self._table.clock - stamps
-        ages[: len(once)] *= self._learning.weight
-        order = np.argsort(-ages, kind="stable")[:count]
-        self._next = np.stack([rows[order], stamps[order]])

@@ -65,8 +65,7 @@ def queue_next_victims(state: State) -> None:
     if state.config.flush == "on_evict" and store.extents.free_bytes <= size // _ROOM_SHARE:
         for row_class in store.classes.values():
             if len(row_class.free) * row_class.spec.row_bytes <= size // _ROOM_SHARE:
-                victims, _ = row_class.eviction.victims(_AHEAD, store.table.clock)
-                _queue_new(state, row_class, victims)
+                _queue_new(state, row_class, row_class.log.oldest(_AHEAD, store.table.clock))
 
 
 def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:

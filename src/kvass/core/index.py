@@ -208,8 +208,9 @@ class KeyIndex:
 
     def _place(self, keys: U64Array) -> tuple[I64Array, U64Array]:
         """Home bucket and fingerprint of each key; a fingerprint is never ``_EMPTY``."""
-        hashes = mixed(keys, self._odd)
-        return (hashes >> _HALF).view(np.int64) & self._mask, (hashes & _LOW) | _ONE
+        mixed = keys.dot(self._odd)
+        mixed = (mixed ^ (mixed >> _HALF)) * self._odd[0]
+        return (mixed >> _HALF).view(np.int64) & self._mask, (mixed & _LOW) | _ONE
 
     def _in_bucket(self, bucket: I64Array, mark: U64Array) -> I64Array:
         """The row of the first entry with this mark in this bucket, or ``ABSENT``."""
@@ -265,13 +266,6 @@ def _others(some: I64Array, count: int) -> npt.NDArray[np.bool_]:
     others = np.ones(count, np.bool_)
     others[some] = False
     return others
-
-
-def mixed(keys: U64Array, odd: U64Array) -> U64Array:
-    """A hash of each key, by its ``odd_numbers``."""
-    found = keys.dot(odd)
-    hashes: U64Array = (found ^ (found >> _HALF)) * odd[0]
-    return hashes
 
 
 def odd_numbers(seed: bytes) -> U64Array:

@@ -97,9 +97,9 @@ class PrefixView:
         row = max([rows.item(end - 1) for rows in self.found])
         return 0.0 if row == ABSENT else self._store.uses.age(self._store.table.stamp.item(row))
 
-    def use(self, end: int, counts: bool = False) -> Hit:
+    def use(self, end: int) -> Hit:
         """The hit of ``end`` chunks. All its rows are in use now, and so is what there is of the
-        chunks that the engine has itself. ``counts``: it is one more use of them."""
+        chunks that the engine has itself."""
         tokens, parts, spares = self._ns.chunk_tokens, [], []
         blocks, last = self._in_part(end)
         for c, rows, row, (begin, upto) in zip(
@@ -110,7 +110,7 @@ class PrefixView:
             if len(row):
                 hit = np.concatenate([hit, row])
                 used = np.concatenate([used, row]) if self._first else hit
-            self._store.touch(c, used[used != ABSENT], counts)
+            self._store.touch(c, used[used != ABSENT])
             parts.append(ClassRows(c.id, hit))
             spares.append(ClassRows(c.id, rows[end:upto]))
         return Hit(end, blocks, tuple(parts), tuple(spares))

@@ -81,7 +81,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     chunks, why = view.longest(view.there()), "absent"
     if chunks > msg.first and not msg.again and state.counters["lookups"] % GAPS_OF == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
-    hit = view.use(chunks, counts=not msg.again)
+    hit = view.use(chunks)
     more = chunks < len(keys) - msg.spare
     lacks = not msg.again and (more or hit.blocks < len(blocks))
     written = msg.writing and len(state.reservations.all) > 0

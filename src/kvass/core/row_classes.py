@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from kvass.core.blocks import BlockIndex, BlockPrints
-from kvass.core.eviction import Eviction, Learned, Lru, Policy
+from kvass.core.eviction import UseLog
 from kvass.core.extents import ExtentMap
 from kvass.core.index import FILL, Keyed, KeyIndex, odd_numbers
 from kvass.core.registry import RowClassSpec
@@ -55,7 +55,7 @@ class RowClass(msgspec.Struct, eq=False):
     id: int
     namespace: int
     spec: RowClassSpec
-    eviction: Eviction
+    log: UseLog
     slots_per_set: int
     index: KeyIndex
     blocks: BlockIndex | None
@@ -127,8 +127,6 @@ class RowClasses:
         counters: dict[str, int],
         seed: bytes,
         segment_index_bytes: int,
-        policy: Policy,
-        first_weight: int,
     ) -> None:
         self.tenants = Tenants(arena_bytes)
         self.table = RowTable()
@@ -141,7 +139,6 @@ class RowClasses:
         self._counters = counters
         self._extent_bytes = extent_bytes
         self._odd = odd_numbers(seed)
-        self._policy, self._first_weight = policy, first_weight
         self.segments = SegmentIndex(segment_index_bytes, seed)
         self._odd_of_blocks = odd_numbers(seed + b"blocks")
         self._prints: dict[int, BlockPrints] = {}
@@ -160,7 +157,7 @@ class RowClasses:
             id=next(self._ids),
             namespace=namespace,
             spec=spec,
-            eviction=self._new_eviction(spec),
+            log=UseLog(self.table),
             slots_per_set=self._slots_per_set(spec),
             index=index,
             blocks=self._new_blocks(spec),
@@ -177,19 +174,13 @@ class RowClasses:
         made = msgspec.structs.replace(
             row_class,
             id=next(self._ids),
-            eviction=self._new_eviction(row_class.spec),
+            log=UseLog(self.table),
             tenant=tenant,
             free=FreeSlots(),
             rows=[0] * len(STATE_NAMES),
             slots=0,
         )
         return self._known(made)
-
-    def _new_eviction(self, spec: RowClassSpec) -> Eviction:
-        """Windows and states go with the ``full`` rows of their chunk."""
-        if self._policy == "learned" and spec.layout.kind == "full":
-            return Learned(self.table, self._odd, self._first_weight)
-        return Lru(self.table)
 
     def _known(self, made: RowClass) -> RowClass:
         self.classes[made.id] = made.of_tenants[made.tenant.id] = made

@@ -52,8 +52,8 @@ class RowStates(RowClasses):
             there[there] = self.table.state[found[there]] >= least
         return there
 
-    def touch(self, row_class: RowClass, rows: I64Array, counts: bool = False) -> None:
-        """``rows``, in chunk order, were used. ``counts``: by a request that has not yet used them.
+    def touch(self, row_class: RowClass, rows: I64Array) -> None:
+        """``rows``, in chunk order, were used.
 
         The deepest becomes the oldest of them: it is of no use without the others. For windows and
         states the deepest becomes the newest: a hit needs only those at its end.
@@ -62,20 +62,20 @@ class RowStates(RowClasses):
             oldest_first = rows[::-1] if row_class.spec.layout.kind == "full" else rows
             stamps = self.table.stamp_rows(oldest_first)
             if row_class.undivided:
-                row_class.eviction.touched(oldest_first, stamps, counts)
+                row_class.log.touched(oldest_first, stamps)
             else:
-                self._touch_each(oldest_first, stamps, counts)
+                self._touch_each(oldest_first, stamps)
             self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
 
-    def _touch_each(self, rows: I64Array, stamps: I64Array, counts: bool) -> None:
+    def _touch_each(self, rows: I64Array, stamps: I64Array) -> None:
         """Tell the classes of several tenants of the use of ``rows``."""
         owners = self.sets.owner[self.table.set_of[rows]]
         order = np.argsort(owners, kind="stable")
         owners, rows, stamps = owners[order], rows[order], stamps[order]
         cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(rows)]
         for begin, end in pairwise(cuts):
-            eviction = self.classes[int(owners[begin])].eviction
-            eviction.touched(rows[begin:end], stamps[begin:end], counts)
+            log = self.classes[int(owners[begin])].log
+            log.touched(rows[begin:end], stamps[begin:end])
 
     def slots(self, rows: I64Array) -> Slots:
         if not len(rows):

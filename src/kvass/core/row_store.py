@@ -12,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.eviction import Policy
 from kvass.core.extents import STAYS
 from kvass.core.histogram import Histogram
 from kvass.core.index import ABSENT
@@ -37,12 +36,8 @@ class RowStore(RowStates):
         slice_slots: int = 2048,
         age_at_eviction: Histogram | None = None,
         segment_index_bytes: int = 0,
-        policy: Policy = "lru",
-        first_weight: int = 1,
     ) -> None:
-        super().__init__(
-            arena_bytes, extent_bytes, counters, seed, segment_index_bytes, policy, first_weight
-        )
+        super().__init__(arena_bytes, extent_bytes, counters, seed, segment_index_bytes)
         self.uses = UseTimes()
         self._age_at_eviction = age_at_eviction or Histogram()
         self._slice_slots = slice_slots
@@ -72,9 +67,7 @@ class RowStore(RowStates):
             taken = row_class.free.take(len(chunks))
             self._forget_empty(row_class)
             self._move(taken, FREE, state)
-            theirs = keys[chunks[: len(taken)]]
-            self.table.key[taken] = theirs
-            row_class.eviction.added(taken, theirs, row_class.slots)
+            self.table.key[taken] = keys[chunks[: len(taken)]]
             row_class.index.add(taken)
             rows.append(taken)
             end = min([end, *chunks[len(taken) : len(taken) + 1].tolist()])
@@ -102,7 +95,8 @@ class RowStore(RowStates):
         while (lacking := count - len(row_class.free)) > 0:
             if self._add_set(row_class):
                 continue
-            victims, oldest = row_class.eviction.victims(lacking, protect)
+            victims = row_class.log.oldest(lacking, protect)
+            oldest = int(self.table.stamp[victims[0]]) if len(victims) else protect
             if self._take_over(row_class, lacking, oldest, protect):
                 continue
             if not len(victims):

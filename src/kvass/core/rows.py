@@ -18,7 +18,6 @@ States, in order (a lookup may have ``READY`` and above now, and ``LOADING`` soo
 
 from __future__ import annotations
 
-import mmap
 from typing import Final
 
 import numpy as np
@@ -100,18 +99,6 @@ def cache_lines(count: int) -> npt.NDArray[np.uint8]:
     return raw[skip : skip + count * CACHE_LINE].reshape(count, CACHE_LINE)
 
 
-def small_pages(words: int) -> U64Array:
-    """Zeroed memory that the kernel finds page by page: the first touch of a huge page takes long
-    (``KeyIndex``)."""
-    memory = mmap.mmap(-1, words * 8, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, np.uint64)
-
-
-SAMPLED: Final = np.uint8(1)
-AGAIN: Final = np.uint8(2)
-
-
 class RowTable:
     """Columns over row ids ``0..len(table)``; grows, never shrinks.
 
@@ -142,9 +129,6 @@ class RowTable:
         """The block under which a row is in the index of blocks; or ``UNKNOWN``, or ``NOTED``."""
         self.loader: I64Array = self._records["loader"]
         """Of a LOADING row: the operation that fills it; of a WRITING one: its reservation."""
-        self.use: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
-        """``AGAIN``: more than one request used its chunk. ``SAMPLED``: ``core/learning.py``.
-        Both are said anew of a row that is taken."""
         self.set_of[:] = NOBODY
         self.stamp[:] = NEVER
         self.entry[:] = UNKNOWN
@@ -154,11 +138,10 @@ class RowTable:
 
     def grow(self, to: int) -> None:
         """Make room for row ids below ``to`` (amortised: by a quarter at least)."""
-        old, use = self._records, self.use
+        old = self._records
         if to > len(old):
             self._view(max(to, len(old) + len(old) // 4))
             self._records[: len(old)] = old
-            self.use[: len(old)] = use
 
     def keys_of(self, rows: I64Array) -> U64Array:
         """As ``key[rows]``, three times as fast: whole records are copied."""

@@ -8,7 +8,6 @@ from typing import Final
 import msgspec
 
 from kvass.core.effects import Effect, Send
-from kvass.core.eviction import Policy
 from kvass.core.histogram import Histogram
 from kvass.core.metrics import COUNTERS, HISTOGRAMS
 from kvass.core.prefix import Hit
@@ -44,9 +43,6 @@ class CoreConfig(msgspec.Struct, frozen=True):
     tiers: tuple[str, ...] = ()
     """Names of the tiers at the start, in the order in which they are asked."""
     flush: FlushMode = "write_through"
-    policy: Policy = "lru"
-    first_weight: int = 1
-    """With which ``learned`` begins (``core/learning.py``)."""
     retain_promoted: bool = True
     """Whether promoted rows stay in L1 when nobody reads them any more."""
     weigh_loads: bool = True
@@ -75,8 +71,6 @@ class State:
             slice_slots=config.slice_slots,
             age_at_eviction=self.histograms["age_at_eviction_seconds"],
             segment_index_bytes=config.limits.segment_index_bytes,
-            policy=config.policy,
-            first_weight=config.first_weight,
         )
         self.tenants = self.store.tenants
         for quota in config.quotas:

@@ -3,7 +3,7 @@
 Law of this file: it carries out what the core says and decides nothing about the cache. Whatever
 is wrong with a session becomes an event (``Faulted``, ``Lost``), because only the core knows when a
 session may be closed (law 3). An exception of the core is a broken invariant: the daemon logs the
-event that raised it, on one line, and ends.
+event that raised it, on one line, writes the events before it into a file, and ends.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from kvass.core.metrics import LOOP_HISTOGRAMS
 from kvass.daemon import notify
 from kvass.daemon.connection import Connection
 from kvass.daemon.journal import LOGGED, Journal
+from kvass.daemon.last_events import LastEvents
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.daemon.recording import Recorder
@@ -77,6 +78,7 @@ class Server:
         self._listener = listener
         self._live = live
         self._journal = Journal()
+        self._last = LastEvents(machine.state.config)
         self._recorder = recorder
         self._connections: dict[SessionId, Connection] = {}
         self._watched: dict[SessionId, PeerProcess] = {}
@@ -248,7 +250,7 @@ class Server:
             session = connection.session
             try:
                 for message in connection.decoder.feed(self._scratch[:size]):
-                    self._step(effects.Received(session, message))
+                    self._step(effects.Received(session, message), connection.decoder.size)
             except FrameError as fault:
                 self._step(effects.Faulted(session, fault.code, str(fault)))
         self._finish_turn()
@@ -286,12 +288,15 @@ class Server:
 
     # ------------------------------------------------------------ the core and its effects
 
-    def _step(self, event: effects.Event) -> None:
+    def _step(self, event: effects.Event, size: int = 0) -> None:
+        """``size``: of the frame that it came in."""
         now = time.monotonic()
+        self._last.add(now, event, size)
         try:
             todo = self._machine.step(event, now)
-        except Exception:  # a defect of ours: say what led to it, and end
+        except Exception as error:  # a defect of ours: say what led to it, and end
             _log.critical("the core failed at this event, so the daemon ends: %s", line(now, event))
+            self._last.write(self._live.now.socket + ".failed", error)
             raise
         if type(event) is effects.Received:
             if type(event.message) is Lookup:

@@ -104,7 +104,6 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         started_s=time.monotonic(),
         tiers=tuple(tier_name(url) for url in config.tier),
         flush=config.flush,
-        policy=config.policy,
         retain_promoted=config.keep_loaded,
         weigh_loads=config.skip_slow_loads,
         quotas=quotas(config),

@@ -21,7 +21,6 @@ import numpy as np
 
 from kvass.core import effects
 from kvass.core.effects import Event, Opened, PopulatedTo, Received, Send, Tick
-from kvass.core.eviction import Policy
 from kvass.core.ledger import soonest
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.core.metrics import COUNTERS
@@ -73,7 +72,6 @@ class Setting:
     skip_slow_loads: bool = True
     lookup_budget_ms: float = Timing().lookup_budget_ms
     tails: bool = False
-    policy: Policy = "lru"
 
 
 @dataclass
@@ -219,7 +217,6 @@ class Player:
                 tiers=("l2",) if setting.l2_bytes else (),
                 timing=Timing(lookup_budget_ms=setting.lookup_budget_ms),
                 flush=setting.flush,
-                policy=setting.policy,
                 retain_promoted=setting.keep_loaded,
                 weigh_loads=setting.skip_slow_loads,
             )

@@ -74,7 +74,6 @@ def _dimensions(s: Setting) -> dict[str, str]:
     return {
         "chunk": f"{s.chunk_tokens}",
         "tails": yes[s.tails],
-        "policy": s.policy,
         "L2": Size(s.l2_bytes).rounded() if s.l2_bytes else "none",
         **(of_tier if s.l2_bytes else {}),
     }
@@ -221,7 +220,7 @@ def _rates(results: Sequence[Result]) -> list[Line]:
     """Hit rates of all that is swept beside L1, each with the optimal one."""
     varying = _varying(results)
     of_best = [name for name in varying if name in ("chunk", "tails", "L2")]
-    own = _by_size(results, lambda s: _name(s, varying) or s.policy, lambda r: r.outcome.hit_rate)
+    own = _by_size(results, lambda s: _name(s, varying) or "L1", lambda r: r.outcome.hit_rate)
     best = _by_size(results, lambda s: f"optimal {_name(s, of_best)}", lambda r: r.optimal)
     return own + best
 
@@ -231,7 +230,7 @@ def _savings(results: Sequence[Result]) -> Iterator[tuple[str, list[Line]]]:
     varying = _varying(results)
 
     def name(s: Setting) -> str:
-        return _name(s, varying) or s.policy
+        return _name(s, varying) or "L1"
 
     yield "tokens saved", _by_size(results, name, lambda r: r.outcome.hit_tokens)
     if results[0].outcome.setting.prefill_tokens_s:

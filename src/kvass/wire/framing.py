@@ -46,7 +46,8 @@ class Decoder(Generic[M]):
     """
 
     def __init__(self, payload: Callable[[memoryview], M], limit: int) -> None:
-        self.limit = limit
+        self.limit, self.size = limit, 0
+        """``size``: of the last message's payload."""
         self._payload = payload
         self._rest = bytearray()
         self._fault: tuple[ErrorCode, str] | None = None
@@ -76,7 +77,7 @@ class Decoder(Generic[M]):
                     if (end := end + size) > len(view):
                         break
                     message = self._decode(view[end - size : end])
-                    at = end
+                    at, self.size = end, size
                     yield message
         except FrameError as fault:
             self._fault = fault.code, str(fault)

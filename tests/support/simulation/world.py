@@ -14,8 +14,6 @@ from functools import partial
 
 from kvass import messages as m
 from kvass.core import effects as fx
-from kvass.core.eviction import Policy
-from kvass.core.learning import WEIGHTS
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.core.tier_state import FlushMode
 from kvass.types import Limits, Timing
@@ -92,8 +90,6 @@ class World:
         self.clears = rng.choice([0.0, 0.01, 0.03]) if self.tiers.names else 0.0
         self.slice_slots = (1, 5, 2048)[seed % 3]
         self.slice_ends = (64, 1, 3)[seed // 3 % 3]
-        self.policy: Policy = ("learned", "learned", "lru")[seed // 9 % 3]
-        self.first_weight = WEIGHTS[seed % len(WEIGHTS)]  # no seed has uses enough to learn
         self.quotas = Quotas(seed, self.arena_bytes, self.roomy)
         self.archive = Archive()
         self.boots = 0
@@ -141,8 +137,6 @@ class World:
             limits=self.limits,
             tiers=self.tiers.names,
             flush=self.flush,
-            policy=self.policy,
-            first_weight=self.first_weight,
             retain_promoted=self.retain,
             weigh_loads=self.weigh,
             slice_slots=self.slice_slots,
