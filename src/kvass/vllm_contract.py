@@ -161,6 +161,7 @@ lora/model_manager.py
     LoRAModelManager.list_adapters(self)
 lora/worker_manager.py
     WorkerLoRAManager._adapter_manager
+    WorkerLoRAManager._load_adapter(self, lora_request)
 v1/kv_cache_interface.py
     KVCacheConfig.num_blocks
     KVCacheConfig.kv_cache_tensors

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from kvass.connectors.vllm import adapt
-from kvass.engine import adapters, boundary
+from kvass.engine import adapter_files, adapters, boundary
+from kvass.engine.adapter_files import files_state
 from kvass.engine.stores import RequestState
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import SchedulerHarness, make_configs
@@ -65,7 +66,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a thread may come late, and a file may be very young."""
     monkeypatch.setattr(adapters, "WAIT_S", 60.0)
     monkeypatch.setattr(adapters, "PATIENCE_S", 60.0)
-    monkeypatch.setattr(adapters, "SETTLED_NS", 0)
+    monkeypatch.setattr(adapters, "RECENT_S", -1.0)
+    monkeypatch.setattr(adapter_files, "SETTLED_NS", 0)
 
 
 @pytest.fixture
@@ -139,13 +141,12 @@ def test_requests_without_an_adapter_share_with_engines_that_have_some(
     assert loaded(client, None) == 1
 
 
-def test_an_adapter_of_any_place_is_cached(client: FakeClient) -> None:
-    """A name on the Hub, for example: what was fetched counts."""
+def test_an_adapter_by_its_name_on_the_hub_computes(client: FakeClient) -> None:
+    """An engine fetches its newest commit whenever it loads it."""
     world = SchedulerHarness(client)
-    for hits in (0, 1):
-        assert loaded(client, Path("some/adapter"), world) == hits
+    for _ in range(2):
+        assert loaded(client, Path("some/adapter"), world) == 0
         assert world.scheduler.reset_prefix_cache()
-    assert len(client.rows) == 3
 
 
 def test_requests_that_load_in_place_are_uncached(client: FakeClient, tmp_path: Path) -> None:
@@ -248,9 +249,9 @@ def test_a_file_that_changed_just_now_tells_nothing(
     client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may change again within the same tick of the file system's clock."""
-    monkeypatch.setattr(adapters, "SETTLED_NS", 10**15)
+    monkeypatch.setattr(adapter_files, "SETTLED_NS", 10**15)
     one = train(tmp_path / "one", b"1234")
-    assert adapters.files_state(str(one)) == ""
+    assert files_state(str(one)) == ""
     world = one_slot(client)
     for _ in range(3):
         for name, lora in enumerate((one, tmp_path / "none"), 1):
@@ -262,15 +263,25 @@ def test_everything_on_the_way_to_the_files_counts(tmp_path: Path) -> None:
     one, other = train(tmp_path / "one", b"1234"), train(tmp_path / "other", b"1234")
     latest = tmp_path / "latest"
     latest.symlink_to(one)
-    seen = {adapters.files_state(str(path)) for path in (one, other, latest)}
+    seen = {files_state(str(path)) for path in (one, other, latest)}
     latest.unlink()
     latest.symlink_to(other)
-    seen.add(adapters.files_state(str(latest)))
+    seen.add(files_state(str(latest)))
     (one / "more.json").write_text("")
-    seen.add(adapters.files_state(str(one)))
+    seen.add(files_state(str(one)))
     assert len(seen) == 5
     with pytest.raises(OSError, match="nowhere"):
-        adapters.files_state(str(tmp_path / "nowhere"))
+        files_state(str(tmp_path / "nowhere"))
+
+
+def test_a_folder_on_the_way_that_was_there_before_is_seen(tmp_path: Path) -> None:
+    """Renamed away and back: no file changed, and others were read meanwhile."""
+    (tmp_path / "now").mkdir()
+    one = train(tmp_path / "now" / "one", b"1234")
+    before = files_state(str(one))
+    for source, target in (("now", "aside"), ("aside", "now")):
+        (tmp_path / source).rename(tmp_path / target)
+    assert files_state(str(one)) != before
 
 
 # ---------------------------------------------------------------- law 9
@@ -283,7 +294,7 @@ class Slow:
         self.free = threading.Semaphore(0)
         self.looks: list[str] = []
         self.ended = queue.SimpleQueue[str]()
-        self._read, on_thread = adapters.files_state, boundary.on_thread
+        self._read, on_thread = files_state, boundary.on_thread
 
         def note(name: str, call: Any, path: str) -> Any:
             found = on_thread(name, call, path)
@@ -382,9 +393,12 @@ def test_a_late_look_ends_no_lookup_that_is_waited_for(
         pass
     world.add("a", TOKENS, lora=one)
     client.pending = 3
-    loads = step(client, world)[0]
-    slow.answer()
-    for _ in range(5):
+    assert step(client, world)[0] == 0
+    slow.free.release(1000)
+    loads = 0
+    while world.scheduler.has_requests():
+        if (look := world.connector._planner._adapters._paths[str(one)].look) is not None:
+            look.exception()
         loads += step(client, world)[0]
     assert loads == 1
 
@@ -392,15 +406,13 @@ def test_a_late_look_ends_no_lookup_that_is_waited_for(
 def test_a_look_that_fails_in_an_unforeseen_way_is_not_the_last(
     client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = adapters.files_state
     monkeypatch.setattr(adapters, "files_state", lambda path: 1 / 0)
     world, one = alternate(client, tmp_path)
     assert loaded(client, one, world) == 0
-    monkeypatch.setattr(adapters, "files_state", real)
-    for hits in (0, 1):
-        for name, lora in ((2, tmp_path / "other"), (1, one)):
-            assert world.scheduler.reset_prefix_cache()
-            assert loaded(client, lora, world, lora_id=name) == hits
+    monkeypatch.setattr(adapters, "files_state", files_state)
+    for name, lora in ((2, tmp_path / "other"), (1, one)):
+        assert world.scheduler.reset_prefix_cache()
+        assert loaded(client, lora, world, lora_id=name) == 1
 
 
 def test_without_a_daemon_no_files_are_looked_at(

@@ -9,8 +9,9 @@ Laws of this file:
 - Each load and store carries what every rank must hold. A rank that does not hold it refuses.
 - An engine's own prefix cache knows an adapter by a text. If a text stood for two names since that
   cache was emptied, it may have blocks of both: its requests run uncached until it is emptied.
-- An adapter that no rank holds will be read from its files again. The name that it had before is
-  expected only if the files are in the state in which they were before and after it was read.
+- A rank may read an adapter again before it computes a request. So a load needs the files to be in
+  the state in which all ranks last read from there, before and after reading, and only the name of
+  what they read then is expected.
 - Only threads of this file touch the file system. A step waits for them at most ``WAIT_S``. A path
   has one look under way at a time.
 """
@@ -18,27 +19,25 @@ Laws of this file:
 from __future__ import annotations
 
 import enum
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from kvass.engine import identity
+from kvass.engine.adapter_files import files_state
 from kvass.engine.boundary import log, on_thread
-from kvass.engine.held_adapters import GONE, UNKNOWN, News
+from kvass.engine.held_adapters import GONE, UNKNOWN, Held, News
 from kvass.engine.protocols import Adapter
 from kvass.engine.step_work import AdapterHeld
 
 WAIT_S: Final = 0.005
 """How long a step may wait for the file system, for all its requests together."""
+RECENT_S: Final = 0.05
+"""A look in an earlier step counts as long as this from its beginning."""
 PATIENCE_S: Final = 0.25
-"""How long a request may be told to ask again because of one look."""
-SETTLED_NS: Final = 100_000_000
-"""A file that changed later than this before a look may have changed twice at one time."""
-MAX_ENTRIES: Final = 1000
+"""A look that takes longer counts for nothing, and no request is told to ask again for it."""
 MAX_KNOWN: Final = 10_000
 """Texts, ids and paths. A text that is new when so many are known runs uncached."""
 
@@ -61,35 +60,32 @@ class Named:
 
 @dataclass
 class AdapterState:
-    """What is known of one id. ``ranks``: by rank, since which step it holds which digest.
-    ``named``: the last name that all ranks agreed on. ``texts`` and ``paths``: of its requests."""
+    """What is known of one id. ``ranks``: what each holds. ``named``: the last name that all ranks
+    agreed on. ``texts``: of its requests."""
 
-    ranks: list[tuple[int, str]]
+    ranks: list[Held]
     named: Named | None = None
     texts: set[str] = field(default_factory=set)
-    paths: set[str] = field(default_factory=set)
 
     @property
     def held(self) -> bool:
         """Whether some rank may hold it."""
-        return any(digest != GONE for _, digest in self.ranks)
+        return any(one.digest != GONE for one in self.ranks)
 
 
 @dataclass
 class PathState:
-    """What is known of one path. ``files``: their state by the last look that has answered, which
-    was taken in before step ``seen``; empty: unknown. ``look``: under way since step ``asked``.
-    ``loading``: the name to expect if the look shows ``files`` again. ``expected``: a name, and the
-    state of the files that it was read from."""
+    """What is known of one path. ``read``: the weights that all ranks last read from there, and the
+    state of the files. ``files``: their state by the last look, which began in step ``asked``, at
+    ``asked_s``, and was taken in in step ``seen``. ``look``: it is under way."""
 
+    read: tuple[Named, str] | None = None
     files: str = ""
-    seen: int = -1
-    look: Future[str] | None = None
     asked: int = -1
     asked_s: float = 0.0
+    seen: int = -1
+    look: Future[str] | None = None
     slow: bool = False
-    loading: Named | None = None
-    expected: tuple[Named, str] | None = None
 
 
 class Adapters:
@@ -113,61 +109,53 @@ class Adapters:
         """Step ``number`` is planned: files may change, and the next step may wait anew."""
         self.step = number
         self._left_s = WAIT_S
-        for path, state in self._paths.items():
-            if state.loading is not None:
-                self._bind(path, state)
 
     def track(self, adapter: Adapter) -> None:
         """A request with this adapter begins."""
-        if adapter.id not in self._ids:
-            self._forget_some()
+        if adapter.id not in self._ids and len(self._ids) >= MAX_KNOWN:
+            self._ids = {number: state for number, state in self._ids.items() if state.held}
         state = self._ids.setdefault(adapter.id, self._unheld())
         if len(state.texts) < MAX_KNOWN:
             state.texts.add(adapter.text)
-        if len(state.paths) < 2:
-            state.paths.add(adapter.path)
-        if state.held and state.named is not None:
-            self._stands_for(adapter.text, state.named.salt)
+        self._computes(adapter.text, state)
 
     def reported(self, news: Mapping[int, News]) -> None:
         """What ranks hold since a step, by rank: the news of all ranks of one step."""
         for rank, changes in news.items():
-            for number, changed in changes.items():
-                state = self._ids.setdefault(number, self._unheld())
-                state.ranks[rank] = changed
+            for number, held in changes.items():
+                self._ids.setdefault(number, self._unheld()).ranks[rank] = held
         for number in {number for changes in news.values() for number in changes}:
-            self._agree(number, self._ids[number])
+            state = self._ids[number]
+            self._name(number, state)
+            for text in state.texts:
+                self._computes(text, state)
 
     def emptied(self) -> None:
         """The engine's own prefix cache is empty."""
         self._texts.clear()
         for state in self._ids.values():
-            if state.held and state.named is not None:
-                for text in state.texts:
-                    self._stands_for(text, state.named.salt)
+            for text in state.texts:
+                self._computes(text, state)
 
     # ------------------------------------------------------------ what is asked
 
-    def to_load(self, adapter: Adapter, since: int) -> Named | NoSalt:
-        """What to mix into the hashes of a lookup. ``since``: after which step it was first asked
-        for; an older look at files does not count."""
-        state = self._ids.get(adapter.id)
-        if adapter.in_place or state is None:
+    def to_load(self, adapter: Adapter) -> Named | NoSalt:
+        """What to mix into the hashes of a lookup."""
+        state, path = self._ids.get(adapter.id), self._paths.get(adapter.path)
+        if adapter.in_place or state is None or path is None or path.read is None:
             return NoSalt.UNKNOWN
-        if state.held:
-            digests = {digest for _, digest in state.ranks}
-            named = None if digests & {GONE, UNKNOWN} else self._named(adapter.id, state)
-            return self._unambiguous(adapter, named) or NoSalt.UNKNOWN
-        path = self._paths.setdefault(adapter.path, PathState())
-        known = path.expected is not None and self._unambiguous(adapter, path.expected[0])
-        self._look(adapter.path, path, since)
-        if path.look is not None:
-            waits = known and time.monotonic() - path.asked_s < PATIENCE_S
-            return NoSalt.PENDING if waits else NoSalt.UNKNOWN
-        if path.expected is None or not known or path.expected[1] != path.files:
+        named, files = path.read
+        digests = named.held.digests
+        other = state.held and tuple(one.digest for one in state.ranks) != digests
+        if other or not self._may_stand_for(adapter.text, named):
             return NoSalt.UNKNOWN
-        named, _ = path.expected
-        return Named(named.salt, AdapterHeld(adapter.id, named.held.digests, expected=True))
+        if not self._look(adapter.path, path):
+            late = path.look is None or time.monotonic() - path.asked_s > PATIENCE_S
+            return NoSalt.UNKNOWN if late else NoSalt.PENDING
+        if path.files != files:
+            return NoSalt.UNKNOWN
+        self._stands_for(adapter.text, named.salt)  # what is loaded is in the engine's cache, too
+        return Named(named.salt, AdapterHeld(adapter.id, digests, expected=not state.held))
 
     def to_store(self, adapter: Adapter) -> Named | NoSalt:
         """What to mix into the hashes of an offer. The rank still refuses what another computed."""
@@ -176,110 +164,88 @@ class Adapters:
             return NoSalt.NEVER
         if state is None or state.named is None:
             return NoSalt.PENDING
-        return self._unambiguous(adapter, state.named) or NoSalt.UNKNOWN
+        return state.named if self._may_stand_for(adapter.text, state.named) else NoSalt.UNKNOWN
 
     # ------------------------------------------------------------ names
 
     def _unheld(self) -> AdapterState:
-        return AdapterState([(-1, GONE)] * self._ranks)
+        return AdapterState([Held(-1, GONE)] * self._ranks)
 
-    def _agree(self, number: int, state: AdapterState) -> None:
+    def _name(self, number: int, state: AdapterState) -> None:
         """A rank holds something else: name it, if all ranks have it since the same step."""
-        if any(digest == UNKNOWN for _, digest in state.ranks):
-            for text in state.texts:
-                self._stands_for(text, b"")
-        named = self._named(number, state)
-        if named is None:
+        if not self._agreed(state):
             return
-        state.named = named
-        for text in state.texts:
-            self._stands_for(text, named.salt)
-        if len(state.paths) == 1:
-            (path,) = state.paths
-            self._begin_to_bind(path, named, state.ranks[0][0])
+        digests = tuple(one.digest for one in state.ranks)
+        salt = bytes.fromhex(identity.digest([self._settings, *digests]))
+        state.named = Named(salt, AdapterHeld(number, digests))
+        for path in {one.path for one in state.ranks} - {""}:
+            if path not in self._paths and len(self._paths) >= MAX_KNOWN:
+                self._paths = {p: s for p, s in self._paths.items() if s.look is not None}
+            files = {one.files for one in state.ranks if one.path == path}
+            whole = len(files) == 1 and all(one.path == path and one.files for one in state.ranks)
+            read = (state.named, files.pop()) if whole else None
+            self._paths.setdefault(path, PathState()).read = read
 
-    def _named(self, number: int, state: AdapterState) -> Named | None:
-        """The name of what all ranks hold; None if they do not agree, or it has none."""
-        digests = tuple(digest for _, digest in state.ranks)
-        if len({since for since, _ in state.ranks}) > 1 or {GONE, UNKNOWN} & set(digests):
-            return None
-        held = AdapterHeld(number, digests)
-        if state.named is not None and state.named.held == held:
-            return state.named
-        return Named(bytes.fromhex(identity.digest([self._settings, *digests])), held)
+    def _agreed(self, state: AdapterState) -> bool:
+        """Whether all ranks hold it, since the same step, and it can be named."""
+        unnamed = {GONE, UNKNOWN} & {one.digest for one in state.ranks}
+        return not unnamed and len({one.since for one in state.ranks}) == 1
+
+    def _computes(self, text: str, state: AdapterState) -> None:
+        """What the ranks hold may compute requests of ``text`` from now on."""
+        if self._agreed(state):
+            assert state.named is not None, "it was named when they agreed"
+            self._stands_for(text, state.named.salt)
+        elif state.held:
+            self._stands_for(text, b"")
 
     def _stands_for(self, text: str, salt: bytes) -> None:
         known = self._texts.get(text)
         if known is None and len(self._texts) >= MAX_KNOWN:
             return  # it stays without a meaning
-        if known is None or known == salt:
+        if known in (None, salt) and salt:
             self._texts[text] = salt
-        elif known:
+        elif known != b"":
             self._texts[text] = b""
             log.warning(
-                "requests of LoRA adapter %s run uncached until reset_prefix_cache(): its weights "
-                "changed while the engine ran, and its own prefix cache may have blocks of both",
+                "requests of LoRA adapter %s run uncached until reset_prefix_cache(): %s",
                 text,
+                "its weights changed while the engine ran, and the engine's own prefix cache may "
+                "have blocks of both"
+                if salt
+                else "what the ranks hold of it cannot be named",
             )
 
-    def _unambiguous(self, adapter: Adapter, named: Named | None) -> Named | None:
-        """``named``, unless the adapter's text may stand for something else."""
-        if named is None:
-            return None
-        known = self._texts.get(adapter.text)
-        if known is None and len(self._texts) < MAX_KNOWN:
-            return named
-        return named if known == named.salt else None
-
-    def _forget_some(self) -> None:
-        """Make room for one more id and path: what is not held has no name then until it is."""
-        if len(self._ids) >= MAX_KNOWN:
-            self._ids = {number: state for number, state in self._ids.items() if state.held}
-        if len(self._paths) >= MAX_KNOWN:
-            self._paths.clear()
+    def _may_stand_for(self, text: str, named: Named) -> bool:
+        """Whether ``text`` stands for ``named``, or for nothing yet."""
+        known = self._texts.get(text)
+        return known == named.salt or (known is None and len(self._texts) < MAX_KNOWN)
 
     # ------------------------------------------------------------ files
 
-    def _begin_to_bind(self, path: str, named: Named, since: int) -> None:
-        """All ranks hold ``named`` since step ``since``, read from ``path``: look whether the files
-        are now what they were before that step."""
-        state = self._paths.setdefault(path, PathState())
+    def _look(self, path: str, state: PathState) -> bool:
+        """Look at the files, unless that was done just now; whether it is known what is there. A
+        path that takes longer than a step may wait is not waited for again: its requests are asked
+        again in later steps."""
         self._collect(state)
-        if state.expected is not None and state.expected[0].salt == named.salt:
-            return
-        state.expected = None
-        if state.files and state.seen < since and state.look is None:
-            state.loading = named
-            self._begin_look(path, state)
+        if state.look is None and not self._counts(state):
+            state.asked, state.asked_s = self.step, time.monotonic()
+            state.look = on_thread("kvass-adapter", files_state, path)
+        if state.look is not None and not state.slow:
+            began_s = time.monotonic()
+            try:
+                state.look.exception(self._left_s)
+            except TimeoutError:
+                state.slow = True
+            self._left_s = max(0.0, self._left_s - (time.monotonic() - began_s))
+            self._collect(state)
+        return state.look is None and self._counts(state)
 
-    def _bind(self, path: str, state: PathState) -> None:
-        before, named = state.files, state.loading
-        self._collect(state)
-        if state.look is None and named is not None:
-            state.loading = None
-            if before == state.files:
-                state.expected = named, before
-
-    def _look(self, path: str, state: PathState, since: int) -> None:
-        """Look at the files, unless that was done since step ``since``; wait what is left of this
-        step's time. A path that takes longer is not waited for again: its requests are asked again
-        in later steps."""
-        self._bind(path, state) if state.loading is not None else self._collect(state)
-        if state.look is None and state.asked < since:
-            self._begin_look(path, state)
-        if state.look is None or state.slow:
-            return
-        began_s = time.monotonic()
-        try:
-            state.look.exception(self._left_s)
-        except TimeoutError:
-            state.slow = True
-        self._left_s = max(0.0, self._left_s - (time.monotonic() - began_s))
-        self._bind(path, state) if state.loading is not None else self._collect(state)
-
-    def _begin_look(self, path: str, state: PathState) -> None:
-        state.asked, state.asked_s = self.step, time.monotonic()
-        state.look = on_thread("kvass-adapter", files_state, path)
+    def _counts(self, state: PathState) -> bool:
+        """Whether the last look says what is there now."""
+        age_s = time.monotonic() - state.asked_s
+        in_step = state.asked == self.step or (state.seen == self.step and age_s <= PATIENCE_S)
+        return state.seen >= 0 and (in_step or age_s <= RECENT_S)
 
     def _collect(self, state: PathState) -> None:
         """Take the result of the look under way, if it is there."""
@@ -287,19 +253,3 @@ class Adapters:
             look, state.look = state.look, None
             state.files = "" if look.exception() else look.result()
             state.seen = self.step
-
-
-def files_state(path: str) -> str:
-    """A text that changes with what lies at ``path``: with any file in this folder, and with links
-    on the way. Empty if one of them changed just now. Raises OSError if there is nothing."""
-    folder = Path(os.path.expanduser(path))  # as engines do
-    files = sorted(folder.iterdir())
-    if len(files) > MAX_ENTRIES:
-        return ""
-    states = [file.stat() for file in (folder, *files)]
-    states += [p.lstat() for p in (folder, *folder.parents, *files) if p.is_symlink()]
-    if max(s.st_ctime_ns for s in states) > time.time_ns() - SETTLED_NS:
-        return ""
-    parts = [os.path.realpath(folder), *(file.name for file in files)]
-    parts += [str((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)) for s in states]
-    return identity.digest(parts)

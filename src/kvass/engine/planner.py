@@ -207,12 +207,9 @@ class Planner:
         return min(request.hashed_chunks, below_last)
 
     def _adapter_to_match(self, state: RequestState) -> Named | NoSalt | None:
-        """What is mixed into the hashes of a match. All asks of it need one look at the files."""
-        if (adapter := state.request.adapter) is None:
-            return None
-        if state.match_since is None:
-            state.match_since = self._adapters.step
-        return self._adapters.to_load(adapter, state.match_since)
+        """What is mixed into the hashes of a match."""
+        adapter = state.request.adapter
+        return None if adapter is None else self._adapters.to_load(adapter)
 
     def allocated(self, name: str, table: Table, external: int) -> None:
         """The engine gave a request the blocks of ``table``: begin the load of ``external`` tokens,
@@ -221,8 +218,6 @@ class Planner:
         if self._line is not None:
             self._line.given(name)
         state = self._requests[name]
-        # After a preemption its adapter may be another, and it is looked up again.
-        state.match_since = None
         state.counted = False
         if external == 0:
             self._client.settle(name)

@@ -65,8 +65,8 @@ class RequestState:
     ``prefilled``: all of its prompt was computed. ``attempted``: its one load was begun.
     ``stale``: it may be given blocks of weights that are gone (``changes.py``): nothing of it
     matches. ``counted``: the answer to its lookup was counted; it is asked for again until there
-    are blocks. ``match_since`` is the step after which a match with an adapter was first asked for,
-    ``matched`` the adapter of the last match. ``first_step``: of the steps that computed it."""
+    are blocks. ``matched``: the adapter of the last match. ``first_step``: of the steps that
+    computed it."""
 
     request: Request
     offered: int = 0
@@ -79,7 +79,6 @@ class RequestState:
     attempted: bool = False
     stale: bool = False
     counted: bool = False
-    match_since: int | None = None
     matched: Named | None = None
     first_step: int = 0
 

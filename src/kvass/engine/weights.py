@@ -108,12 +108,12 @@ def _changed(root: Path) -> Indescribable:
 def _states(root: Path, files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
     """What differs if one of the files is changed or replaced. Raises OSError, and
     ``Indescribable`` if that happened since this process started."""
-    states, changed_ns = {}, _replaced_ns(root)
+    states, changed_ns = {}, replaced_ns(root)
     for name, file in files.items():
         state = file.stat()
         states[name] = _key(state)
         if not _blob(file):  # a blob of the Hub's cache is named by its content
-            link_ns = _replaced_ns(file) if file.is_symlink() else 0
+            link_ns = replaced_ns(file) if file.is_symlink() else 0
             changed_ns = max(changed_ns, state.st_ctime_ns, link_ns)
     if changed_ns > started_ns():
         raise _changed(root)
@@ -131,7 +131,7 @@ def started_ns() -> int:
     return min(time.time_ns() - int(age_s * 1e9) + LOADING_NS, _imported_ns)
 
 
-def _replaced_ns(path: Path) -> int:
+def replaced_ns(path: Path) -> int:
     """When a symbolic link on the path was last set, or a folder on it was last moved: unlike a new
     entry, that changes only its ctime."""
     newest, left = 0, 40

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvass.connectors.vllm import lora
 from kvass.engine.held_adapters import HeldAdapters, News
 
 
@@ -32,11 +33,14 @@ class LoraManager:
         """By id."""
         return dict(self.held)
 
+    def _load_adapter(self, lora: Any) -> Weights:
+        return self.read(Path(lora.lora_path))
+
     def use(self, lora: Any) -> None:
         """vLLM's ``add_adapter`` of this ``LoRARequest``."""
         held, name = self.held, lora.lora_int_id
         if name not in held or lora.load_inplace:
-            held[name] = self.read(Path(lora.lora_path))
+            held[name] = self._load_adapter(lora)
         held[name] = held.pop(name)
         while len(held) > self.capacity:
             held.pop(next(iter(held)))
@@ -51,24 +55,28 @@ class LoraRanks:
     """The managers of an engine, and what each rank's half of the connector says of them."""
 
     def __init__(self, ranks: int = 1, capacity: int = 1000) -> None:
+        self._number = 0
         self.managers = [LoraManager(capacity) for _ in range(ranks)]
         self.seen = [
-            HeldAdapters(rank, manager.list_adapters, lambda held: held.content)  # type: ignore[attr-defined]
+            HeldAdapters(rank, manager.list_adapters, lora.digest, lora._sources(manager))
             for rank, manager in enumerate(self.managers)
         ]
 
     def compute(self, loras: Iterable[Any], number: int) -> dict[int, News]:
         """Step ``number`` computes requests of these adapters; what the ranks report."""
-        for lora in loras:
+        for one in loras:
             for manager in self.managers:
-                manager.use(lora)
-        for one in self.seen:
-            one.look(number)
+                manager.use(one)
+        self._number = number
+        for seen in self.seen:
+            seen.look(number)
         found = {one.rank: one.news() for one in self.seen}
         return {rank: news for rank, news in found.items() if news}
 
     def may_load(self, load: Any) -> bool:
-        """Whether no rank refuses ``load``."""
+        """Whether no rank refuses ``load`` in the next step; they look first."""
+        for seen in self.seen:
+            seen.look(self._number + 1)
         return load.adapter is None or all(one.may_load(load.adapter) for one in self.seen)
 
     def may_store(self, store: Any) -> bool:

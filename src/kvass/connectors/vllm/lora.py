@@ -5,7 +5,8 @@ A file of vLLM's version (see ``adapt.py``).
 Facts relied on: the worker makes its connector in a method of its own, after it loaded the model.
 Its ``model_runner.lora_manager._adapter_manager`` lists the adapters by ``lora_int_id``, as
 ``LoRAModel`` on the CPU; a forward pass uses what is listed after it, under its requests' ids.
-Another adapter is another object: none is changed after it was added.
+Another adapter is another object: none is changed after it was added. ``_load_adapter`` of the
+``lora_manager`` reads it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 
+from kvass.engine.adapter_files import files_state
 from kvass.engine.held_adapters import UNKNOWN, HeldAdapters
 
 THREADS: Final = 4
@@ -32,9 +35,10 @@ def held_adapters(rank: int) -> HeldAdapters | None:
     makes its connector: only the frames of our callers refer to it."""
     frame = inspect.currentframe()
     while frame is not None:
-        runner = getattr(frame.f_locals.get("self"), "model_runner", None)
-        if hasattr(getattr(runner, "lora_manager", None), "_adapter_manager"):
-            return HeldAdapters(rank, _listed(runner), digest)
+        runner: Any = getattr(frame.f_locals.get("self"), "model_runner", None)
+        manager = getattr(runner, "lora_manager", None)
+        if hasattr(manager, "_adapter_manager"):
+            return HeldAdapters(rank, _listed(runner), digest, _sources(manager))
         frame = frame.f_back
     return None
 
@@ -45,6 +49,30 @@ def _listed(runner: Any) -> Callable[[], Mapping[int, object]]:
         return adapters
 
     return listed
+
+
+def _sources(manager: Any) -> Callable[[object], tuple[str, str]]:
+    """Where the manager reads an adapter from now on, and the state of the files if it is one
+    before and after."""
+    load, known = manager._load_adapter, WeakKeyDictionary[object, tuple[str, str]]()
+
+    def load_adapter(request: Any) -> Any:
+        before = _files_state(request)
+        adapter = load(request)
+        files = before if before == _files_state(request) else ""
+        known[adapter] = str(request.lora_path), files
+        return adapter
+
+    manager._load_adapter = load_adapter
+    return lambda adapter: known.get(adapter, ("", ""))
+
+
+def _files_state(request: Any) -> str:
+    """Empty if it cannot be told: no failure of ours may end an engine's load."""
+    try:
+        return files_state(str(request.lora_path))
+    except Exception:  # noqa: BLE001 - whatever it is, the adapter is not expected from its files
+        return ""
 
 
 def digest(adapter: Any) -> str:

@@ -1,0 +1,33 @@
+"""The state of the files of a LoRA adapter: whether they are what they were."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from kvass.engine import identity
+from kvass.engine.weights import replaced_ns
+
+SETTLED_NS: Final = 20_000_000
+"""What changed later than this before a look may have changed twice at one time of its clock."""
+MAX_ENTRIES: Final = 1000
+
+
+def files_state(path: str) -> str:
+    """A text that changes with what lies at ``path``: with any file in this folder, and with links
+    and folders on the way. Empty if it changed just now, or has too many files. Raises OSError if
+    there is no such folder."""
+    folder = Path(os.path.expanduser(path)).absolute()  # as engines do
+    files = sorted(folder.iterdir())
+    if len(files) > MAX_ENTRIES:
+        return ""
+    states = [file.stat() for file in (folder, *files)]
+    moved_ns = max(replaced_ns(file) for file in (folder, *filter(os.path.islink, files)))
+    newest_ns = max(moved_ns, *(s.st_ctime_ns for s in states))
+    if newest_ns > time.time_ns() - SETTLED_NS:
+        return ""
+    parts = [os.path.realpath(folder), *(os.path.realpath(file) for file in files), str(moved_ns)]
+    parts += [str((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)) for s in states]
+    return identity.digest(parts)
