@@ -19,8 +19,8 @@ import pytest
 
 from kvass.connectors.vllm import lora
 from kvass.engine import adapter_files, adapters, identity
-from kvass.engine.adapters import Adapters, Named
-from kvass.engine.held_adapters import UNKNOWN, Held, HeldAdapters, News
+from kvass.engine.adapters import Adapters, Named, NoSalt
+from kvass.engine.held_adapters import GONE, UNKNOWN, Held, HeldAdapters, News
 from kvass.engine.protocols import Adapter
 from tests.support.vllm.lora_ranks import LoraRanks
 
@@ -259,6 +259,18 @@ def test_each_rule_is_needed(mutant: str, tmp_path: Path, monkeypatch: pytest.Mo
         if wrong:
             return
     raise AssertionError("nothing noticed it")
+
+
+def test_what_is_loaded_is_in_the_engines_own_cache_too(tmp_path: Path) -> None:
+    """If other weights compute the request after all, nothing of its text is stored any more."""
+    state, adapter = Adapters(), Adapter(1, str(tmp_path), "a")
+    state.track(adapter)
+    state.reported({0: {1: Held(1, "A", str(tmp_path), adapter_files.files_state(str(tmp_path)))}})
+    state.reported({0: {1: Held(2, GONE)}})
+    state.emptied()
+    assert isinstance(state.to_load(adapter), Named)
+    state.reported({0: {1: Held(4, "B")}})
+    assert state.to_store(adapter) is NoSalt.NEVER
 
 
 def test_what_cannot_be_read_has_no_name_and_gets_none_later() -> None:
