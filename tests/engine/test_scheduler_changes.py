@@ -387,6 +387,32 @@ def test_a_request_that_loads_at_a_change_is_not_stored() -> None:
     assert len(client.reserves) == reserves
 
 
+def test_without_a_cache_of_its_own_an_engine_is_stale_while_what_was_running_runs(
+    said: Said,
+) -> None:
+    """Nobody resets a cache that is switched off."""
+    configs = make_configs(DEFAULT)
+    configs[0].cache_config.enable_prefix_caching = False
+    client, world, executor = engine(configs=configs)
+    world.add("b", OTHER, max_tokens=40)
+    world.step()
+    executor.collective_rpc("update_weights")
+    reserves, lookups = len(client.reserves), len(client.lookups)
+    world.add("c", PROMPT, max_tokens=40)
+    world.step()
+    assert len(said()) == 1
+    waits = world.add("d", PROMPT, max_tokens=40)
+    world.abort("b")
+    world.abort("c")
+    world.run(client)
+    assert waits.num_computed_tokens, "it was alive while the engine was stale"
+    assert (len(client.reserves), len(client.lookups)) == (reserves, lookups)
+    assert client.rows == set()
+    store(client, world, "e")
+    assert loads(client, world, "f") == 3
+    assert client.generations == 1
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_an_attempt_to_reset_does_not_end_it(explicit: bool) -> None:
     client, world, executor = engine("EngineCore")

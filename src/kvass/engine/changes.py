@@ -5,8 +5,8 @@ Laws of this file:
 - A change is noted before it happens. What was computed before it is never matched or stored after
   it: the engine begins a new generation, so nothing that was reserved before is published either.
 - The engine's own prefix cache may keep blocks of before. While it does it is STALE: nothing
-  matches and nothing is stored, because these blocks may be the prefix of anything. A reset after
-  which it is empty ends that.
+  matches and nothing is stored, because these blocks may be the prefix of anything. That ends when
+  the cache is empty and no live request has computed anything.
 - A reset of that cache alone is a change only where weights can be replaced without a word. There
   an attempt is enough.
 - What cannot be taken in when it happens is taken in by the next hook, before it matches or plans.
@@ -74,7 +74,10 @@ class Changes:
         """Before anything is matched, stored or begun: take in what happened."""
         if self.state is OwnCache.CLEAN and not self._noted and not self._resets_count:
             return
-        self._take_in(self._pool.was_reset())
+        reset = self._pool.was_reset()
+        # A cache that is switched off is never reset, but it is empty as soon as nothing runs.
+        over = not reset and self.state is OwnCache.STALE and not self._has_old_blocks()
+        self._take_in(reset or over)
         if self.state is OwnCache.FRESH:
             self.state = OwnCache.CLEAN
 
@@ -119,8 +122,9 @@ class Changes:
                 self._client.new_generation()
 
     def _has_old_blocks(self) -> bool:
-        computed = any(state.request.computed_tokens for state in self._requests.values())
-        return computed or not self._pool.empty
+        return not self._pool.empty or any(
+            state.request.computed_tokens for state in self._requests.values()
+        )
 
     def _discard_computed(self, stale: bool = False) -> None:
         """What live requests computed so far is never stored. What they have yet to compute is
