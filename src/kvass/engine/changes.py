@@ -8,7 +8,7 @@ Laws of this file:
   matches and nothing is stored, because these blocks may be the prefix of anything. That ends when
   the cache is empty and no live request has computed anything.
 - A reset of that cache alone is a change only where weights can be replaced without a word. There
-  an attempt is enough.
+  an attempt is enough. So it is with the clear that comes with a pause.
 - What cannot be taken in when it happens is taken in by the next hook, before it matches or plans.
 """
 
@@ -48,7 +48,7 @@ class Changes:
         self.state = OwnCache.CLEAN
         self._client = client
         self._requests = requests
-        self._fixed = fixed
+        self._fixed, self._watched = fixed, watched
         self._resets_count = not (fixed or watched)
         self._noted = ""
         """The change that is to be taken in."""
@@ -81,8 +81,11 @@ class Changes:
         if self.state is OwnCache.FRESH:
             self.state = OwnCache.CLEAN
 
-    def clear(self, timeout_s: float) -> None:
-        """Forget the namespace, for all engines that share it; then leave it, if a reset counts."""
+    def clear(self, timeout_s: float, pausing: bool = False) -> None:
+        """Forget the namespace, for all engines that share it; then leave it, if a reset counts.
+        ``pausing``: as ``Planner.clear``. Who notes all changes need not take a pause for one."""
+        if pausing and self._watched and not self._resets_count:
+            return  # the next hook sees the reset
         self._pool.was_reset()  # this reset need not be noticed again
         try:
             self._discard_computed()
