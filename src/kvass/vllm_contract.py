@@ -113,6 +113,7 @@ v1/core/block_pool.py
 v1/engine/core.py
     EngineCore.model_executor
     EngineCore.vllm_config
+    EngineCore._reset_caches(self, reset_running_requests=True, reset_connector=True)
     EngineCoreProc
     DPEngineCoreProc
 v1/executor/abstract.py

@@ -176,6 +176,91 @@ def test_what_foreign_code_left_behind_makes_every_reset_a_change(explicit: bool
     assert client.generations == 3
 
 
+# ---------------------------------------------------------------- pause and sleep
+
+
+def core_of(world: SchedulerHarness, executor: Any) -> Any:
+    """An ``EngineCore`` that can pause and sleep."""
+    from vllm.v1.engine.core import EngineCore
+
+    core = EngineCore.__new__(EngineCore)
+    core.scheduler, core.model_executor, core.mm_receiver_cache = world.scheduler, executor, None
+    return core
+
+
+@pytest.fixture
+def clears(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clears of the namespace, which is that of all engines that share it."""
+    seen: list[float] = []
+    clear = FakeClient.clear
+
+    def noted(client: FakeClient, timeout_s: float) -> bool:
+        seen.append(timeout_s)
+        return clear(client, timeout_s)
+
+    monkeypatch.setattr(FakeClient, "clear", noted)
+    return seen
+
+
+@pytest.mark.parametrize("inside", ["alone", "MultiConnector"])
+def test_a_pause_and_sleep_clear_nothing_in_a_process_of_vllms_own(
+    inside: str, clears: list[float]
+) -> None:
+    configs = make_multi_configs(DEFAULT) if inside == "MultiConnector" else None
+    client, world, executor = engine(configs=configs)
+    core = core_of(world, executor)
+    core.pause_scheduler(clear_cache=True)
+    core.resume_scheduler()
+    assert loads(client, world, "b") == 3
+    core.sleep(1)
+    executor.wake_up()
+    core.resume_scheduler()
+    assert loads(client, world, "c") == 3
+    assert client.generations == 0
+    core.sleep(2)
+    executor.wake_up()
+    core.resume_scheduler()
+    assert client.generations == 1
+    assert loads(client, world, "d") == 0
+    assert not clears
+    assert core.reset_prefix_cache(reset_connector=True)
+    assert len(clears) == 1
+
+
+def test_a_pause_ends_that_a_cache_is_stale(clears: list[float]) -> None:
+    client, world, executor = engine()
+    executor.collective_rpc("update_weights")
+    assert loads(client, world, "b") == 0
+    core = core_of(world, executor)
+    core.pause_scheduler(clear_cache=True)
+    core.resume_scheduler()
+    store(client, world, "c")
+    assert client.generations == 1
+    assert not clears
+
+
+@pytest.mark.parametrize(
+    ("core", "options", "foreign", "generations"),
+    [
+        ("EngineCore", DEFAULT, False, 1),
+        ("EngineCore", FIXED, False, 0),
+        ("EngineCoreProc", DEFAULT, True, 2),
+    ],
+)
+def test_where_others_reach_the_weights_a_pause_clears_the_namespace(
+    core: str, options: dict[str, object], foreign: bool, generations: int, clears: list[float]
+) -> None:
+    client, world, executor = engine(core, options)
+    if foreign:
+        executor.collective_rpc(a_callable)
+        assert world.scheduler.reset_prefix_cache()
+        store(client, world, "b")
+    core_of(world, executor).pause_scheduler(clear_cache=True)
+    assert client.rows == set()
+    assert client.generations == generations
+    assert len(clears) == 1
+
+
 # ---------------------------------------------------------------- which calls are changes
 
 
@@ -385,6 +470,32 @@ def test_a_request_that_loads_at_a_change_is_not_stored() -> None:
     world.run(client)
     assert world.scheduler.reset_prefix_cache()
     assert len(client.reserves) == reserves
+
+
+def test_without_a_cache_of_its_own_an_engine_is_stale_while_what_was_running_runs(
+    said: Said,
+) -> None:
+    """Nobody resets a cache that is switched off."""
+    configs = make_configs(DEFAULT)
+    configs[0].cache_config.enable_prefix_caching = False
+    client, world, executor = engine(configs=configs)
+    world.add("b", OTHER, max_tokens=40)
+    world.step()
+    executor.collective_rpc("update_weights")
+    reserves, lookups = len(client.reserves), len(client.lookups)
+    world.add("c", PROMPT, max_tokens=40)
+    world.step()
+    assert len(said()) == 1
+    waits = world.add("d", PROMPT, max_tokens=40)
+    world.abort("b")
+    world.abort("c")
+    world.run(client)
+    assert waits.num_computed_tokens, "it was alive while the engine was stale"
+    assert (len(client.reserves), len(client.lookups)) == (reserves, lookups)
+    assert client.rows == set()
+    store(client, world, "e")
+    assert loads(client, world, "f") == 3
+    assert client.generations == 1
 
 
 @pytest.mark.parametrize("explicit", [False, True])

@@ -5,10 +5,10 @@ Laws of this file:
 - A change is noted before it happens. What was computed before it is never matched or stored after
   it: the engine begins a new generation, so nothing that was reserved before is published either.
 - The engine's own prefix cache may keep blocks of before. While it does it is STALE: nothing
-  matches and nothing is stored, because these blocks may be the prefix of anything. A reset after
-  which it is empty ends that.
+  matches and nothing is stored, because these blocks may be the prefix of anything. That ends when
+  the cache is empty and no live request has computed anything.
 - A reset of that cache alone is a change only where weights can be replaced without a word. There
-  an attempt is enough.
+  an attempt is enough. So it is with the clear that comes with a pause.
 - What cannot be taken in when it happens is taken in by the next hook, before it matches or plans.
 """
 
@@ -48,7 +48,7 @@ class Changes:
         self.state = OwnCache.CLEAN
         self._client = client
         self._requests = requests
-        self._fixed = fixed
+        self._fixed, self._watched = fixed, watched
         self._resets_count = not (fixed or watched)
         self._noted = ""
         """The change that is to be taken in."""
@@ -74,12 +74,18 @@ class Changes:
         """Before anything is matched, stored or begun: take in what happened."""
         if self.state is OwnCache.CLEAN and not self._noted and not self._resets_count:
             return
-        self._take_in(self._pool.was_reset())
+        reset = self._pool.was_reset()
+        # A cache that is switched off is never reset, but it is empty as soon as nothing runs.
+        over = not reset and self.state is OwnCache.STALE and not self._has_old_blocks()
+        self._take_in(reset or over)
         if self.state is OwnCache.FRESH:
             self.state = OwnCache.CLEAN
 
-    def clear(self, timeout_s: float) -> None:
-        """Forget the namespace, for all engines that share it; then leave it, if a reset counts."""
+    def clear(self, timeout_s: float, pausing: bool = False) -> None:
+        """Forget the namespace, for all engines that share it; then leave it, if a reset counts.
+        ``pausing``: as ``Planner.clear``. Who notes all changes need not take a pause for one."""
+        if pausing and self._watched and not self._resets_count:
+            return  # the next hook sees the reset
         self._pool.was_reset()  # this reset need not be noticed again
         try:
             self._discard_computed()
@@ -119,8 +125,9 @@ class Changes:
                 self._client.new_generation()
 
     def _has_old_blocks(self) -> bool:
-        computed = any(state.request.computed_tokens for state in self._requests.values())
-        return computed or not self._pool.empty
+        return not self._pool.empty or any(
+            state.request.computed_tokens for state in self._requests.values()
+        )
 
     def _discard_computed(self, stale: bool = False) -> None:
         """What live requests computed so far is never stored. What they have yet to compute is

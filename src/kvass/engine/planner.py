@@ -357,11 +357,11 @@ class Planner:
         """As ``Changes.noted``: weights may be replaced. From any thread."""
         self._changes.noted(what, foreign)
 
-    def clear(self) -> bool:
-        """Forget the namespace: the weights may be about to be replaced. True even if no daemon
-        confirmed it in time, or an engine's sleep would fail: until one has, nothing matches for
-        this engine and nothing is stored."""
-        self._changes.clear(CLEAR_TIMEOUT_S)
+    def clear(self, pausing: bool = False) -> bool:
+        """Forget the namespace: the weights may be about to be replaced. ``pausing``: nobody asked
+        for it, the engine only pauses. True even if no daemon confirmed it in time, or an engine's
+        sleep would fail: until one has, nothing matches for this engine and nothing is stored."""
+        self._changes.clear(CLEAR_TIMEOUT_S, pausing)
         return True
 
     def close(self) -> None:

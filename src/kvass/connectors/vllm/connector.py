@@ -254,7 +254,10 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """Forget this namespace (the weights are about to change); False: a defect of kvass."""
-        return None if self._planner is None else self._run(self._planner, False, Planner.clear)
+        if self._planner is None:
+            return None
+        pausing = self._boundary.run(False, rpcs.pausing)
+        return self._run(self._planner, False, Planner.clear, pausing)
 
     # ------------------------------------------------------------ worker side
 

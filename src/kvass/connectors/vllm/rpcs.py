@@ -11,6 +11,8 @@ Facts relied on: the scheduler's half of a connector is made by the constructor 
 and that by the constructor of ``EngineCore``, which has its executor by then; whatever vLLM has its
 workers do from then on goes through the executor's ``collective_rpc``. An ``EngineCoreProc`` is
 the main object of a process of vLLM's own, and so is each worker of a ``MultiprocExecutor``.
+Whatever pauses an engine or puts it to sleep resets its caches, the connector's too, through
+``EngineCore._reset_caches``; nobody else calls that.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 HARMLESS: Final = frozenset(
@@ -49,13 +51,23 @@ until the engine wakes up; other levels drop them."""
 
 def engine_core() -> Any:
     """The ``EngineCore`` whose constructor called us, with its executor; None: there is none."""
+    cores = (core for _, core in _calling_cores() if hasattr(core, "model_executor"))
+    return next(cores, None)
+
+
+def pausing() -> bool:
+    """Whether an ``EngineCore`` called us because it pauses or goes to sleep."""
+    return any(method == "_reset_caches" for method, _ in _calling_cores())
+
+
+def _calling_cores() -> Iterator[tuple[str, Any]]:
+    """The methods of an ``EngineCore`` among our callers, innermost first."""
     module, frame = sys.modules.get("vllm.v1.engine.core"), inspect.currentframe()
     while module is not None and frame is not None:
         found = frame.f_locals.get("self")
-        if isinstance(found, module.EngineCore) and hasattr(found, "model_executor"):
-            return found
+        if isinstance(found, module.EngineCore):
+            yield frame.f_code.co_name, found
         frame = frame.f_back
-    return None
 
 
 def owned(core: Any, plugins: str) -> bool:
