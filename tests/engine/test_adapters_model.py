@@ -106,8 +106,8 @@ class Engine:
         )
         first, second = self.ranks.managers
         if torn is not None and self.rng.random() < 0.5:  # after both have read, before they look
-            second.read = _then(second.read, torn)  # type: ignore[method-assign]
-            first.read = _then(first.read, lambda: second.use(lora))  # type: ignore[method-assign]
+            second.read = _then(second.read, torn)  # type: ignore[assignment, method-assign]
+            first.read = _then(first.read, lambda: second.use(lora))  # type: ignore[assignment, method-assign]
         first.use(lora)
         if torn is not None and "read" not in vars(first):
             torn()
