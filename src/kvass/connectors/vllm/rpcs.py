@@ -94,7 +94,7 @@ def _is(found: object, named: tuple[str, tuple[str, ...]]) -> bool:
 def watch(executor: Any, noted: Callable[[str, bool], None]) -> None:
     """Have ``noted`` called before each call that may change weights, with the name of what is
     called, and whether that is code of others. It must not raise."""
-    rpc = weakref.WeakMethod(executor.collective_rpc)  # a cycle would keep an executor's memory
+    rpc = _weakly(executor.collective_rpc)
 
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         known = type(method) is str and method in HARMLESS
@@ -105,6 +105,11 @@ def watch(executor: Any, noted: Callable[[str, bool], None]) -> None:
         return call(method, *args, **kwargs)
 
     executor.collective_rpc = collective_rpc
+
+
+def _weakly(call: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    """``call``, and if it is a method not its object: a cycle would keep an executor's memory."""
+    return weakref.WeakMethod(call) if inspect.ismethod(call) else lambda: call
 
 
 def _keeps_weights(
