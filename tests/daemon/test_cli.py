@@ -62,6 +62,7 @@ def test_a_command_believes_the_user_that_was_named(
     def serve(server: WebServer) -> None:
         asked.append(server.source.status()[1])
         server.server_close()
+        server.source.client.close()
 
     monkeypatch.setattr(WebServer, "run", serve)
     monkeypatch.setattr(bench, "measure_copies", _connect)
