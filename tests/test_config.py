@@ -101,6 +101,7 @@ def test_others_need_a_socket_they_can_reach(tmp_path: Path, others: dict[str, o
 def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
     values = {
         "socket": "/s",
+        "daemon_uid": "9",
         "l1_size": "1MiB",
         "allow_uid": "9",
         "socket_group": "g",

@@ -95,6 +95,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             },
         ),
     ] = field(default_factory=default_socket)
+    daemon_uid: Annotated[
+        Uid | None,
+        Meta(
+            description="for commands: the daemon's user, by name or id, where the folder "
+            "of its socket does not show it"
+        ),
+    ] = None
     l1_size: Annotated[
         Size,
         Meta(
@@ -387,6 +394,8 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
         value = _BOOLS.get(value, value)
     if name == "allow_uid" and isinstance(value, list):
         value = [_uid(user, origin) for user in value]
+    if name == "daemon_uid":
+        value = _uid(value, origin)
     choices = get_args(kind) if get_origin(kind) is Literal else [*_BOOLS] if kind is bool else []
     if choices and not isinstance(value, bool) and value not in choices:
         raise ConfigError(f"{origin}: say one of {', '.join(choices)} (got {shown(repr(value))})")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvass._version import __version__
+from kvass.cli import bench
+from kvass.cli.bench.lookups import LAYOUT
+from kvass.cli.bench.rig import EngineSessions
 from kvass.cli.main import COMMANDS, main
 from kvass.config import load
 from kvass.testing.daemon import Daemon
+from kvass.web.server import WebServer
+from kvass.wire.channel import Channel
 
 Captured = pytest.CaptureFixture[str]
 
@@ -29,6 +36,63 @@ def test_socket_from_the_environment(
     monkeypatch.setenv("KVASS_SOCKET", daemon.socket)
     assert main(["status"]) == 0
     assert "engines  none connected" in capsys.readouterr().out
+
+
+ASKING = [
+    ["status", "--check"],
+    ["top", "--times", "1"],
+    ["clear"],
+    ["quota", "--remove", "x"],
+    ["doctor"],
+    ["web"],
+    ["bench", "--rounds", "1"],
+]
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+@pytest.mark.parametrize("argv", ASKING, ids=lambda argv: str(argv[0]))
+def test_a_command_believes_the_user_that_was_named(
+    argv: list[str], by: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """All sockets are taken to be of a user to whom their files do not belong."""
+    monkeypatch.setattr(Channel, "daemon_uid", 54_321)
+    monkeypatch.setattr(bench, "MIN_ROUNDS", 1)
+    asked: list[str] = []
+
+    def serve(server: WebServer) -> None:
+        asked.append(server.source.status()[1])
+        server.server_close()
+        server.source.client.close()
+
+    monkeypatch.setattr(WebServer, "run", serve)
+    monkeypatch.setattr(bench, "measure_copies", _connect)
+    monkeypatch.setattr(bench, "measure_lookups", _connect)
+    argv = [*argv, "--socket", daemon.socket, *(["--http", "127.0.0.1:0"] * (argv == ["web"]))]
+    main(argv)
+    assert "--daemon-uid 54321" in "".join([*capsys.readouterr(), *asked]), "the control"
+    asked.clear()
+    if by == "flag":
+        argv += ["--daemon-uid", "54321"]
+    else:
+        monkeypatch.setenv("KVASS_DAEMON_UID", "54321")
+    main(argv)
+    assert "54321" not in "".join([*capsys.readouterr(), *asked])
+
+
+def _connect(socket: str, *_: object, **how: Any) -> dict[str, Any]:
+    """In the place of a measurement."""
+    with ExitStack() as ending:
+        EngineSessions(socket, (LAYOUT,), ending, daemon_uid=how["daemon_uid"])
+    return {"bytes_equal": True}
+
+
+def test_a_command_refuses_a_user_that_is_none(capsys: Captured) -> None:
+    assert main(["status", "--daemon-uid", "no such user"]) == 2
+    said = "kvass: --daemon-uid: there is no user 'no such user' here: give the id\n"
+    assert capsys.readouterr().err == said
+    assert main(["status", "--daemon-uid", "-1"]) == 2
+    assert capsys.readouterr().err == "kvass: --daemon-uid: Expected `int` >= 0 (got '-1')\n"
+    assert main(["bench", "--daemon-uid", "7"]) == 2
 
 
 @pytest.mark.parametrize("command", ["status", "clear"])

@@ -72,12 +72,13 @@ def both(daemon: Daemon, model: Path, folder: Path) -> Iterator[Both]:
     plain.kill()
 
 
-def test_a_reset_alone_costs_nothing(both: Both, prompt: Make) -> None:
+def test_a_reset_or_a_pause_alone_costs_nothing(both: Both, prompt: Make) -> None:
     tokens = prompt(520)
     both.store(tokens)
-    for _ in range(2):
+    for ops in (("reset",), ("pause", "resume"), ("reset",)):
         assert both.run(tokens)[1] == WHOLE
-        both.tell("reset")
+        for op in ops:
+            both.tell(op)
 
 
 @pytest.mark.parametrize("order", ["update, reset", "reset, update", "pause, update", "update"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvass.config import Parser, add_flags, load
+from kvass.cli.daemon import add_daemon
+from kvass.config import Parser, load
 from kvass.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ def run(argv: list[str]) -> int:
         "which they stand anywhere. Those prompts must be computed with the same model, data type, "
         "attention and chunk size, on the same kind of device.",
     )
-    add_flags(parser, "socket")
+    add_daemon(parser)
     parser.add_argument("action", choices=["add"], help="what to do")
     parser.add_argument("files", nargs="+", metavar="FILE", help="documents: text in UTF-8")
     add = parser.add_argument
@@ -32,13 +33,14 @@ def run(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     names = ("action", "files", "model", "dtype", "attention", "chunk_tokens", "tag", "salt")
     own = {name: options.pop(name) for name in names}
-    socket, texts = load(options, os.environ).socket, {file: _read(file) for file in own["files"]}
+    config, texts = load(options, os.environ), {file: _read(file) for file in own["files"]}
     try:  # slow to import, and an extra
         from kvass.connectors.transformers import documents
     except ImportError as error:
         raise ConfigError(f"{error}: pip install 'kvass[transformers]'") from None
     loading = {"dtype": own["dtype"], "attn_implementation": own["attention"]}
-    terms = {"socket": socket, "chunk_tokens": own["chunk_tokens"], "tag": own["tag"]}
+    terms = {"socket": config.socket, "daemon_uid": config.daemon_uid}
+    terms |= {name: own[name] for name in ("chunk_tokens", "tag")}
     for name, found, tokens in documents.add(own["model"], loading, texts, own["salt"], **terms):
         print(f"{name}: {found} of {tokens} tokens can be found", flush=True)
     return 0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
-from kvass.client.client import Client
-from kvass.config import Parser, add_flags, load
+from kvass.cli import daemon
+from kvass.config import Parser
 
 _PATIENCE_S: Final = 300.0
 """An object store deletes what it has a thousand at a time."""
@@ -16,11 +15,11 @@ def run(argv: list[str]) -> int:
     """Make the daemon forget all rows. Raises ``Unavailable`` if there is none, ``Refused`` if it
     has no tiers to empty, or could not."""
     parser = Parser(prog="kvass clear", description="Make a daemon forget all rows.")
-    add_flags(parser, "socket")
+    daemon.add_daemon(parser)
     parser.add_argument("--tier", action="store_true", help="empty its tiers as well")
     options = vars(parser.parse_args(argv))
     tiers = options.pop("tier")
-    with Client(load(options, os.environ).socket) as client:
+    with daemon.client(options) as client:
         patience_s = _PATIENCE_S if tiers else 30.0
         rows = client.clear(everything=True, tiers=tiers, timeout_s=patience_s)
     print(f"cleared {rows} rows" + (" and all tiers" if tiers else ""))

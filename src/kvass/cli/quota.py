@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
-from kvass.client.client import Client
-from kvass.config import Parser, add_flags, load
+from kvass.cli import daemon
+from kvass.config import Parser
 from kvass.errors import ConfigError
 from kvass.types import Quota
 
@@ -14,7 +12,7 @@ def run(argv: list[str]) -> int:
     """Give tenants quotas, or take one away. Raises ``ConfigError``, ``Refused``,
     ``Unavailable``."""
     parser = Parser(prog="kvass quota", description="Change what tenants may have of L1.")
-    add_flags(parser, "socket")
+    daemon.add_daemon(parser)
     parser.add_argument(
         "--remove",
         metavar="NAME",
@@ -31,7 +29,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(str(error)) from error
     if not given and not removed:
         raise ConfigError("name a quota, like team-a=8GiB:2GiB, or --remove NAME")
-    with Client(load(options, os.environ).socket) as client:
+    with daemon.client(options) as client:
         for name in removed:
             client.set_quota(Quota(name), remove=True)
             print(f"{name} has no quota")

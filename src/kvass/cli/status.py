@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 
+from kvass.cli import daemon
 from kvass.cli.detail import detail
 from kvass.cli.report import printable, report
-from kvass.client.client import Client
 from kvass.client.health import troubles
-from kvass.config import Parser, add_flags, load
+from kvass.config import Parser
 
 
 def run(argv: list[str]) -> int:
@@ -17,7 +16,7 @@ def run(argv: list[str]) -> int:
     parser = Parser(
         prog="kvass status", description="Show whether a daemon works, and what it saves."
     )
-    add_flags(parser, "socket")
+    daemon.add_daemon(parser)
     parser.add_argument("--json", action="store_true", help="print all fields as JSON")
     parser.add_argument(
         "--verbose", action="store_true", help="print also each figure that is not 0, explained"
@@ -27,7 +26,7 @@ def run(argv: list[str]) -> int:
     )
     options = vars(parser.parse_args(argv))
     as_json, check, verbose = (options.pop(name) for name in ("json", "check", "verbose"))
-    with Client(load(options, os.environ).socket) as client:
+    with daemon.client(options) as client:
         fields = client.status()
     if check:
         lines = troubles(fields)

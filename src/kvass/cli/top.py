@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Final
 
+from kvass.cli import daemon
 from kvass.cli.report import report, size
-from kvass.client.client import Client
-from kvass.config import Parser, add_flags, load
+from kvass.config import Parser
 from kvass.errors import Unavailable
 
 _CLEAR: Final = "\x1b[H\x1b[J"
@@ -20,7 +19,7 @@ _ANSWER_S: Final = 2.0
 def run(argv: list[str]) -> int:
     """Show ``kvass status`` again and again, with what happens per second, until Ctrl-C."""
     parser = Parser(prog="kvass top", description="Watch a daemon; Ctrl-C ends it.")
-    add_flags(parser, "socket")
+    daemon.add_daemon(parser)
     parser.add_argument(
         "--every",
         type=float,
@@ -40,7 +39,7 @@ def run(argv: list[str]) -> int:
     before: tuple[float, dict[str, Any]] | None = None
     shown = 0
     clear = _CLEAR if sys.stdout.isatty() else ""
-    with Client(load(options, os.environ).socket) as client:
+    with daemon.client(options) as client:
         while True:
             try:
                 now = time.monotonic(), client.status(_ANSWER_S)

@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import Final
 
+from kvass.cli.daemon import add_daemon
 from kvass.config import Parser, add_flags, load
 from kvass.daemon import logs
 
@@ -32,7 +33,8 @@ def run(argv: list[str]) -> int:
         prog="kvass web",
         description="Serve a daemon's metrics, health checks and dashboard over HTTP.",
     )
-    add_flags(parser, "socket", *HTTP, "log_level", "log_format")
+    add_daemon(parser)
+    add_flags(parser, *HTTP, "log_level", "log_format")
     parser.add_argument("--child", metavar="FD", type=int, help="the parent's listening socket")
     options = vars(parser.parse_args(argv))
     child = options.pop("child")

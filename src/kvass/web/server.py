@@ -340,7 +340,7 @@ class WebServer(ThreadingHTTPServer):
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self.access = HttpAccess.of(config)
-        self.source = Source(config.socket)
+        self.source = Source(config.socket, config.daemon_uid)
         self.places = Places()
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()

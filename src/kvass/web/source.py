@@ -11,6 +11,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 from kvass.client.client import Client
@@ -53,11 +54,13 @@ def figures(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class Source:
-    """The daemon at ``socket``, as it was a moment ago. Thread-safe."""
+    """The daemon at ``socket``, of user ``daemon_uid`` if that was named, as it was a moment ago.
+    Thread-safe."""
 
-    def __init__(self, socket: str) -> None:
-        self._socket = socket
-        self.client = Client(socket)
+    def __init__(self, socket: str, daemon_uid: int | None = None) -> None:
+        self.another_client = partial(Client, socket, daemon_uid=daemon_uid)
+        """For a request that may take long: who waits for an answer keeps a client to himself."""
+        self.client = self.another_client()
         self._lock = threading.Lock()
         self._fields: dict[str, Any] | None = None
         self._trouble = "not asked yet"
@@ -66,10 +69,6 @@ class Source:
         """Names of the numbers, in the order in which they first came."""
         self._samples: deque[tuple[float, array[float]]] = deque(maxlen=SAMPLES)
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS)
-
-    def another_client(self) -> Client:
-        """For a request that may take long: who waits for an answer keeps a client to himself."""
-        return Client(self._socket)
 
     def status(self) -> tuple[dict[str, Any] | None, str]:
         """The fields of ``kvass status`` and ``troubles``, or ``None`` and why there are none."""

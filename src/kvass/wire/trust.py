@@ -29,13 +29,15 @@ def check_daemon(path: str, uid: int, daemon_uid: int | None = None) -> None:
     if uid in (0, os.geteuid(), daemon_uid):
         return
     if daemon_uid is not None:
-        do = f"it has to be uid {daemon_uid} (kvass.daemon_uid), root or your own user"
+        do = (
+            f"it has to be uid {daemon_uid} (kvass.daemon_uid, --daemon-uid), root or your own user"
+        )
         raise UntrustedDaemon(f"uid {uid} listens at {path}: {do}")
     if reason := others_at(path, uid):
         raise UntrustedDaemon(
             f"uid {uid} listens at {path}, and may be a stranger: {reason}. If it is your daemon, "
-            f"name its user (kvass.daemon_uid {uid}), or put the socket into a folder that only "
-            "its user can write to"
+            f"name its user (kvass.daemon_uid {uid} in an engine, --daemon-uid {uid} in a command) "
+            "or put the socket into a folder that only its user can write to"
         )
 
 

@@ -43,7 +43,7 @@ from kvass.cli.bench.lookups import KEYS, RESIDENT, ROW_BYTES, measure_lookups
 from kvass.cli.bench.rig import PATIENCE_S, say, start_daemon, table
 from kvass.cli.geometry import BLOCK_TOKENS, add_model, count, model_layers, size
 from kvass.client.client import Client
-from kvass.config import Parser
+from kvass.config import Parser, add_flags, load
 from kvass.errors import ConfigError
 from kvass.simulate.models import layout
 from kvass.types import Size
@@ -110,6 +110,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--socket", metavar="PATH", help="measure the daemon there (default: one of its own)"
     )
+    add_flags(parser, "daemon_uid")
     add_model(parser)
     parser.add_argument(
         "--chunk-tokens",
@@ -142,6 +143,10 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         raise ConfigError("--check and --write-baseline: use one at a time")
     if args.write_baseline and not args.write_baseline.parent.is_dir():
         raise ConfigError(f"--write-baseline {args.write_baseline}: there is no such folder")
+    if args.daemon_uid and not args.socket:
+        raise ConfigError("--daemon-uid: of the daemon at --socket: name that, too")
+    if args.socket:
+        args.daemon_uid = load({"daemon_uid": args.daemon_uid}, os.environ).daemon_uid
     args.groups = layout(model_layers(args), BLOCK_TOKENS)
     args.tier = args.tier and disk_url(args.tier)
     return args
@@ -162,7 +167,7 @@ def measure(args: Namespace) -> dict[str, Any]:
     socket, engines, private = args.socket, args.engines, args.socket is not None
     l1_bytes, share = args.l1_size, max(_OWN_SHARE, 2 * engines)
     if private:
-        with Client(socket) as client:
+        with Client(socket, daemon_uid=args.daemon_uid) as client:
             l1_bytes, share = client.status(PATIENCE_S)["l1_capacity_bytes"], _SHARE * engines
     prompt = PromptShape(args.groups, args.chunk_tokens).within(l1_bytes // share, engines)
     if args.tier:
@@ -172,9 +177,10 @@ def measure(args: Namespace) -> dict[str, Any]:
             say("a daemon")
             daemon = ending.enter_context(start_daemon(l1_bytes))
             socket, figures["ready_s"] = daemon
-        copies = measure_copies(socket, args.rounds, prompt, engines=engines, private=private)
+        how = {"engines": engines, "private": private, "daemon_uid": args.daemon_uid}
+        copies = measure_copies(socket, args.rounds, prompt, **how)
         figures |= copies | {"bytes_equal": copies["bytes_equal"] and figures["bytes_equal"]}
         rows = max(KEYS, min(RESIDENT // engines, l1_bytes // share // ROW_BYTES))
         say(f"lookups among {engines} x {rows} rows")
-        figures |= measure_lookups(socket, rows, engines=engines, private=private)
+        figures |= measure_lookups(socket, rows, **how)
     return figures

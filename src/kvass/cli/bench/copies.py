@@ -209,14 +209,20 @@ class _Group:
 
 
 def measure_copies(
-    socket: str, rounds: int, prompt: PromptShape, *, engines: int = 1, private: bool = False
+    socket: str,
+    rounds: int,
+    prompt: PromptShape,
+    *,
+    engines: int = 1,
+    private: bool = False,
+    daemon_uid: int | None = None,
 ) -> dict[str, Any]:
     """Ratios, rates and times, by the names in the package's docstring. Raises ``KvassError``.
 
     ``private``: the daemon serves others, so nothing of one round is left in the next.
     """
     with ExitStack() as ending:
-        caches = [_cache(socket, prompt, private, ending) for _ in range(engines)]
+        caches = [_cache(socket, prompt, private, daemon_uid, ending) for _ in range(engines)]
         pool = ending.enter_context(ThreadPoolExecutor(engines))
         size = Size(prompt.bytes).rounded()
         say(f"store and load, {rounds} rounds of {prompt.chunks} chunks, {size}")
@@ -256,9 +262,17 @@ _STEPS: Final = (
 )
 
 
-def _cache(socket: str, prompt: PromptShape, private: bool, ending: ExitStack) -> KvCache:
-    tokens = prompt.chunk_tokens
-    engine = EngineSessions(socket, prompt.groups, ending, chunk_tokens=tokens, private=private)
+def _cache(
+    socket: str, prompt: PromptShape, private: bool, daemon_uid: int | None, ending: ExitStack
+) -> KvCache:
+    engine = EngineSessions(
+        socket,
+        prompt.groups,
+        ending,
+        chunk_tokens=prompt.chunk_tokens,
+        private=private,
+        daemon_uid=daemon_uid,
+    )
     ending.callback(engine.clear)
     return KvCache(prompt, engine, ending)
 

@@ -39,7 +39,13 @@ while len(asked := sock.recv(size, socket.MSG_WAITALL)) == size:
 
 
 def measure_lookups(
-    socket: str, resident: int = RESIDENT, tp: int = 1, *, engines: int = 1, private: bool = False
+    socket: str,
+    resident: int = RESIDENT,
+    tp: int = 1,
+    *,
+    engines: int = 1,
+    private: bool = False,
+    daemon_uid: int | None = None,
 ) -> dict[str, Any]:
     """``lookup_128k_us``, ``release_128k_us``, ``lookup_128k_vs_dict`` (``..._128k_tp8_...`` for 8
     ranks). Each of ``engines`` has ``resident`` rows. Raises ``KvassError``."""
@@ -47,7 +53,9 @@ def measure_lookups(
     with ExitStack() as ending, ThreadPoolExecutor(engines) as pool:
         asks = []
         for _ in range(engines):
-            engine = EngineSessions(socket, (LAYOUT,), ending, tp=tp, private=private)
+            engine = EngineSessions(
+                socket, (LAYOUT,), ending, tp=tp, private=private, daemon_uid=daemon_uid
+            )
             ending.callback(engine.clear)
             keys = fill(engine, resident)
             asks.append(partial(_ask, engine, keys, _plain_dict(keys, ending)))

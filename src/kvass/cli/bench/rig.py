@@ -185,6 +185,7 @@ class EngineSessions:
         instance: str = "",
         chunk_tokens: int = CHUNK_TOKENS,
         private: bool = False,
+        daemon_uid: int | None = None,
     ) -> None:
         name = name or fresh_name()
         self.row_bytes = tp * sum(group.shard_bytes(chunk_tokens) for group in groups)
@@ -198,12 +199,13 @@ class EngineSessions:
                 socket,
                 strategy.at(rank).register(*terms, layout, model=MODEL),
                 wants_arena=rank == 0,
+                daemon_uid=daemon_uid,
             )
             for rank in self._readers
         ]
         registration = strategy.register(*terms, model=MODEL)
         registration.generation = os.urandom(16) if private else b""
-        self.scheduler = Client(socket, registration)
+        self.scheduler = Client(socket, registration, daemon_uid=daemon_uid)
         for client in (*self.workers, self.scheduler):
             ending.enter_context(client).connect(PATIENCE_S)
         session = self.workers[0].session

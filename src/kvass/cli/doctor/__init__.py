@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from kvass._version import __version__
+from kvass.cli.daemon import add_daemon
 from kvass.cli.doctor.checks import CHECKS, Finding
 from kvass.cli.doctor.machine import examine
 from kvass.config import Parser, add_flags, load
@@ -24,12 +25,13 @@ def run(argv: list[str]) -> int:
         description="Check what this machine can serve. Run it as the user, in the container and "
         "with the environment of the daemon, or of an engine.",
     )
-    add_flags(parser, "l1_size", "socket")
+    add_flags(parser, "l1_size")
+    add_daemon(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = vars(parser.parse_args(argv))
     as_json = options.pop("json")
     config = load(options, os.environ)
-    machine = examine(config.l1_size, config.socket, os.environ)
+    machine = examine(config.l1_size, config.socket, os.environ, config.daemon_uid)
     findings = {name: check(machine) for name, check in CHECKS.items()}
     serves = all(finding.level != "error" for finding in findings.values())
     if as_json:

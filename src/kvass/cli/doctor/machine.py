@@ -77,8 +77,10 @@ class Machine(msgspec.Struct, frozen=True):
         return any((self.root / "dev" / node).exists() for node in nodes)
 
 
-def examine(l1_bytes: int, socket: str, environment: Mapping[str, str]) -> Machine:
-    daemon, trouble = ask_daemon(socket)
+def examine(
+    l1_bytes: int, socket: str, environment: Mapping[str, str], daemon_uid: int | None = None
+) -> Machine:
+    daemon, trouble = ask_daemon(socket, daemon_uid)
     return Machine(
         l1_bytes,
         socket,
@@ -102,10 +104,10 @@ def try_arena(size: int) -> str:
     return ""
 
 
-def ask_daemon(socket: str) -> tuple[Mapping[str, Any] | None, str]:
+def ask_daemon(socket: str, daemon_uid: int | None = None) -> tuple[Mapping[str, Any] | None, str]:
     """The status of the daemon at ``socket``, or why there is none; "" if nobody is there."""
     try:
-        with Client(socket) as client:
+        with Client(socket, daemon_uid=daemon_uid) as client:
             return client.status(DAEMON_S), ""
     except KvassError as error:
         absent = isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError)

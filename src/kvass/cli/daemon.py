@@ -1,0 +1,21 @@
+"""Which daemon a command asks: the options of all commands that are clients of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kvass.client.client import Client
+from kvass.config import Parser, add_flags, load
+
+
+def add_daemon(parser: Parser) -> None:
+    """Give ``parser`` the options that name a daemon."""
+    add_flags(parser, "socket", "daemon_uid")
+
+
+def client(options: Mapping[str, Any]) -> Client:
+    """A client of the daemon that ``options``, parsed, name. Raises ``ConfigError``."""
+    config = load(options, os.environ)
+    return Client(config.socket, daemon_uid=config.daemon_uid)
