@@ -15,8 +15,7 @@ QUIET  := | sed -u '/^Requirement already satisfied/d'
 SEEDS  ?= 10000
 MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
-# Two cores are idle for half of the time if two do, because tests wait for engines and servers.
-WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 3 || echo 0)
+WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
 .PHONY: help setup demo quick test test-versions check docs sim soak bench bench-check bench-peers clean
 
