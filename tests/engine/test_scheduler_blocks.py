@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvass.engine import adapter_files, adapters
 from kvass.engine.stores import StorePlanner
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_scheduler_lora import train
@@ -35,6 +36,14 @@ def engine(daemon: Daemon, **options: Any) -> StubModelEngine:
     made = StubModelEngine(daemon.socket, daemon, **options)
     made.wait_connected()
     return made
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a look at files may take long, and a file may be very young."""
+    monkeypatch.setattr(adapters, "WAIT_S", 60.0)
+    monkeypatch.setattr(adapters, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(adapter_files, "SETTLED_NS", 0)
 
 
 @pytest.fixture(scope="module")

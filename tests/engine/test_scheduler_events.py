@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from examples.router import Subscriber
 from kvass.client.scheduler import Match
 from kvass.connectors.vllm.events import VllmEvents
-from kvass.engine import row_events
+from kvass.engine import adapter_files, adapters, row_events
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_scheduler_groups import MODELS
 from tests.engine.test_scheduler_lora import train
@@ -296,6 +296,8 @@ def test_lora_adapters(
 ) -> None:
     """Digests in the daemon have a salt of the adapter's weights, vLLM's hashes have not."""
     monkeypatch.setattr(row_events, "AWAY_S", 0.3)
+    monkeypatch.setattr(adapters, "WAIT_S", 60.0)
+    monkeypatch.setattr(adapter_files, "SETTLED_NS", 0)
     adapter, a = train(tmp_path / "adapter", b"1234"), engine()
     for name in ("stores", "loads"):
         a.world.add(name, prompt(0), max_tokens=20, lora=adapter)

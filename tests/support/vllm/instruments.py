@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from kvass.client import scheduler
+from kvass.engine import adapters
 from tests.support.vllm.process import Hooks, Pages, Settings
 
 HOOKS: Final = (
@@ -240,8 +241,7 @@ def prepare(connector: Any, patient: bool, late: bool) -> None:
         client._step_wait_s = client._left_s = PATIENCE_S
         vars(scheduler)["LATE_S"] = PATIENCE_S
         client._reserve_wait_s = 0.0 if late else PATIENCE_S
-        adapters = planner._adapters
-        adapters._wait_s = adapters._left_s = PATIENCE_S
+        vars(adapters).update(WAIT_S=PATIENCE_S, PATIENCE_S=PATIENCE_S)
 
 
 class BlendControls:
