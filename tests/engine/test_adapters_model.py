@@ -20,9 +20,10 @@ import pytest
 from kvass.connectors.vllm import lora
 from kvass.engine import adapter_files, adapters, identity
 from kvass.engine.adapters import Adapters, Named, NoSalt
+from kvass.engine.boundary import Boundary
 from kvass.engine.held_adapters import GONE, UNKNOWN, Held, HeldAdapters, News
 from kvass.engine.protocols import Adapter
-from tests.support.vllm.lora_ranks import LoraRanks
+from tests.support.vllm.lora_ranks import LoraManager, LoraRanks
 
 SEEDS = range(12)
 REQUESTS = 200
@@ -216,13 +217,13 @@ def _by_id(self: Any, number: int) -> None:
             self._note(name, Held(number, self._digest(held), *self._source(held)))
 
 
-def _after_reading(manager: Any) -> Any:
-    """As ``lora._sources``, but for the look before."""
+def _after_reading(manager: Any, boundary: Any) -> Any:
+    """As ``lora.sources``, but for the look before."""
     load, known = manager._load_adapter, dict[object, tuple[str, str]]()
 
     def load_adapter(request: Any) -> Any:
         adapter = load(request)
-        known[adapter] = request.lora_path, lora._files_state(request)
+        known[adapter] = request.lora_path, adapter_files.files_state(request.lora_path)
         return adapter
 
     manager._load_adapter = load_adapter
@@ -245,7 +246,7 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "the first rank names it for all": (Adapters, "_name", _by_first_rank),
     "what has the id of before is what it was": (HeldAdapters, "look", _by_id),
     "a text stands for the last alone": (Adapters, "_stands_for", _replaces),
-    "files are looked at after reading alone": (lora, "_sources", _after_reading),
+    "files are looked at after reading alone": (lora, "sources", _after_reading),
     "files are what they were": (Adapters, "_look", _as_read),
 }
 
@@ -259,6 +260,17 @@ def test_each_rule_is_needed(mutant: str, tmp_path: Path, monkeypatch: pytest.Mo
         if wrong:
             return
     raise AssertionError("nothing noticed it")
+
+
+def test_a_defect_of_ours_ends_no_load_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    boundary, manager = Boundary(), LoraManager()
+    monkeypatch.setattr(lora, "files_state", lambda path: 1 / 0)
+    source = lora.sources(manager, boundary)
+    manager.use(SimpleNamespace(lora_int_id=1, lora_path=str(tmp_path), load_inplace=False))
+    assert source(manager.held[1]) == (str(tmp_path), "")
+    assert boundary.counters.total() == 2
 
 
 def test_what_is_loaded_is_in_the_engines_own_cache_too(tmp_path: Path) -> None:

@@ -17,8 +17,15 @@ MAX_ENTRIES: Final = 1000
 
 def files_state(path: str) -> str:
     """A text that changes with what lies at ``path``: with any file in this folder, and with links
-    and folders on the way. Empty if it changed just now, or has too many files. Raises OSError if
-    there is no such folder."""
+    and folders on the way. Empty if that cannot be told: there is no such folder, it has too many
+    files, or it changed just now."""
+    try:
+        return _state(path)
+    except OSError:
+        return ""
+
+
+def _state(path: str) -> str:
     folder = Path(os.path.expanduser(path)).absolute()  # as engines do
     files = sorted(folder.iterdir())
     if len(files) > MAX_ENTRIES:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvass.connectors.vllm import lora
+from kvass.engine.boundary import Boundary
 from kvass.engine.held_adapters import HeldAdapters, News
 
 
@@ -58,7 +59,9 @@ class LoraRanks:
         self._number = 0
         self.managers = [LoraManager(capacity) for _ in range(ranks)]
         self.seen = [
-            HeldAdapters(rank, manager.list_adapters, lora.digest, lora._sources(manager))
+            HeldAdapters(
+                rank, manager.list_adapters, lora.digest, lora.sources(manager, Boundary())
+            )
             for rank, manager in enumerate(self.managers)
         ]
 

@@ -98,7 +98,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         make_mover: Callable[[KVMemory], Mover] | None = None,
     ) -> Copier:
         rank = configuration.worker_rank(vllm_config)
-        held = lora.held_adapters(rank) if self._adapters else None
+        held = lora.held_adapters(rank, self._boundary) if self._adapters else None
         if self._adapters and held is None:
             log.warning("LoRA adapters run uncached: what this worker holds cannot be read")
         return Copier(setup, rank, self._boundary, make_mover, held)

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvass.engine.adapter_files import files_state
+from kvass.engine.boundary import Boundary
 from kvass.engine.held_adapters import UNKNOWN, HeldAdapters
 
 THREADS: Final = 4
@@ -30,7 +31,7 @@ NAMES_IT: Final = frozenset({"id"})
 """Attributes of a ``LoRAModel`` that say how this engine calls it, not what it is."""
 
 
-def held_adapters(rank: int) -> HeldAdapters | None:
+def held_adapters(rank: int, boundary: Boundary) -> HeldAdapters | None:
     """What this worker, which is rank ``rank``, holds; None if it cannot be found. Called where it
     makes its connector: only the frames of our callers refer to it."""
     frame = inspect.currentframe()
@@ -38,7 +39,7 @@ def held_adapters(rank: int) -> HeldAdapters | None:
         runner: Any = getattr(frame.f_locals.get("self"), "model_runner", None)
         manager = getattr(runner, "lora_manager", None)
         if hasattr(manager, "_adapter_manager"):
-            return HeldAdapters(rank, _listed(runner), digest, _sources(manager))
+            return HeldAdapters(rank, _listed(runner), digest, sources(manager, boundary))
         frame = frame.f_back
     return None
 
@@ -51,28 +52,21 @@ def _listed(runner: Any) -> Callable[[], Mapping[int, object]]:
     return listed
 
 
-def _sources(manager: Any) -> Callable[[object], tuple[str, str]]:
+def sources(manager: Any, boundary: Boundary) -> Callable[[object], tuple[str, str]]:
     """Where the manager reads an adapter from now on, and the state of the files if it is one
-    before and after."""
+    before and after. A defect of kvass ends no load of vLLM's."""
     load, known = manager._load_adapter, WeakKeyDictionary[object, tuple[str, str]]()
 
     def load_adapter(request: Any) -> Any:
-        before = _files_state(request)
+        path = str(request.lora_path)
+        before = boundary.run("", files_state, path)
         adapter = load(request)
-        files = before if before == _files_state(request) else ""
-        known[adapter] = str(request.lora_path), files
+        after = boundary.run("", files_state, path)
+        known[adapter] = path, before if before == after else ""
         return adapter
 
     manager._load_adapter = load_adapter
     return lambda adapter: known.get(adapter, ("", ""))
-
-
-def _files_state(request: Any) -> str:
-    """Empty if it cannot be told: no failure of ours may end an engine's load."""
-    try:
-        return files_state(str(request.lora_path))
-    except Exception:  # noqa: BLE001 - whatever it is, the adapter is not expected from its files
-        return ""
 
 
 def digest(adapter: Any) -> str:
