@@ -101,7 +101,7 @@ def start(model: Path, folder: Path) -> Iterator[Starter]:
 @pytest.fixture(scope="session")
 def adapters(folder: Path) -> Path:
     """A folder of LoRA adapters, older than all engines."""
-    for seed, name in enumerate(("one", "other", *"ABCDEFGH")):
+    for seed, name in enumerate(("one", "other", *"ABCDEFGHIJ")):
         write_lora(folder / "adapters" / name, TINY, seed=seed)
     return folder / "adapters"
 

@@ -28,11 +28,12 @@ class World:
         self.id = 1000 * ord(names[0])
         self._judge = judge
 
-    def truth(self, lora: Path) -> list[int]:
+    def truth(self, lora: Path, tokens: list[int] | None = None) -> list[int]:
         """What an engine without kvass computes with the adapter that is at ``lora`` now."""
         self.id += 1
         assert self._judge.engine.reset()
-        answer = self._judge.engine.one(self.tokens, lora=str(lora), lora_id=self.id)
+        tokens = tokens or self.tokens
+        answer = self._judge.engine.one(tokens, lora=str(lora), lora_id=self.id)
         assert answer.cached == 0
         return answer.tokens
 
@@ -97,6 +98,23 @@ def test_an_adapter_loaded_in_place(
     assert a.reset()
     tokens = a.one(world.tokens, lora=str(one), lora_id=5, lora_in_place=True).tokens
     assert tokens == first
+
+
+def test_what_was_computed_before_the_scheduler_heard_of_another_adapter(
+    a: EngineProcess, b: EngineProcess, make_world: Callable[[str], World], prompt: Make
+) -> None:
+    """The step that computes a new prompt is planned with the adapter of before: the worker, which
+    holds another one, stores nothing under its name."""
+    world, new = make_world("IJ"), prompt(520)
+    one, other = world.one, world.other
+    right, wrong = world.truth(one, new), world.truth(other, new)
+    stored(a, world, one, 9)
+    assert a.reset()
+    a.add_lora(other, 9, in_place=True)
+    assert a.one(new, lora=str(one), lora_id=9).tokens == wrong
+    stored(b, world, one, 9)
+    assert b.reset()
+    assert b.one(new, lora=str(one), lora_id=9).tokens == right
 
 
 def test_adapters_that_alternate_hit(
