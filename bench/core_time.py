@@ -24,10 +24,10 @@ import numpy as np
 
 from kvass.cli.bench.lookups import ASKS, KEYS, WARM_UP
 from kvass.cli.bench.rig import WIDTH, percentiles_us, seconds
-from kvass.core.admission import GROUPS
-from kvass.core.coverage import longest_hit
 from kvass.core.effects import Event, Lost, Opened, Received, Send, Tick
+from kvass.core.handlers.admission import GROUPS
 from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.core.matching.coverage import longest_hit
 from kvass.daemon.loop import GC_THRESHOLD
 from kvass.messages import (
     Clear,

@@ -17,9 +17,9 @@ import numpy.ma
 
 from bench.core_time import ARENA_BYTES, TOUCHED, Core, Model
 from kvass import messages as m
-from kvass.core.admission import GROUPS
 from kvass.core.effects import Lost, Opened, Received, Send
-from kvass.core.removed import AT_ONCE
+from kvass.core.handlers.admission import GROUPS
+from kvass.core.rows.removed import AT_ONCE
 from kvass.daemon.loop import GC_THRESHOLD
 from kvass.types import MAX_GROUPS, MAX_RANKS, SCHEDULER, GroupLayout, Limits, Quota, RankLayout
 from kvass.wire import framing

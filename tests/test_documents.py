@@ -172,10 +172,10 @@ def test_every_command_and_flag_exists(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_negative_control_what_is_wrong_is_seen() -> None:
-    assert wrong_paths("`core/rows.py` and `core/no_such.py`") == ["core/no_such.py"]
+    assert wrong_paths("`core/rows/row_table.py` and `core/no_such.py`") == ["core/no_such.py"]
     assert wrong_paths("`tests/core/`, `tests/nowhere/`") == ["tests/nowhere/"]
-    assert wrong_paths("`core/rows.py::READY`, `core/rows.py::no_such`") == [
-        "core/rows.py::no_such"
+    assert wrong_paths("`core/rows/row_table.py::READY`, `core/rows/row_table.py::no_such`") == [
+        "core/rows/row_table.py::no_such"
     ]
     assert wrong_paths("`config.json`", tests_only=True) == []
     assert wrong_paths("`core/test_none.py`", tests_only=True) == ["core/test_none.py"]

@@ -56,15 +56,15 @@ def test_import_contracts_are_kept() -> None:
 
 
 FORBIDDEN = {
-    "kvass.core.rows": "time threading torch kvass.wire.framing",
+    "kvass.core.rows.row_table": "time threading torch kvass.wire.framing",
     "kvass.layout.describe": "socket",
-    "kvass.messages": "kvass.core.rows",
+    "kvass.messages": "kvass.core.rows.row_table",
     "kvass.wire.framing": "kvass.daemon.loop",
     "kvass.daemon.loop": "torch kvass.client.client kvass.layout.describe kvass.blend.rope",
     "kvass.client.client": "kvass.core.machine torch kvass.testing.daemon",
     "kvass.transfer.host": "kvass.wire.channel",
-    "kvass.connectors.vllm.connector": "kvass.daemon.loop kvass.core.rows",
-    "kvass.engine.identity": "torch vllm kvass.connectors.vllm.adapt kvass.core.rows",
+    "kvass.connectors.vllm.connector": "kvass.daemon.loop kvass.core.rows.row_table",
+    "kvass.engine.identity": "torch vllm kvass.connectors.vllm.adapt kvass.core.rows.row_table",
     "kvass.testing.daemon": "tests.support.wire.raw_session",
     "kvass.cli.main": "kvass.testing.daemon",
     "kvass.cli.bench.copies": "bench.rows",

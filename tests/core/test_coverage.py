@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvass.core.coverage import first_chunk, longest_hit
+from kvass.core.matching.coverage import first_chunk, longest_hit
 from kvass.types import PAGE, GroupKind, GroupLayout
 
 DEEPSEEK_V4 = (256, 64, 64, 4, 8)

@@ -6,7 +6,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.core.effects import EpochIs, TierEpoch, TierReport
-from kvass.core.epochs import LOOK_AGAIN_S, to_note
+from kvass.core.tiers.epochs import LOOK_AGAIN_S, to_note
 from tests.core.rig import Engine
 from tests.core.tier_rig import TierRig, another_boot
 

@@ -14,7 +14,7 @@ import pytest
 from kvass import messages as m
 from kvass.core.effects import TierProbe, TierReport
 from kvass.core.histogram import BOUNDS, Histogram
-from kvass.core.use_times import STEP_S, UseTimes
+from kvass.core.rows.use_times import STEP_S, UseTimes
 from kvass.types import PAGE
 from tests.core.rig import LEASE_S, Rig
 from tests.core.test_promote import measured

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import writing
 from kvass.core.effects import TierProbe
+from kvass.core.handlers import writing
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import BOOT, WIDTH, Engine, Rig, digests
 from tests.core.tier_rig import TierRig

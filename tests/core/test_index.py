@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvass.core import index as index_file
-from kvass.core.index import ABSENT, KeyIndex, key_array, odd_numbers
-from kvass.core.rows import KEY_WORDS, RowTable
+from kvass.core.rows import index as index_file
+from kvass.core.rows.index import ABSENT, KeyIndex, key_array, odd_numbers
+from kvass.core.rows.row_table import KEY_WORDS, RowTable
 from kvass.types import I64Array, U64Array
 
 KEYS = st.tuples(*[st.integers(0, 3)] * KEY_WORDS)

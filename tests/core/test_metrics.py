@@ -23,7 +23,7 @@ from kvass.core.metrics import (
 )
 from tests.core.tier_rig import TierRig
 
-SOURCES = [path.read_text() for path in Path(kvass.core.__file__).parent.glob("*.py")]
+SOURCES = [path.read_text() for path in Path(kvass.core.__file__).parent.rglob("*.py")]
 
 
 def test_what_is_counted_is_declared_and_what_is_declared_is_counted() -> None:

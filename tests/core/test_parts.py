@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvass.core.eviction import UseLog
-from kvass.core.extents import STAYS, ExtentMap, FreeSpace
-from kvass.core.rows import FREE, KEY_WORDS, NEVER, READY, WRITING, RowTable
+from kvass.core.rows.eviction import UseLog
+from kvass.core.rows.extents import STAYS, ExtentMap, FreeSpace
+from kvass.core.rows.row_table import FREE, KEY_WORDS, NEVER, READY, WRITING, RowTable
 from kvass.types import I64Array
 
 

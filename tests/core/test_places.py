@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvass import messages as m
+from kvass.core.clients.session_limits import OBSERVERS
 from kvass.core.effects import Close, Opened, Send, Tick
-from kvass.core.session_limits import OBSERVERS
 from kvass.types import PAGE, Timing
 from tests.core.rig import Rig, layout
 

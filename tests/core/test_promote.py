@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import epochs
 from kvass.core.effects import (
     Faulted,
     Stopping,
@@ -16,8 +15,9 @@ from kvass.core.effects import (
     TierProbe,
     TierStore,
 )
-from kvass.core.flush import REST_S
-from kvass.core.tier_state import PROMOTION_BYTES, Speed
+from kvass.core.pending.tier_state import PROMOTION_BYTES, Speed
+from kvass.core.tiers import epochs
+from kvass.core.tiers.flush import REST_S
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import BOOT, LEASE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig, another_boot, names

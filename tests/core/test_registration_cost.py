@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import admission, registry
+from kvass.core.clients import registry
+from kvass.core.handlers import admission
 from kvass.errors import FrameError
 from kvass.types import GroupLayout, Limits, RankLayout
 from kvass.wire import framing

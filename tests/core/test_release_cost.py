@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvass.core.effects import Received
-from kvass.core.row_store import RowStore
+from kvass.core.rows.row_store import RowStore
 from kvass.messages import Release
 from kvass.types import I64Array
 from tests.core.rig import BOOT, Engine, Rig

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvass import messages as m
-from kvass.core import reading, removed
+from kvass.core.handlers import reading
+from kvass.core.rows import removed
 from tests.core.rig import WIDTH, Engine, Rig, digests
 from tests.core.test_groups import engine as engine_of
 from tests.core.test_groups import group

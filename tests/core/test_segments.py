@@ -9,9 +9,9 @@ import pytest
 
 from kvass import messages as m
 from kvass.blend.match import entry_bytes
-from kvass.core import segments
 from kvass.core.effects import Received, TierReport, TiersAre
 from kvass.core.event_lines import line, parse
+from kvass.core.handlers import segments
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import GRACE_S, RESERVE_S, WIDTH, Engine, Rig, digests, key, layout
 from tests.core.tier_rig import TierRig

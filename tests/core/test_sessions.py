@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvass import messages as m
-from kvass.core import sessions
 from kvass.core.effects import Faulted, HalfClose, Lost, PopulatedTo, Received, Send
+from kvass.core.handlers import sessions
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, Rig
 

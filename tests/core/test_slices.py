@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core import clearing, index, row_classes, writing
 from kvass.core.effects import Send, TierLoad, TierProbe, TierStore
+from kvass.core.handlers import clearing, writing
+from kvass.core.rows import index, row_classes
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
 from tests.core.tier_rig import TierRig

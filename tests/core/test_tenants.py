@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
+from kvass.core.clients.tenants import MOST, SHOWN
 from kvass.core.effects import QuotasAre, Stopping, TierStore
-from kvass.core.tenants import MOST, SHOWN
 from kvass.errors import Refused
 from kvass.types import MOST_QUOTAS, NO_CAP, PAGE, GroupLayout, Quota, RankLayout
 from tests.core.rig import Engine, Rig, digests, layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from kvass.core.traffic import Traffic
+from kvass.core.clients.traffic import Traffic
 from tests.core.tier_rig import TierRig
 
 

@@ -24,7 +24,7 @@ from kvass.core.effects import (
     TierStore,
     ToTier,
 )
-from kvass.core.epochs import to_note
+from kvass.core.tiers.epochs import to_note
 from tests.core.rig import WIDTH, Engine, Rig, digests
 
 Asked = TypeVar("Asked", TierProbe, TierLoad, TierStore, TierEpoch, TierClear)

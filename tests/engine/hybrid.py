@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import pytest
 
+from kvass.connectors.vllm.contract import release
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.vllm_contract import release
 from tests.engine.conftest import ARGS, ROOT
 from tests.support.vllm import hybrid_models
 from tests.support.vllm.fake_vllm import installed, version_of

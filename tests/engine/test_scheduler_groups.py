@@ -52,7 +52,7 @@ FEW_KEYS = (
     "-c",
     "import sys\n"
     "from kvass.cli.main import main\n"
-    "from kvass.core import writing\n"
+    "from kvass.core.handlers import writing\n"
     "from kvass.daemon import main as daemon\n"
     "from kvass.types import Limits\n"
     "real, writing.ROWS_A_STEP = daemon.CoreConfig, 16\n"

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvass.cli.main import main
-from kvass.core.tier_state import FlushMode
+from kvass.core.pending.tier_state import FlushMode
 from kvass.errors import UsageError
 from kvass.simulate.models import MODELS, Layers, layout
 from kvass.simulate.optimal import Best, optimal_hits

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvass.core import coverage, prefix
+from kvass.core.matching import coverage, prefix
 from kvass.layout.spans import Spans
 from kvass.types import GroupLayout
 from tests.support.reference.engine import run_reference

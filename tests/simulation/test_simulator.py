@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvass.core.settlement import Settlement
+from kvass.core.pending.settlement import Settlement
 from tests.support.simulation import simulator
 from tests.support.simulation.simulator import Simulation, dump_trace, run_seed
 

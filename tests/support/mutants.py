@@ -60,14 +60,15 @@ def break_package(mutant: Mutant, package: str) -> None:
         StaleMutantError: a text of the break is not in its file exactly once.
     """
     folder, texts = SOURCE.joinpath(*package.split(".")), dict[str, str]()
+    files = {file.name: file for file in folder.rglob("*.py")}
     for file, old, new in mutant.edits:
-        text = texts.get(file) or (folder / file).read_text()
+        text = texts.get(file) or files[file].read_text()
         if (found := text.count(old)) != 1:
             raise StaleMutantError(f"{mutant.name}: found {found} times in {file}: {old!r}")
         texts[file] = text.replace(old, new)
     broken = {
-        f"{package}.{file.removesuffix('.py')}": compile(
-            text, folder / file, "exec", dont_inherit=True
+        ".".join(files[file].relative_to(SOURCE).with_suffix("").parts): compile(
+            text, files[file], "exec", dont_inherit=True
         )
         for file, text in texts.items()
     }

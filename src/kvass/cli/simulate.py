@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 
 from kvass.cli.geometry import BLOCK_TOKENS, add_model, count, model_layers, size
 from kvass.config import Parser
-from kvass.core.tier_state import FlushMode
+from kvass.core.pending.tier_state import FlushMode
 from kvass.errors import UsageError
 from kvass.simulate.models import Layers, layout
 from kvass.simulate.optimal import Best

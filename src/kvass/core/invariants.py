@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.index import ABSENT
-from kvass.core.promote import LOADING_SHARE
-from kvass.core.rows import (
+from kvass.core.clients.tenants import MOST
+from kvass.core.pending.tier_state import Flushing, Loading, Probing
+from kvass.core.rows.index import ABSENT
+from kvass.core.rows.row_table import (
     FAILED,
     FREE,
     LOADING,
@@ -26,16 +27,15 @@ from kvass.core.rows import (
     WRITING,
     RowTable,
 )
-from kvass.core.sets import CLEARED
-from kvass.core.tenants import MOST
-from kvass.core.tier_state import Flushing, Loading, Probing
+from kvass.core.rows.sets import CLEARED
+from kvass.core.tiers.promote import LOADING_SHARE
 
 if TYPE_CHECKING:
-    from kvass.core.blocks import BlockIndex
-    from kvass.core.ledger import ClassRows
-    from kvass.core.settlement import Settlement
+    from kvass.core.pending.settlement import Settlement
+    from kvass.core.pending.tier_state import Promotions
+    from kvass.core.rows.blocks import BlockIndex
+    from kvass.core.rows.row_table import ClassRows
     from kvass.core.state import State
-    from kvass.core.tier_state import Promotions
 
 
 def validate(state: State) -> None:

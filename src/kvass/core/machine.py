@@ -16,27 +16,16 @@ from itertools import chain, count
 from typing import Any, Final
 
 from kvass import messages
-from kvass.core import (
-    admission,
-    clearing,
-    effects,
-    epochs,
-    flush,
-    invariants,
-    promote,
-    reading,
-    segments,
-    sessions,
-    tier_changes,
-    writing,
-)
+from kvass.core import effects, invariants
 from kvass.core import status as fields
+from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Effect, Event, SessionId
-from kvass.core.ledger import soonest
-from kvass.core.registry import ClientSession
-from kvass.core.row_classes import Namespace
+from kvass.core.handlers import admission, clearing, reading, segments, sessions, writing
+from kvass.core.pending.ledger import soonest
+from kvass.core.pending.tier_state import Asking
+from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import CoreConfig, State
-from kvass.core.tier_state import Asking
+from kvass.core.tiers import epochs, flush, promote, tier_changes
 from kvass.errors import Refused
 from kvass.messages import Error, FromDaemon, Hello, Pong, Register, StatusReply
 from kvass.types import Quota

@@ -7,17 +7,17 @@ from typing import Final
 
 import msgspec
 
+from kvass.core.clients.registry import ClientSession, Instance, Refusal
+from kvass.core.clients.session_limits import SessionLimits
+from kvass.core.clients.traffic import Traffic
 from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
+from kvass.core.matching.prefix import Hit
 from kvass.core.metrics import COUNTERS, HISTOGRAMS
-from kvass.core.prefix import Hit
-from kvass.core.registry import ClientSession, Instance, Refusal
-from kvass.core.row_classes import Namespace
-from kvass.core.row_store import RowStore
-from kvass.core.session_limits import SessionLimits
-from kvass.core.settlement import Settlement
-from kvass.core.tier_state import Clearing, FlushMode, Promotions, Tiers
-from kvass.core.traffic import Traffic
+from kvass.core.pending.settlement import Settlement
+from kvass.core.pending.tier_state import Clearing, FlushMode, Promotions, Tiers
+from kvass.core.rows.row_classes import Namespace
+from kvass.core.rows.row_store import RowStore
 from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Quota, Timing
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kvass.blend.match import entry_bytes
-from kvass.core.registry import model_of
-from kvass.core.rows import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
-from kvass.core.tier_state import Loading, TierState
+from kvass.core.clients.registry import model_of
+from kvass.core.pending.tier_state import Loading, TierState
+from kvass.core.rows.row_table import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
 from kvass.types import NO_CAP, SCHEDULER
 
 if TYPE_CHECKING:
-    from kvass.core.ledger import Entry
-    from kvass.core.registry import Instance
-    from kvass.core.row_classes import RowClass
+    from kvass.core.clients.registry import Instance
+    from kvass.core.clients.tenants import Tenant
+    from kvass.core.clients.traffic import Traffic
+    from kvass.core.pending.ledger import Entry
+    from kvass.core.rows.row_classes import RowClass
     from kvass.core.state import State
-    from kvass.core.tenants import Tenant
-    from kvass.core.traffic import Traffic
 
 
 _TENANTS_TRAFFIC: Final = (

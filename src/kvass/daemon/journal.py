@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
+from kvass.core.clients.registry import model_of
 from kvass.core.effects import SessionId
-from kvass.core.registry import model_of
 from kvass.messages import Cleared, Error, FromDaemon, Register, Registered
 from kvass.types import SCHEDULER
 from kvass.wire.channel import PeerCredentials

@@ -25,11 +25,11 @@ from kvass.arena.memory import SLICE_BYTES, Arena
 from kvass.config import quotas
 from kvass.core import effects
 from kvass.core.effects import SessionId
-from kvass.core.epochs import LOOK_AGAIN_S
 from kvass.core.event_lines import line
 from kvass.core.histogram import Histogram
 from kvass.core.machine import CacheMachine
 from kvass.core.metrics import LOOP_HISTOGRAMS
+from kvass.core.tiers.epochs import LOOK_AGAIN_S
 from kvass.daemon import notify
 from kvass.daemon.connection import Connection
 from kvass.daemon.journal import LOGGED, Journal

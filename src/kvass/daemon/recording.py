@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from kvass.core.row_classes import Namespace
+from kvass.core.rows.row_classes import Namespace
 from kvass.errors import ConfigError
 from kvass.messages import FromClient, Lookup, Reserve
 from kvass.recording import KEY_BYTES, AnyLine, EngineLine, Group, LookupLine, LostLine, StoreLine

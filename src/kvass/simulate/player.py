@@ -21,10 +21,10 @@ import numpy as np
 
 from kvass.core import effects
 from kvass.core.effects import Event, Opened, PopulatedTo, Received, Send, Tick
-from kvass.core.ledger import soonest
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.core.metrics import COUNTERS
-from kvass.core.tier_state import FlushMode
+from kvass.core.pending.ledger import soonest
+from kvass.core.pending.tier_state import FlushMode
 from kvass.errors import UsageError
 from kvass.messages import (
     Commit,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.core import effects as fx
-from kvass.core.epochs import to_note
+from kvass.core.tiers.epochs import to_note
 from kvass.transfer.base import U8Array
 
 RecordKey = tuple[bytes, int, int, bytes]

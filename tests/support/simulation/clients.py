@@ -159,7 +159,8 @@ class SimulatedEngine:
 
     def _give_up(self, peer: ClientConnection) -> float:
         """Close a connection; returns until when the process's device may still write: the time
-        that the daemon allows for (``core/settlement.py``). A visible exit may take long."""
+        that the daemon allows for (``core/pending/settlement.py``).
+        A visible exit may take long."""
         rng, now, grace_s = self.world.rng, self.world.now, self.world.timing.dma_grace_s
         peer.exits = rng.random() < 0.7
         peer.ends = now + rng.choice([0.0, rng.random() * grace_s, rng.random() * 4 * grace_s])

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.core import effects as fx
-from kvass.core.epochs import to_note
+from kvass.core.tiers.epochs import to_note
 from tests.support.witness.records import BrokenLawError, Place, Tag, list_places
 from tests.support.witness.tiers import digests_of
 

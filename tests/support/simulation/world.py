@@ -15,7 +15,7 @@ from functools import partial
 from kvass import messages as m
 from kvass.core import effects as fx
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.core.tier_state import FlushMode
+from kvass.core.pending.tier_state import FlushMode
 from kvass.types import Limits, Timing
 from tests.support.simulation.clients import ArenaContents, ClientConnection, SimulatedEngine
 from tests.support.simulation.quotas import Quotas, TenantWitness

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.vllm_contract import release
+from kvass.connectors.vllm.contract import release
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.lora_ranks import LoraRanks
 from tests.support.vllm.models import Shape, build

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvass.core.clients.session_limits import OBSERVERS
 from kvass.core.effects import Close, Effect, Event, Opened
-from kvass.core.session_limits import OBSERVERS
 from kvass.messages import Error, FromDaemon, Hello, Welcome
 from kvass.types import Limits
 from tests.support.witness.records import BrokenLawError

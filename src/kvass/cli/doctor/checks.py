@@ -20,12 +20,12 @@ from kvass.cli.doctor.driver import run_python
 from kvass.cli.doctor.machine import MOONCAKE, Machine
 from kvass.cli.report import size as in_units
 from kvass.client.health import troubles
+from kvass.connectors.vllm.contract import differences
 from kvass.connectors.vllm.served import TESTED, Served, judge
 from kvass.transfer import ON_REQUEST
 from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.types import Limits, Size
-from kvass.vllm_contract import differences
 
 Level = Literal["ok", "note", "warning", "error"]
 

@@ -5,8 +5,8 @@ These files know vLLM's version: this one, ``configuration.py``, ``namespace.py`
 weights later), ``lora.py`` (the adapters that a worker holds), ``groups.py`` (cache groups),
 ``kv_caches.py`` (pages), ``tiles.py`` (what its kernels need of the CPU), ``stats.py`` (its
 metrics), ``events.py`` (KV events), ``plugin.py`` (its plug-ins), ``inert.py`` and those of blend
-(``blend*.py``). ``connector.py`` knows the hooks of the base class, ``kvass/vllm_contract.py``
-lists what all but blend use, and no other file knows vLLM. For another version change these, then
+(``blend*.py``). ``connector.py`` knows the hooks of the base class, ``contract.py`` lists
+what all but blend use, and no other file knows vLLM. For another version change these, then
 add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the recipe).
 
 Facts relied on: block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
@@ -38,13 +38,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.connectors.vllm.contract import release
 from kvass.engine.boundary import log
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import Adapter
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
 from kvass.types import is_tenant_name
-from kvass.vllm_contract import release
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -29,6 +29,7 @@ from kvass.blend.plan import Choice, parse
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import Uid, default_socket
 from kvass.connectors.vllm import groups, namespace, weight_files
+from kvass.connectors.vllm.contract import release
 from kvass.connectors.vllm.served import Verdict, verdict_on
 from kvass.engine import identity, weights
 from kvass.engine.boundary import log
@@ -36,7 +37,6 @@ from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
 from kvass.transfer import DEVICES, ON_REQUEST
 from kvass.types import MAX_RANKS, GroupLayout, chunk_blocks
-from kvass.vllm_contract import release
 
 BLENDS: Final = frozenset({"0.32.0"})
 """Versions of vLLM whose internals ``blend.py`` overrides."""

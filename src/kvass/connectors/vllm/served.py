@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from kvass import vllm_contract
 from kvass._version import TESTED_VLLM, code_version
+from kvass.connectors.vllm import contract
 
 TESTED: Final = ", ".join(sorted(TESTED_VLLM))
 
@@ -63,4 +63,4 @@ def verdict_on(package: Path, version: str, tried: bool = False) -> Verdict:
 
 @cache
 def _differences(package: Path, version: str) -> list[str]:
-    return vllm_contract.differences(package, version)
+    return contract.differences(package, version)

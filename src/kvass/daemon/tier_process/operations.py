@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.core import effects
-from kvass.core.epochs import to_note
+from kvass.core.tiers.epochs import to_note
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, DividedTier, Shards, Tier
 from kvass.tiers.codec import record_key

@@ -1,0 +1,148 @@
+"""Tenants: who pays for rows, and how much of L1 each may have.
+
+A row is paid for by the tenant whose request stored it first; who else finds it uses it too. A
+tenant with a quota has extent sets of its own. All requests of tenants without one are paid for by
+``DEFAULT``. So a client that invents names gains nothing, and takes no memory: only the first
+``SHOWN`` of such names have figures of their own, the others are summed as ``OTHER``.
+
+A tenant's *share* is what is reserved for it and an equal part of what is reserved for nobody, but
+no more than its cap. Whoever has more than its share is the first to make room for others.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvass.core.clients.traffic import Traffic
+from kvass.errors import Refused
+from kvass.types import DEFAULT_TENANT, MOST_QUOTAS, NO_CAP, I64Array, Quota, is_tenant_name
+
+DEFAULT: Final = DEFAULT_TENANT
+OTHER: Final = "other"
+SHOWN: Final = 32
+MOST: Final = 128
+"""Tenants in all: with a quota, with figures only, and those whose quota was removed."""
+
+
+class Tenant(msgspec.Struct, eq=False):
+    """``listed``: it has a quota. ``taken_bytes``: its extent sets. ``evicted_bytes``: its rows
+    that were evicted so far."""
+
+    id: int
+    name: str
+    listed: bool = False
+    cap_bytes: int = NO_CAP
+    reserved_bytes: int = 0
+    taken_bytes: int = 0
+    evicted_bytes: int = 0
+    traffic: Traffic = msgspec.field(default_factory=Traffic)
+
+    @property
+    def quota(self) -> Quota:
+        return Quota(self.name, self.cap_bytes, self.reserved_bytes)
+
+
+class Tenants:
+    """All tenants of an arena of ``arena_bytes``. Ids are small: they index arrays."""
+
+    def __init__(self, arena_bytes: int) -> None:
+        self._arena_bytes = arena_bytes
+        self.default, self._other = Tenant(0, DEFAULT), Tenant(1, OTHER)
+        self.all = {DEFAULT: self.default, OTHER: self._other}
+        self.divided = False
+        """Whether there was a quota in this boot: else one tenant has all of L1."""
+
+    def of(self, name: str) -> Tenant:
+        """The tenant that a request names; its figures may be those of many."""
+        tenant = self.all.get(name or DEFAULT)
+        if tenant is None:
+            unlisted = sum(not each.listed for each in self.all.values())
+            if unlisted >= SHOWN + 2 or len(self.all) >= MOST or not is_tenant_name(name):
+                return self._other
+            tenant = self._add(name)
+        return tenant
+
+    def payer(self, name: str) -> Tenant:
+        """Who pays for the rows that a request of ``name`` stores."""
+        tenant = self.all.get(name)
+        return tenant if tenant is not None and tenant.listed else self.default
+
+    def named(self, number: int) -> str:
+        """The name of the tenant with that id."""
+        return next(t.name for t in self.all.values() if t.id == number)
+
+    def _add(self, name: str) -> Tenant:
+        used = {tenant.id for tenant in self.all.values()}
+        number = next(i for i in range(MOST) if i not in used)
+        self.all[name] = tenant = Tenant(number, name)
+        return tenant
+
+    # ------------------------------------------------------------ quotas
+
+    def set(self, quota: Quota) -> None:
+        """Give a tenant a quota, or another one. Raises ``Refused`` (``bad_value``, ``limit``)."""
+        if wrong := quota.wrong():
+            raise Refused("bad_value", wrong)
+        others = sum(t.reserved_bytes for t in self.all.values() if t.name != quota.tenant)
+        if others + quota.reserved_bytes > self._arena_bytes:
+            what = f"{quota.tenant}: {quota.reserved_bytes} bytes reserved, {others} for others"
+            raise Refused("bad_value", f"quota {what}: L1 has {self._arena_bytes}")
+        listed = sum(t.listed for t in self.all.values() if t.name != quota.tenant)
+        if listed >= MOST_QUOTAS:
+            raise Refused("limit", f"{listed} tenants have quotas: take one away first")
+        if quota.tenant not in self.all and len(self.all) >= MOST:
+            self._forget_idle()
+        tenant = self.all.get(quota.tenant) or self._add(quota.tenant)
+        tenant.cap_bytes, tenant.reserved_bytes = quota.cap_bytes, quota.reserved_bytes
+        tenant.listed = self.divided = True
+
+    def _forget_idle(self) -> None:
+        """Drop who has neither a quota nor memory. Raises ``Refused`` if nobody is such."""
+        known = len(self.all)
+        for t in [*self.all.values()]:
+            if not (t.listed or t.taken_bytes or t in (self.default, self._other)):
+                del self.all[t.name]
+        if len(self.all) == known:
+            raise Refused("limit", f"at most {MOST} tenants: remove the quota of another one")
+
+    def remove(self, name: str) -> None:
+        """Take a quota away: what the tenant has stays, and is the first to make room. Raises
+        ``Refused``."""
+        tenant = self.all.get(name)
+        if tenant is None or not tenant.listed:
+            raise Refused("bad_value", f"quota {name[:64]!r}: there is none")
+        tenant.listed, tenant.cap_bytes, tenant.reserved_bytes = False, NO_CAP, 0
+
+    def replace(self, quotas: tuple[Quota, ...]) -> None:
+        """These are all quotas from now on. Nothing changes if tenants that had quotas before have
+        so much left that there is no place for them."""
+        before = [t.quota for t in self.all.values() if t.listed]
+        for quota in before:
+            self.remove(quota.tenant)
+        try:
+            for quota in quotas:
+                self.set(quota)
+        except Refused:
+            self.replace(tuple(before))
+
+    # ------------------------------------------------------------ who makes room
+
+    def shares(self, asker: Tenant) -> I64Array:
+        """By id the bytes of each tenant's share, while ``asker`` and all with memory share L1."""
+        paying = [t for t in self.all.values() if t.listed or t is self.default]
+        active = sum(t is asker or t.taken_bytes > 0 for t in paying)
+        spare = self._arena_bytes - sum(t.reserved_bytes for t in paying)
+        shares = np.zeros(MOST, np.int64)
+        for t in paying:
+            shares[t.id] = min(t.cap_bytes, t.reserved_bytes + spare // active)
+        return shares
+
+    def taken(self) -> I64Array:
+        """By id the bytes that each has."""
+        taken = np.zeros(MOST, np.int64)
+        for t in self.all.values():
+            taken[t.id] = t.taken_bytes
+        return taken

@@ -1,0 +1,1 @@
+"""What each message does. A message that is refused changes nothing."""

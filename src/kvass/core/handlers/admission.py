@@ -1,0 +1,186 @@
+"""Registration: a session becomes one (instance, rank), a complete instance gets its namespace.
+
+A refused ``Register`` changes nothing. When an instance moves to another generation, nothing that
+it was writing is published.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from kvass.core.clients.registry import (
+    ClientSession,
+    Instance,
+    check_agrees,
+    check_register,
+    differences,
+    layout_digest,
+    model_of,
+    namespace_digest,
+    row_class_specs,
+    worker_of,
+)
+from kvass.core.clients.traffic import Traffic
+from kvass.core.pending.settlement import MOVED
+from kvass.core.rows.row_classes import Namespace
+from kvass.core.rows.row_table import NEVER
+from kvass.core.state import State
+from kvass.core.tiers import epochs, promote
+from kvass.errors import Refused
+from kvass.messages import Register, Registered
+from kvass.types import MAX_GROUPS, SCHEDULER, RankLayout
+
+_LIKE: Final = 16
+"""A new namespace is compared with so many others of its model."""
+GROUPS: Final = 2
+"""At the limit of namespaces so many layer groups each, on average. In a status each takes 1 or
+2 us, and a status is one step."""
+
+
+def register(state: State, session: ClientSession, msg: Register) -> Registered:
+    """Admit a session. If it registers again with the same values, it is only answered again; with
+    another generation its instance moves."""
+    terms = msgspec.structs.replace(msg, seq=0, layout=None)
+    before = session.registered
+    if before is None:
+        _admit(state, session, terms, msg.layout)
+    elif (
+        msgspec.structs.replace(before, generation=terms.generation) != terms
+        or layout_digest(msg.layout) != session.layout
+    ):
+        raise Refused("already_registered", "this session is another (instance, rank) already")
+    elif before != terms:
+        _admit(state, session, terms, None)
+    instance = state.instances[msg.instance]
+    ns = state.namespace_of(instance)
+    return Registered(namespace=b"" if ns is None else ns.digest, missing=instance.missing)
+
+
+def _admit(
+    state: State, session: ClientSession, terms: Register, layout: RankLayout | None
+) -> None:
+    """``layout``: of ``terms``, which are kept without it."""
+    check_register(terms, layout, state.config.limits)
+    state.session_limits.check(session)
+    instance = state.instances.get(terms.instance) or Instance(id=terms.instance, terms=terms)
+    if instance.sessions.get(terms.rank, session.id) != session.id:
+        who = "its scheduler" if terms.rank == SCHEDULER else f"rank {terms.rank}"
+        raise Refused("rank_taken", f"{who} of instance {terms.instance!r} is alive already")
+    digest = layout_digest(layout)
+    worker = None if layout is None else worker_of(terms, layout, digest)
+    check_agrees(terms, worker, instance)
+    terms = msgspec.structs.replace(terms, identity=instance.terms.identity)  # one for all ranks
+    workers = dict(instance.workers)
+    if worker is not None:
+        workers[terms.rank] = worker
+    generation = terms.generation if terms.rank == SCHEDULER else instance.generation
+    complete = msgspec.structs.replace(instance, workers=workers, generation=generation)
+    moves = generation != instance.generation
+    namespace = instance.namespace
+    if not complete.missing and (instance.missing or moves):
+        namespace = _namespace_for(state, complete)
+    state.session_limits.settle(session)
+    if moves:
+        _leave(state, instance)
+    instance.workers, instance.generation, instance.namespace = workers, generation, namespace
+    instance.sessions[terms.rank] = session.id
+    session.registered, session.layout = terms, digest
+    state.refusals.pop(instance.id, None)
+    instance.seen_s = state.now
+    state.instances[instance.id] = instance
+
+
+def _leave(state: State, instance: Instance) -> None:
+    """The instance moves to another generation. Rows of its private one are of no use any more."""
+    state.settlement.lost(instance.id, MOVED)
+    left, instance.namespace = state.namespace_of(instance), None
+    users = {i.namespace for i in state.instances.values()}
+    if left is not None and left.private and left.id not in users:
+        state.store.clear([left])
+
+
+def _namespace_for(state: State, instance: Instance) -> int:
+    """The id of the namespace that a complete instance's bytes belong to, made if it is new."""
+    if not instance.covers_all_shards(instance.writers):
+        written = {instance.workers[rank].shard for rank in instance.writers}
+        lacking = sorted(set(range(instance.terms.world_size)) - written)
+        raise Refused("contradiction", f"writer: no rank writes shards {lacking}")
+    specs = row_class_specs(instance)
+    chunk = sum(s.row_bytes for s in specs)
+    if chunk > state.quota:
+        text = f"a chunk takes {chunk} bytes and an instance may write {state.quota} at a time: "
+        share = state.config.limits.instance_write_share
+        raise Refused("too_large", text + f"give the daemon an L1 above {int(chunk / share)} bytes")
+    digest = namespace_digest(instance)
+    if digest in state.by_digest:
+        return state.by_digest[digest]
+    _make_place(state, len(specs))
+    new = max(state.namespaces, default=-1) + 1
+    terms = msgspec.structs.replace(instance.terms, generation=instance.generation)
+    model = model_of(instance.terms)
+    same = islice((ns for ns in reversed(state.namespaces.values()) if ns.model == model), _LIKE)
+    compared = [(differences(ns.terms, terms), ns.digest) for ns in same]
+    differs_in, like = min(compared, key=lambda one: len(one[0]), default=((), b""))
+    state.namespaces[new] = Namespace(
+        id=new,
+        digest=digest,
+        classes=[state.store.add_class(spec, new) for spec in specs],
+        chunk_tokens=instance.terms.chunk_tokens,
+        private=bool(instance.generation),
+        terms=terms,
+        model=model,
+        like=like,
+        differs_in=differs_in,
+        traffic=Traffic(from_tiers=[0] * len(state.tiers.all)),
+    )
+    state.by_digest[digest] = new
+    epochs.namespace_added(state, state.namespaces[new])
+    return new
+
+
+def _make_place(state: State, groups: int) -> None:
+    """Have a place for a namespace of so many layer groups. Some namespaces go whose slots are all
+    free, and at a limit those that were used longest ago. One that a live instance has stays."""
+    live = {i.namespace for i in state.instances.values()}
+    idle = [ns for ns in state.namespaces.values() if ns.id not in live]
+    empty = (ns for ns in idle if not any(c.in_use for c in ns.classes))
+    _drop(state, [*islice(empty, state.config.slice_ends)])
+    limit, there = state.config.limits.namespaces, state.namespaces.values()
+    places = limit - 1 - len(there)
+    groups_left = max(MAX_GROUPS, GROUPS * limit) - groups - sum(len(ns.classes) for ns in there)
+    gone, may_go = list[Namespace](), None
+    while places < 0 or groups_left < 0:
+        may_go = _latest_first(state, idle) if may_go is None else may_go
+        if not may_go:
+            raise Refused("limit", f"at most {limit} namespaces of {GROUPS} groups on average")
+        gone.append(may_go.pop())
+        places, groups_left = places + 1, groups_left + len(gone[-1].classes)
+    _drop(state, gone)
+
+
+def _latest_first(state: State, idle: list[Namespace]) -> list[Namespace]:
+    """Those of ``idle`` that are still there and that nobody reads or writes, by their last use."""
+    uses = state.store.sets.last_uses()
+    last = {
+        ns.id: max(uses.get(t.id, NEVER) for c in ns.classes for t in c.of_tenants.values())
+        for ns in idle
+    }
+    may_go = [
+        ns for ns in idle if ns.id in state.namespaces and last[ns.id] < state.store.table.clock
+    ]
+    return sorted(may_go, key=lambda ns: -last[ns.id])
+
+
+def _drop(state: State, gone: list[Namespace]) -> None:
+    for ns in gone:
+        ns.epoch += 1
+    promote.cancel(state, gone)  # a tier may not have said yet what it holds
+    for ns in gone:
+        state.forget(ns)
+        state.store.segments.clear(ns.id)
+        del state.namespaces[ns.id], state.by_digest[ns.digest]
+    state.store.remove([c for ns in gone for c in ns.classes])
+    state.store.reclaim()

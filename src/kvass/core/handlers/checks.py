@@ -1,0 +1,121 @@
+"""Checks of the values in a message, before anything changes.
+
+They raise ``Refused``, whose text says what to do. They change nothing, but for what is settled
+already: if a lost session owed what a message names, that ends first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvass.core.clients.registry import ClientSession, Instance
+from kvass.core.pending.ledger import E, Lease, Ledger, Reservation
+from kvass.core.rows.index import key_array
+from kvass.errors import ErrorCode, Refused
+from kvass.types import MAX_RANKS, SCHEDULER, Limits, U64Array
+
+if TYPE_CHECKING:
+    from kvass.core.rows.row_classes import Namespace
+    from kvass.core.state import State
+
+
+def own_rank(session: ClientSession, rank: int) -> int:
+    """``rank``, if it is the session's own: nobody speaks for another."""
+    if session.registered is None:
+        raise Refused("not_registered", "send Register first")
+    own = session.registered.rank
+    if rank != own:
+        mine = "the scheduler" if own == SCHEDULER else f"rank {own}"
+        raise Refused("bad_rank", f"this session is {mine}, not rank {rank}")
+    return rank
+
+
+def instance_of(state: State, session: ClientSession) -> Instance:
+    if session.registered is None:
+        raise Refused("not_registered", "send Register first")
+    return state.instances[session.registered.instance]
+
+
+def scheduler_of(state: State, session: ClientSession) -> Instance:
+    """The session's instance, if the session is its scheduler."""
+    own_rank(session, SCHEDULER)
+    return instance_of(state, session)
+
+
+def known_ranks(field: str, ranks: tuple[int, ...], instance: Instance) -> set[int]:
+    """``ranks`` as a set: 1..MAX_RANKS of them, all inside the instance's world (law 2)."""
+    if not 1 <= len(ranks) <= MAX_RANKS:
+        raise Refused("bad_rank", f"{field}: name 1..{MAX_RANKS} ranks, not {len(ranks)}")
+    for rank in ranks:
+        if not 0 <= rank < instance.terms.ranks:
+            world = f"the world of {instance.terms.ranks}"
+            raise Refused("bad_rank", f"{field}: rank {rank} is outside {world}")
+    named = set(ranks)
+    if len(named) < len(ranks):
+        raise Refused("bad_rank", f"{field}: name each rank once")
+    return named
+
+
+def check_request(request: str, limits: Limits) -> None:
+    """A request's id: not empty (law 2), not endless (law 12)."""
+    if not request or len(request) > limits.request_id_bytes:
+        most = limits.request_id_bytes
+        raise Refused("bad_value", f"request: give a non-empty id of at most {most} characters")
+
+
+def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Array:
+    """A blob of digests as an array of keys; ``first`` must lie within them."""
+    if not 8 <= width <= 32 or len(digests) % width:
+        text = f"digests: {len(digests)} bytes are no multiple of width {width} in 8..32"
+        raise Refused("bad_value", text)
+    count = len(digests) // width
+    if count > limits.keys_per_message:
+        raise Refused("limit", f"at most {limits.keys_per_message} keys a message")
+    if not 0 <= first <= count:
+        raise Refused("bad_value", f"first: {first} is not in 0..{count}")
+    return key_array(digests, width)
+
+
+def most_keys(state: State, ns: Namespace) -> int:
+    """So many keys of a prompt are looked at: each is looked for in every layer group, and to look
+    for more takes one step too long."""
+    return state.config.limits.keys_per_message // len(ns.classes)
+
+
+def open_lease(state: State, session: ClientSession, boot: bytes, an_id: int) -> Lease | None:
+    """The session's lease of this boot, or ``None`` if it ended."""
+    return _open(state, session, boot, an_id, state.leases, "unknown_lease")
+
+
+def open_reservation(
+    state: State, session: ClientSession, boot: bytes, an_id: int
+) -> Reservation | None:
+    """The session's reservation of this boot, or ``None`` if it was settled."""
+    return _open(state, session, boot, an_id, state.reservations, "unknown_reservation")
+
+
+def _open(
+    state: State,
+    session: ClientSession,
+    boot: bytes,
+    an_id: int,
+    ledger: Ledger[E],
+    unknown: ErrorCode,
+) -> E | None:
+    instance = instance_of(state, session)
+    if boot != state.config.boot:
+        raise Refused("wrong_boot", "this names another daemon's life: drop it")
+    if not state.settlement.issued(an_id):
+        raise Refused(unknown, f"number {an_id} was never given")
+    state.settlement.settle(an_id)
+    entry = ledger.all.get(an_id)
+    if entry is not None and entry.instance != instance.id:
+        raise Refused("not_yours", f"number {an_id} is another instance's")
+    return entry
+
+
+def named_namespace(state: State, digest: bytes) -> Namespace:
+    """The namespace that a session that only looks names."""
+    if digest not in state.by_digest:
+        raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
+    return state.namespaces[state.by_digest[digest]]

@@ -1,0 +1,236 @@
+"""Lookup, prefetch, release; which rows left L1.
+
+A function per message. It returns the reply (``None``: there is none, or it comes later) or raises
+``Refused`` before it changed anything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+
+from kvass.core.clients.registry import ClientSession
+from kvass.core.handlers.checks import (
+    check_request,
+    known_ranks,
+    most_keys,
+    named_namespace,
+    open_lease,
+    own_rank,
+    scheduler_of,
+    split_keys,
+)
+from kvass.core.matching.prefix import NO_BLOCKS, PrefixView
+from kvass.core.pending.tier_state import NOT_ASKED, PROMOTION_BYTES, Promotion
+from kvass.core.rows.index import digests_of
+from kvass.core.rows.removed import AT_ONCE
+from kvass.core.rows.row_classes import Namespace
+from kvass.core.state import State
+from kvass.core.tiers import promote
+from kvass.errors import Refused
+from kvass.messages import (
+    Lookup,
+    Matched,
+    Prefetch,
+    Prefetched,
+    Release,
+    Removals,
+    Removed,
+)
+from kvass.types import SCHEDULER, U64Array
+
+PREFETCH_S: Final = 60.0
+"""How long a prefetch may take that does not say."""
+GAPS_OF: Final = 8
+"""One lookup in so many tells how long what it hits was not used."""
+MAX_WAIT_S: Final = 300.0
+"""No lookup waits longer, whatever it asks."""
+
+
+def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
+    """Find and pin: the longest run of READY chunks from ``first``, under one lease.
+
+    ``None``: the tiers may have more, or an engine is storing it, and the answer comes then.
+    """
+    instance = scheduler_of(state, session)
+    check_request(msg.request, state.config.limits)
+    keys = split_keys(msg.digests, msg.width, msg.first, state.config.limits)
+    if msg.spare < 0:
+        raise Refused("bad_value", f"spare: {msg.spare} is negative")
+    readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
+    blocks, start = [
+        split_keys(each, msg.width, 0, state.config.limits) if each else NO_BLOCKS
+        for each in (msg.blocks, msg.first_blocks)
+    ]
+    ns = state.namespace_of(instance)
+    if ns is None or not ns.chunk_blocks or msg.spare:
+        blocks = start = NO_BLOCKS
+    elif max(len(blocks), len(start)) >= ns.chunk_blocks:
+        raise Refused("bad_value", f"blocks: fewer than the {ns.chunk_blocks} of a chunk")
+    _check_leases(state, instance.id)
+    if not msg.again:
+        state.counters["lookups"] += 1
+        state.counters["lookup_chunks"] += len(keys) - msg.first
+    if ns is None or msg.first > (most := most_keys(state, ns)):
+        return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
+    if len(keys) > most:
+        keys, blocks = keys[:most], blocks[:0]
+    view = PrefixView(state.store, ns, keys, msg.first, msg.spare, blocks, start)
+    chunks, why = view.longest(view.there()), "absent"
+    if chunks > msg.first and not msg.again and state.counters["lookups"] % GAPS_OF == 1:
+        state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
+    hit = view.use(chunks)
+    more = chunks < len(keys) - msg.spare
+    lacks = not msg.again and (more or hit.blocks < len(blocks))
+    written = msg.writing and len(state.reservations.all) > 0
+    if lacks and ((more and state.tiers.used and ns.tier_epochs) or (written and view.writers())):
+        wait_s = _wait_s(state, msg, ns, len(keys), chunks)
+        promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, blocks, start)
+        if promotion.deadline > state.now:
+            if promote.begin(state, promotion):
+                return None
+            why = "not_waited"
+    asked = ns.tokens(len(keys) - msg.first, len(blocks))
+    given = ns.tokens(chunks - msg.first, hit.blocks)
+    if msg.again:
+        asked = given = ns.tokens(0, hit.blocks)
+    state.answered(instance, ns, asked, given, why, _speed(msg), msg.again)
+    state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why, again=msg.again)
+    return state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
+
+
+def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:
+    """How long what L1, which has ``chunks``, lacks of ``asked`` chunks may take to come.
+
+    As long as the asker says. If L1 has a part: as long as computing the rest takes (its share of
+    that time, if the asker does not know its speed), but no less than ``lookup_budget_ms``.
+    """
+    least_s = state.config.timing.lookup_budget_ms / 1000
+    wait_s = min(msg.budget_ms / 1000 or least_s, MAX_WAIT_S)
+    if chunks == msg.first:
+        return wait_s
+    if speed := _speed(msg):
+        rest_s = (asked - chunks) * ns.chunk_tokens / speed
+    else:
+        rest_s = wait_s * (asked - chunks) / (asked - msg.first)
+    return min(wait_s, max(rest_s, least_s))
+
+
+def _speed(msg: Lookup) -> float:
+    """Tokens per second that the engine computes; 0: not known."""
+    return msg.prefill_tokens_s if 0 < msg.prefill_tokens_s < math.inf else 0.0
+
+
+def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched | None:
+    """Promote what a lookup would; nothing is held for the asker."""
+    check_request(msg.request, state.config.limits)
+    keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
+    if session.registered is not None:
+        if msg.namespace:
+            raise Refused("forbidden", "an engine prefetches for its own namespace only")
+        ns = state.namespace_of(scheduler_of(state, session))
+    else:
+        ns = named_namespace(state, msg.namespace)
+    _check_leases(state, _asker(session))
+    state.counters["prefetches"] += 1
+    if ns is None:
+        return Prefetched()
+    keys = keys[: most_keys(state, ns)]
+    view = PrefixView(state.store, ns, keys, 0)
+    chunks = view.use(view.longest(view.there())).chunks
+    if state.tiers.used and ns.tier_epochs and chunks < len(keys):
+        wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
+        promotion = _promotion(state, session, msg, ns, keys, set(), wait_s)
+        if promotion.deadline > state.now and promote.begin(state, promotion):
+            return None
+    return Prefetched(chunks=chunks)
+
+
+def _asker(session: ClientSession) -> str:
+    """Whose promotions a session's are: its instance's, or its own if it only looks."""
+    return session.registered.instance if session.registered else f"session {session.id}"
+
+
+def _check_leases(state: State, instance: str) -> None:
+    held = len(state.leases.of(instance)) + len(state.promotions.of(instance))
+    if held >= state.config.limits.leases_per_instance:
+        raise Refused("limit", f"{held} leases are open: release some")
+
+
+def _promotion(
+    state: State,
+    session: ClientSession,
+    msg: Lookup | Prefetch,
+    ns: Namespace,
+    keys: U64Array,
+    readers: set[int],
+    wait_s: float,
+    rest: U64Array = NO_BLOCKS,
+    start: U64Array = NO_BLOCKS,
+) -> Promotion:
+    homes = [np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes]
+    arrays_bytes = keys.nbytes + rest.nbytes + start.nbytes + sum(home.nbytes for home in homes)
+    return Promotion(
+        id=next(state.promotions.numbers),
+        session=session.id,
+        seq=msg.seq,
+        instance=_asker(session),
+        request=msg.request,
+        readers=readers,
+        namespace=ns,
+        epoch=ns.epoch,
+        keys=keys,
+        rest=rest,
+        start=start,
+        first=msg.first if isinstance(msg, Lookup) else 0,
+        begun=state.now,
+        deadline=state.now + wait_s,
+        size_bytes=PROMOTION_BYTES + len(msg.request) + arrays_bytes,
+        prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
+        spare=msg.spare if isinstance(msg, Lookup) else 0,
+        writing=isinstance(msg, Lookup) and msg.writing,
+        homes=homes,
+        tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
+    )
+
+
+def release(state: State, session: ClientSession, msg: Release) -> None:
+    """A rank is done reading, or the scheduler gives back what it never handed over."""
+    lease = open_lease(state, session, msg.boot, msg.lease)
+    if lease is None:
+        return  # a late release is no error
+    rank = own_rank(session, msg.rank)
+    if rank == SCHEDULER and lease.handed_over:
+        raise Refused("bad_rank", f"lease {msg.lease} was handed over: only its ranks release")
+    if rank == SCHEDULER:
+        state.settlement.end_lease(lease)
+    else:
+        state.settlement.release(lease, rank)
+
+
+def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
+    """Which rows of the session's namespace left L1, and which of those it names are READY. While
+    it has no namespace nothing is known."""
+    instance, limits = scheduler_of(state, session), state.config.limits
+    keys = [split_keys(each, msg.width, 0, limits) for each in (*msg.present, b"")][:-1]
+    if sum(map(len, keys)) > AT_ONCE:
+        raise Refused("limit", f"present: at most {AT_ONCE} keys a message")
+    ns = state.namespace_of(instance)
+    if ns is None:
+        return Removed(lost=True)
+    if len(keys) > len(ns.classes):
+        raise Refused("bad_value", f"present: the namespace has {len(ns.classes)} groups")
+    store = state.store
+    part = store.removed.read(session.id, ns.id, msg.since)
+    gone = [part.keys.get(group, store.table.key[:0]) for group in range(len(ns.classes))]
+    pairs = zip(ns.classes, keys, strict=False)
+    return Removed(
+        upto=part.upto,
+        lost=part.lost,
+        removed=tuple([digests_of(each, msg.width) for each in gone]) if part.keys else (),
+        present=tuple([store.there(c.index.find(k)).tobytes() for c, k in pairs])
+        if part.upto == store.removed.end
+        else (),
+    )

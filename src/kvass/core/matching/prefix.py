@@ -1,0 +1,129 @@
+"""What a namespace has of one prompt: its rows are found once, and then asked about."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvass.core.matching.coverage import BoolArray, checked_groups, first_chunk, longest_hit
+from kvass.core.rows.index import ABSENT
+from kvass.core.rows.row_classes import Namespace
+from kvass.core.rows.row_store import RowStore
+from kvass.core.rows.row_table import KEY_WORDS, READY, WRITING, ClassRows
+from kvass.types import I64Array, U64Array
+
+NO_BLOCKS: Final = np.empty((0, KEY_WORDS), np.uint64)
+
+
+class Hit(NamedTuple):
+    """``chunks`` chunks from chunk 0 on, and ``blocks`` blocks of the next. ``parts`` are the rows
+    that a lookup is given, ``spares`` its spare ones."""
+
+    chunks: int
+    blocks: int
+    parts: tuple[ClassRows, ...]
+    spares: tuple[ClassRows, ...]
+
+
+NO_HIT: Final = Hit(0, 0, (), ())
+
+
+class PrefixView:
+    """The rows of a prompt's chunks in every layer group. It is stale once rows come or go.
+
+    ``keys``: of the prompt's chunks, from chunk 0 on. ``first``: the first chunk that the engine
+    does not have itself. With EAGLE or MTP, ``spare`` extra chunks after a hit must be there too:
+    they are checked, and not returned. ``rest``: the keys of the blocks after the last chunk,
+    ``start``: of those of chunk ``first``.
+    ``found``: per row class each chunk's row, or ``ABSENT``.
+    """
+
+    def __init__(
+        self,
+        store: RowStore,
+        ns: Namespace,
+        keys: U64Array,
+        first: int,
+        spare: int = 0,
+        rest: U64Array = NO_BLOCKS,
+        start: U64Array = NO_BLOCKS,
+    ) -> None:
+        self._store, self._ns, self._first, self._spare = store, ns, first, spare
+        self._rest, self._start = rest, start
+        self._groups = [c.spec.layout for c in ns.classes]
+        self.found: list[I64Array] = [c.index.find(keys) for c in ns.classes]
+
+    def there(self, least: int = READY) -> list[BoolArray]:
+        """Per class, which chunks have a row in state ``least`` or above (``rows``)."""
+        return [self._store.there(rows, least) for rows in self.found]
+
+    def longest(self, there: list[BoolArray]) -> int:
+        """How many chunks of the prompt can be had, if ``there`` can be; ``first`` if none."""
+        return longest_hit(self._groups, there, self._ns.chunk_tokens, self._first, self._spare)
+
+    def needs(self, end: int) -> list[tuple[int, int]]:
+        """Per class, the chunks ``[begin, upto)`` that a hit of ``end`` chunks uses: from ``first``
+        on what it returns, and then the spare ones."""
+        tokens, first = self._ns.chunk_tokens, self._first
+        if not self._spare or end == first:
+            return [(first_chunk(group, end, tokens, first), end) for group in self._groups]
+        return [
+            (first_chunk(group, end, tokens, first), end + self._spare * checked)
+            for group, checked in zip(self._groups, checked_groups(self._groups), strict=True)
+        ]
+
+    def writers(self) -> set[int]:
+        """The reservations whose rows would make the hit longer."""
+        table, parts = self._store.table, list[I64Array]()
+        end = self.longest(self.there(WRITING))
+        has = self._in_part(end)[0]
+        for c, rows, (begin, upto) in zip(
+            self._ns.classes, self.found, self.needs(end), strict=True
+        ):
+            parts.append(rows[begin:upto])
+            if end == len(rows):  # the key of a tail is the hash of its last block
+                parts.append(c.index.find(self._rest[has:]))
+        rows = np.concatenate(parts)
+        rows = rows[rows != ABSENT]
+        return set(table.loader[rows[table.state[rows] == WRITING]].tolist())
+
+    def last_used_s(self, end: int) -> float:
+        """How long the last chunk of a hit of ``end`` chunks was not used; 0 if no group needs it.
+
+        A window of one token needs no row, so not every group has one.
+        """
+        row = max([rows.item(end - 1) for rows in self.found])
+        return 0.0 if row == ABSENT else self._store.uses.age(self._store.table.stamp.item(row))
+
+    def use(self, end: int) -> Hit:
+        """The hit of ``end`` chunks. All its rows are in use now, and so is what there is of the
+        chunks that the engine has itself."""
+        tokens, parts, spares = self._ns.chunk_tokens, [], []
+        blocks, last = self._in_part(end)
+        for c, rows, row, (begin, upto) in zip(
+            self._ns.classes, self.found, last, self.needs(end), strict=True
+        ):
+            used = rows[first_chunk(c.spec.layout, end, tokens) if self._first else begin : upto]
+            hit = rows[begin:end]
+            if len(row):
+                hit = np.concatenate([hit, row])
+                used = np.concatenate([used, row]) if self._first else hit
+            self._store.touch(c, used[used != ABSENT])
+            parts.append(ClassRows(c.id, hit))
+            spares.append(ClassRows(c.id, rows[end:upto]))
+        return Hit(end, blocks, tuple(parts), tuple(spares))
+
+    def _in_part(self, end: int) -> tuple[int, list[I64Array]]:
+        """How many blocks there are of the chunk after the first ``end`` ones, and the row of each
+        class that has them; none unless the hit has all chunks, or none but the engine's own."""
+        classes, none = self._ns.classes, [np.empty(0, np.int64) for _ in self._ns.classes]
+        indexes = [c.blocks for c in classes if c.blocks is not None]
+        wanted = self._start if end == self._first else NO_BLOCKS
+        wanted = self._rest if end == len(self.found[0]) else wanted
+        if not len(wanted) or len(indexes) < len(classes):
+            return 0, none
+        prints = self._store.prints(wanted)
+        found = [index.longest(prints) for index in indexes]
+        blocks = min(count for count, _ in found)
+        return blocks, [np.array([row]) for _, row in found] if blocks else none

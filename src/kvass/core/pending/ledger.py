@@ -1,0 +1,121 @@
+"""What is open: leases (reading), reservations (writing), and lookups that wait for tiers.
+
+Every entry belongs to an (instance, request). Leases and reservations name the ranks that still owe
+a release or a commit (law 2).
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+from kvass.core.rows.row_table import ClassRows
+
+_STALE: Final = 1024
+
+
+class Entry(msgspec.Struct, kw_only=True):
+    """``deadline``: CLOCK_MONOTONIC, seconds. ``size_bytes`` counts against a limit (law 12)."""
+
+    id: int
+    instance: str
+    request: str
+    deadline: float
+    size_bytes: int = 0
+
+
+class Lease(Entry, kw_only=True):
+    """Pins on rows, until every rank in ``owing`` released or ``deadline`` passed."""
+
+    parts: tuple[ClassRows, ...]
+    owing: set[int]
+    handed_over: bool = False
+
+
+class Reservation(Entry, kw_only=True):
+    """Rows being written by the ranks in ``owing``.
+
+    ``discarded``: it will publish nothing; its rows are QUARANTINED. ``writing_until``: of writers
+    that were lost, by session: until when their device may still write; infinity: until their
+    process has ended. ``waiters``: the lookups that wait for its rows.
+    """
+
+    parts: tuple[ClassRows, ...]
+    owing: set[int]
+    handed_over: bool = False
+    discarded: bool = False
+    writing_until: dict[int, float] = {}
+    waiters: set[int] = msgspec.field(default_factory=set)
+
+    def settled(self, now: float) -> bool:
+        """Whether nobody can write to its slots any more."""
+        return not self.owing and all(until <= now for until in self.writing_until.values())
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Ledger(Generic[E]):
+    """All open entries of a kind: by number, by instance, and by when they are due."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, E] = {}
+        self.bytes_of: dict[str, int] = {}
+        """What the entries of an instance take (law 12)."""
+        self._of: dict[str, dict[int, E]] = {}
+        self._due: list[tuple[float, int]] = []
+
+    def of(self, instance: str) -> dict[int, E]:
+        return self._of.get(instance, {})
+
+    def add(self, entry: E) -> None:
+        self.all[entry.id] = entry
+        self._of.setdefault(entry.instance, {})[entry.id] = entry
+        self.bytes_of[entry.instance] = self.bytes_of.get(entry.instance, 0) + entry.size_bytes
+        self.wake_at(entry.deadline, entry)
+
+    def drop(self, entry: E) -> None:
+        del self.all[entry.id]
+        mine = self._of[entry.instance]
+        del mine[entry.id]
+        self.bytes_of[entry.instance] -= entry.size_bytes
+        if not mine:
+            del self._of[entry.instance], self.bytes_of[entry.instance]
+
+    def wake_at(self, when: float, entry: E) -> None:
+        """Have ``due`` name ``entry`` once ``when`` has come."""
+        heapq.heappush(self._due, (when, entry.id))
+        if len(self._due) > 4 * len(self.all) + _STALE:  # most ended long before their time
+            self._due = [due for due in self._due if due[1] in self.all]
+            heapq.heapify(self._due)
+
+    def due(self, now: float, most: int) -> list[E]:
+        """At most ``most`` entries whose time has come, each perhaps not for the first time."""
+        if not self._due or self._due[0][0] > now:
+            return []
+        found = dict[int, E]()
+        while len(found) < most and (when := self.next_due) is not None and when <= now:
+            number = heapq.heappop(self._due)[1]
+            found[number] = self.all[number]
+        return list(found.values())
+
+    @property
+    def oldest(self) -> E | None:
+        """The one that was added first."""
+        return next(iter(self.all.values()), None)
+
+    @property
+    def next_due(self) -> float | None:
+        """When ``due`` will have something."""
+        while self._due and self._due[0][1] not in self.all:
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+
+def soonest(one: float | None, other: float | None) -> float | None:
+    """The earlier of two times; ``None`` is never."""
+    if one is None or (other is not None and other < one):
+        return other
+    return one

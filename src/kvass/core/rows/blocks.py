@@ -1,0 +1,150 @@
+"""Which row holds the first blocks of a prompt's chunk: hits that end inside of a chunk.
+
+An engine's block hash names all tokens up to its block's end. So the rows whose chunks begin alike
+agree in the hashes of their first blocks, and in none after the first that differs. A *tail* is a
+row of which only the first ``BlockPrints.tail`` blocks were written.
+
+A row keeps a *print* of each of its blocks but the last of a whole chunk: 64 bits that follow from
+the hash and from secret numbers. Two hashes that are as good as random share one with a probability
+of 2**-63. (Who makes up hashes can make two prints alike; but such a client could as well store
+anything under a hash that others use.) It is indexed once, under
+the first of its blocks that no other row of the index has. So a prompt's prints find the row that
+serves it best, or one that serves it as well. When a row leaves, what others share with it is not
+found any more, until a chunk that begins like them is stored anew.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Final
+
+import numpy as np
+import numpy.ma  # as in ``index``
+import numpy.typing as npt
+
+from kvass.core.rows.index import ABSENT, KeyIndex, repeated
+from kvass.core.rows.row_table import NOTED, UNKNOWN, RowTable
+from kvass.types import I64Array, U64Array
+
+MOST_ALIKE: Final = 16
+"""So many rows of one call may begin like another row. A prompt has one such row, so this is more
+than any engine needs; the others are not indexed."""
+
+
+class BlockPrints:
+    """The prints of all rows whose chunks have ``width + 1`` blocks: uint64, ``of[row, block]``.
+    ``tail``: of so many first blocks of a row were told; 0: of a whole chunk. Neither counts of a
+    row that is ``UNKNOWN``."""
+
+    def __init__(self, table: RowTable, width: int) -> None:
+        self.table, self.width = table, width
+        self.of: U64Array = np.zeros((0, width), np.uint64)
+        self.tail: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+    def keys_of(self, rows: I64Array) -> U64Array:
+        """The prints that ``rows`` are indexed under, as keys of one word."""
+        keys: U64Array = self.of[rows, self.table.entry[rows]][:, None]
+        return keys
+
+    def note(self, rows: I64Array, prints: U64Array, tail: int) -> None:
+        """``rows`` are to be written, and these are the prints of their blocks. Of the last of them
+        only ``tail`` blocks are, unless that is 0."""
+        if len(self.of) < len(self.table):
+            self.of, old = self._memory(len(self.table)), self.of
+            self.of[: len(old)] = old
+            self.tail = np.concatenate(
+                [self.tail, np.zeros(len(self.of) - len(self.tail), np.uint8)]
+            )
+        self.of[rows], self.tail[rows] = prints, 0
+        self.tail[rows[-1:]] = tail
+        self.table.entry[rows] = NOTED
+
+    def tails(self, rows: I64Array) -> npt.NDArray[np.bool_]:
+        """Which of ``rows`` are known to be tails."""
+        known = self.table.entry[rows] != UNKNOWN
+        found = np.zeros(len(rows), np.bool_)
+        found[known] = self.tail[rows[known]] > 0
+        return found
+
+    def _memory(self, rows: int) -> U64Array:
+        """Zeroed memory that the kernel finds page by page: the first touch of a huge page takes
+        long (``KeyIndex``)."""
+        memory = mmap.mmap(-1, rows * self.width * 8, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        return np.frombuffer(memory, np.uint64).reshape(rows, self.width)
+
+
+class BlockIndex:
+    """The READY rows of one class whose blocks are known."""
+
+    def __init__(self, prints: BlockPrints, index: KeyIndex) -> None:
+        self.prints, self.index = prints, index
+        self._table = prints.table
+
+    def longest(self, wanted: U64Array) -> tuple[int, int]:
+        """Of the first blocks of a chunk, with these prints, how many some row has, and the row."""
+        found = self.index.find(wanted[:, None])
+        rows = found[found != ABSENT]
+        if not len(rows):
+            return 0, ABSENT
+        if len(rows) == 1:  # the usual hit, and three times as fast
+            row = int(rows[0])
+            alike = self.prints.of[row, : len(wanted)] == wanted
+            return len(wanted) if alike.all() else int(alike.argmin()), row
+        rows = np.unique(rows)
+        agree = self._agree(rows, wanted)
+        best = int(agree.argmax())
+        return int(agree[best]), int(rows[best])
+
+    def _agree(self, rows: I64Array, wanted: U64Array) -> I64Array:
+        """In how many of their first blocks ``rows`` agree with ``wanted``."""
+        alike = self.prints.of[rows, : len(wanted)] == wanted
+        ends = np.concatenate([alike, np.zeros((len(rows), 1), np.bool_)], axis=1)
+        agreeing: I64Array = ends.argmin(axis=1)
+        return agreeing
+
+    def add(self, rows: I64Array) -> I64Array:
+        """Index those of ``rows``, READY since now, whose blocks are known. Returns the tails that
+        nobody needs any more, because another row has all their blocks."""
+        rows = rows[self._table.entry[rows] == NOTED]
+        if not len(rows):
+            return rows
+        first = self.prints.of[rows, :1]
+        alone = self.index.find(first) == ABSENT
+        alone[repeated(first)] = False
+        self._put(rows[alone], 0)
+        others = rows[~alone]
+        alike, left = others[:MOST_ALIKE], others[MOST_ALIKE:]
+        needless = [self._add_alike(row) for row in alike.tolist()]
+        self._table.entry[left] = UNKNOWN
+        found: I64Array = np.concatenate([left[self.prints.tail[left] > 0], *needless])
+        return found
+
+    def _put(self, rows: I64Array, entry: int) -> None:
+        self._table.entry[rows] = entry
+        self.index.add(rows)
+
+    def _add_alike(self, row: int) -> I64Array:
+        """Index a row that begins like another one."""
+        one = np.array([row])
+        self._table.entry[row] = UNKNOWN
+        mine = self.prints.of[row, : int(self.prints.tail[row]) or self.prints.width]
+        found = self.index.find(mine[:, None])
+        others = np.unique(found[found != ABSENT])
+        tails = self.prints.tail[others]
+        needless: I64Array = others[(tails > 0) & (tails <= self._agree(others, mine))]
+        self.remove(needless)
+        reach, found = self.longest(mine)[0], self.index.find(mine[:, None])
+        new = reach + np.flatnonzero(found[reach:] == ABSENT)
+        if len(new):
+            self._put(one, int(new[0]))
+        elif self.prints.tail[row]:
+            needless = np.concatenate([needless, one])
+        return needless
+
+    def remove(self, rows: I64Array) -> None:
+        """Take those of ``rows`` that are in the index out of it."""
+        rows = rows[self._table.entry[rows] < NOTED]
+        if len(rows):
+            self.index.remove(rows)
+            self._table.entry[rows] = UNKNOWN

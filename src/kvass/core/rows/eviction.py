@@ -1,0 +1,113 @@
+"""Which rows are evicted when room is needed: the least recently used ones.
+
+Of a prefix the deeper chunk is evicted first: whoever uses a prefix touches all of it, deepest
+chunk first, so a chunk is never older than those that follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from kvass.core.rows.row_table import RowTable
+from kvass.types import I64Array
+
+_SEGMENT: Final = 4096
+"""Entries of the log that are kept together."""
+_LOOK: Final = 512
+"""Entries that are looked at in one numpy call: most who ask need few."""
+_TIDIED: Final = 2
+"""How many old segments are tidied for each new one: more keeps the log shorter, for more work."""
+
+_LogSegment = tuple[I64Array, I64Array]
+"""Rows, and the stamps that they were given: ascending."""
+
+
+class UseLog:
+    """Exact LRU as a log of touches: appending and scanning are vectorised, nothing is sorted.
+
+    An entry is stale once its row has another stamp. Whenever a segment is full, the next
+    ``_TIDIED`` old ones, in turn, lose their stale entries and are joined to their neighbours. So
+    no touch takes long, and the log has about twice its live entries.
+    """
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._segments: list[_LogSegment] = []
+        """Full ones, the oldest first."""
+        self._tidied = 0
+        """The next to be tidied."""
+        self._begin(0)
+
+    def _begin(self, size: int = _SEGMENT) -> None:
+        self._rows: I64Array = np.empty(size, np.int64)
+        self._stamps: I64Array = np.empty(size, np.int64)
+        self._used = 0
+
+    def touched(self, rows: I64Array, stamps: I64Array) -> None:
+        """``rows`` were used; ``stamps`` (ascending) are what the table now says of them."""
+        if not len(self._rows):  # the first one: most classes of a clear are never used again
+            self._begin()
+        while len(rows):
+            n = min(len(rows), _SEGMENT - self._used)
+            self._rows[self._used : self._used + n] = rows[:n]
+            self._stamps[self._used : self._used + n] = stamps[:n]
+            self._used += n
+            rows, stamps = rows[n:], stamps[n:]
+            if self._used == _SEGMENT:
+                self._segments.append((self._rows, self._stamps))
+                self._begin()
+                for _ in range(_TIDIED):
+                    self._tidy()
+
+    def _tidy(self) -> None:
+        """Take the stale entries out of one segment, and join it to the one before if both fit."""
+        at = self._tidied % len(self._segments)
+        rows, stamps = self._segments[at]
+        live = self._table.stamp[rows] == stamps
+        kept = rows[live], stamps[live]
+        if at and len(self._segments[at - 1][0]) + len(kept[0]) <= _SEGMENT:
+            before = self._segments[at - 1]
+            kept = np.concatenate([before[0], kept[0]]), np.concatenate([before[1], kept[1]])
+            self._segments[at - 1 : at + 1] = [kept]
+            self._tidied = at
+        else:
+            self._segments[at] = kept
+            self._tidied = at + 1
+
+    def oldest(self, count: int, protect: int) -> I64Array:
+        """At most ``count`` evictable rows stamped before ``protect``, the oldest first."""
+        table, found, missing = self._table, list[I64Array](), count
+        for rows, stamps in self._parts():
+            if not missing or stamps[0] >= protect:
+                break  # the log is in stamp order
+            live = table.stamp[rows] == stamps
+            if stamps[-1] >= protect:
+                live &= stamps < protect
+            rows = rows[live]
+            found.append(rows[table.evictable(rows)][:missing])
+            missing -= len(found[-1])
+        if found and not len(found[0]):
+            self._drop_stale()
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _parts(self) -> Iterator[_LogSegment]:
+        """The log, the oldest entries first: ``_LOOK`` at a time."""
+        last = self._rows[: self._used], self._stamps[: self._used]
+        for rows, stamps in (*self._segments, last):
+            for begin in range(0, len(rows), _LOOK):
+                yield rows[begin : begin + _LOOK], stamps[begin : begin + _LOOK]
+
+    def _drop_stale(self) -> None:
+        """Take the stale entries off the log's beginning."""
+        while self._segments:
+            rows, stamps = self._segments[0]
+            live = self._table.stamp[rows[:_LOOK]] == stamps[:_LOOK]
+            first = int(live.argmax()) if live.any() else len(live)
+            self._segments[0] = rows[first:], stamps[first:]
+            if first < len(live):
+                return
+            if first == len(rows):
+                del self._segments[0]

@@ -1,0 +1,223 @@
+"""The states of rows: what may be read, written or freed, and what that means for their class.
+
+Every row that changes its state does so here (``_move``), and is counted.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.core.rows.index import ABSENT
+from kvass.core.rows.row_classes import RowClass, RowClasses
+from kvass.core.rows.row_table import (
+    FAILED,
+    FREE,
+    LOADING,
+    NEVER,
+    QUARANTINED,
+    READY,
+    STATE_NAMES,
+    TRANSIENT,
+    WRITING,
+)
+from kvass.types import I64Array, Slots, U64Array
+
+_IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
+_LEAVING: Final = (FAILED, TRANSIENT)
+"""Rows in these states are freed at their last unpin."""
+_INDEXED: Final = ~np.isin(range(len(STATE_NAMES)), (FREE, QUARANTINED, FAILED))
+"""By state, whether rows of a class are in its index."""
+
+
+class RowStates(RowClasses):
+    """The rows of all classes."""
+
+    pinned = 0
+    """Pins on all rows; one of a lease that names a row twice counts twice."""
+    _leaving = 0
+    """Rows that are freed at their last unpin: most unpins need not look for any."""
+
+    # ------------------------------------------------------------ finding
+
+    def there(self, found: I64Array, least: int = READY) -> npt.NDArray[np.bool_]:
+        """Which of ``found`` (row ids, or ``ABSENT``) are in state ``least`` or above."""
+        there: npt.NDArray[np.bool_] = found != ABSENT
+        if there.all():
+            there = self.table.state[found] >= least
+        else:
+            there[there] = self.table.state[found[there]] >= least
+        return there
+
+    def touch(self, row_class: RowClass, rows: I64Array) -> None:
+        """``rows``, in chunk order, were used.
+
+        The deepest becomes the oldest of them: it is of no use without the others. For windows and
+        states the deepest becomes the newest: a hit needs only those at its end.
+        """
+        if len(rows):
+            oldest_first = rows[::-1] if row_class.spec.layout.kind == "full" else rows
+            stamps = self.table.stamp_rows(oldest_first)
+            if row_class.undivided:
+                row_class.log.touched(oldest_first, stamps)
+            else:
+                self._touch_each(oldest_first, stamps)
+            self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
+
+    def _touch_each(self, rows: I64Array, stamps: I64Array) -> None:
+        """Tell the classes of several tenants of the use of ``rows``."""
+        owners = self.sets.owner[self.table.set_of[rows]]
+        order = np.argsort(owners, kind="stable")
+        owners, rows, stamps = owners[order], rows[order], stamps[order]
+        cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(rows)]
+        for begin, end in pairwise(cuts):
+            log = self.classes[int(owners[begin])].log
+            log.touched(rows[begin:end], stamps[begin:end])
+
+    def slots(self, rows: I64Array) -> Slots:
+        if not len(rows):
+            return Slots()
+        sets = self.table.set_of[rows]
+        used = sets.copy()
+        used.sort()
+        new = np.empty(len(used), np.bool_)
+        new[0], new[1:] = True, used[1:] != used[:-1]
+        used = used[new]
+        return Slots(
+            extents=tuple([self.extents.sets[i].bases for i in used.tolist()]),
+            set_=used.searchsorted(sets).astype("<u2").tobytes(),
+            slot=self.table.slot[rows].tobytes(),
+        )
+
+    def pin(self, rows: I64Array) -> None:
+        """One lease more holds ``rows``; a row that they name twice is pinned once."""
+        self.table.pins[rows] += 1
+        np.add.at(self.sets.held, self._sets_of(rows), 1)
+        self.pinned += len(rows)
+
+    def unpin(self, rows: I64Array, ahead: bool = False) -> None:
+        """Undo one ``pin`` of the same ``rows``; at their last one, some are freed (``_LEAVING``).
+
+        ``ahead``: they were prefetched and their reader is still to come: TRANSIENT ones stay.
+        """
+        table = self.table
+        table.pins[rows] -= 1
+        np.subtract.at(self.sets.held, self._sets_of(rows), 1)
+        self.pinned -= len(rows)
+        if not self._leaving:
+            return
+        states = table.state[rows]
+        leaving = states == FAILED if ahead else np.isin(states, _LEAVING)
+        leaving &= table.pins[rows] == 0
+        leavers = np.unique(rows[leaving])
+        if (owner := self.class_of(leavers)) is not None:
+            left = int((table.state[leavers] == TRANSIENT).sum()) * owner.spec.row_bytes
+            self._counters["bytes_evicted_not_retained"] += left
+        self.free(leavers)
+
+    # ------------------------------------------------------------ states
+
+    def note_blocks(self, row_class: RowClass, rows: I64Array, prints: U64Array, tail: int) -> None:
+        """``prints`` are those of the blocks of WRITING ``rows``, all but a chunk's last: uint64,
+        ``(len(rows), chunk_blocks - 1)``. Of the last row only ``tail`` blocks are written, unless
+        that is 0."""
+        assert row_class.blocks is not None, "blocks of a class whose hits end with a chunk"
+        row_class.blocks.prints.note(rows, prints, tail)
+        if tail:
+            self.table.offered[rows[-1]] = True
+
+    def publish(self, rows: I64Array) -> I64Array:
+        """Every shard of ``rows`` is written: they are readable from here on. Returns those that
+        tiers may have: a tail is worth no record of a row's size."""
+        self._move(rows, WRITING, READY)
+        owner = self.class_of(rows)
+        if owner is None or owner.blocks is None:
+            return rows
+        whole = rows[~owner.blocks.prints.tails(rows)]
+        for row in owner.blocks.add(rows).tolist():
+            self._counters["tails_replaced"] += 1
+            if self.table.pins[row] > 0:
+                self._move(np.array([row]), READY, TRANSIENT)
+            else:
+                self._counters["bytes_evicted_replaced"] += owner.spec.row_bytes
+                self.free(np.array([row]))
+        return whole
+
+    def promoted(self, rows: I64Array, retain: bool) -> None:
+        """A tier has filled LOADING ``rows``: they are readable from here on."""
+        self._move(rows, LOADING, READY if retain else TRANSIENT)
+        self.table.offered[rows] = True
+
+    def fail(self, rows: I64Array) -> None:
+        """LOADING ``rows`` will not be filled: nobody finds them any more, and they are freed once
+        nobody waits for them."""
+        self._unindex(rows)
+        self._move(rows, LOADING, FAILED)
+        self.free(rows[self.table.pins[rows] == 0])
+
+    def discard(self, rows: I64Array) -> None:
+        """``rows`` will never be readable, and may still be written."""
+        self._unindex(rows)
+        self._move(rows, WRITING, QUARANTINED)
+
+    def free(self, rows: I64Array) -> None:
+        """Nobody reads or writes ``rows`` (all of one namespace and group) any more."""
+        if not len(rows):
+            return
+        if self.tenants.divided:
+            owners = self.sets.owner[self.table.set_of[rows]]
+            if (owners != owners[0]).any():
+                for owner in np.unique(owners):
+                    self.free(rows[owners == owner])
+                return
+        owner, states = self.class_of(rows), self.table.state[rows]
+        if owner is not None and self.removed.noted:
+            left = self.table.keys_of(rows[states >= READY])
+            self.removed.note(owner.namespace, owner.spec.group, left)
+        self._unindex(rows)
+        for before in np.bincount(states).nonzero()[0].tolist():
+            self._move(rows[states == before], before, FREE)
+        if owner is not None:
+            owner.free.give_back(rows)
+
+    def _move(self, rows: I64Array, before: int, after: int) -> None:
+        """Move ``rows``, all of one class and in state ``before``, and count them."""
+        if not len(rows):
+            return
+        self.table.move(rows, before, after)
+        sets = self._sets_of(rows)
+        if held := (after in _IN_TRANSIT) - (before in _IN_TRANSIT):
+            np.add.at(self.sets.held, sets, held)
+        if used := (before == FREE) - (after == FREE):
+            np.add.at(self.sets.used, sets, used)
+        if after == FREE:
+            self.sets.newest[sets[self.sets.used[sets] == 0]] = NEVER
+        self._leaving += len(rows) * ((after in _LEAVING) - (before in _LEAVING))
+        owner = self.class_of(rows)
+        if owner is not None:
+            owner.rows[before] -= len(rows)
+            owner.rows[after] += len(rows)
+            if after >= READY > before:
+                self._counters["l1_in_bytes"] += len(rows) * owner.spec.row_bytes
+
+    def class_of(self, rows: I64Array) -> RowClass | None:
+        """The class whose slots ``rows`` are; ``None`` if they are none's, or it was cleared."""
+        if not len(rows):
+            return None
+        return self.classes.get(int(self.sets.owner[self.table.set_of[rows[0]]]))
+
+    def _sets_of(self, rows: I64Array) -> I64Array:
+        """The sets of ``rows``, in the type in which numpy counts by them twice as fast."""
+        return self.table.set_of[rows].astype(np.int64)
+
+    def _unindex(self, rows: I64Array) -> None:
+        owner = self.class_of(rows)
+        if owner is not None:
+            known = rows[_INDEXED[self.table.state[rows]]]
+            self.segments.left(owner.namespace, self.table.keys_of(known))
+            owner.index.remove(known)
+            if owner.blocks is not None:
+                owner.blocks.remove(rows)

@@ -1,0 +1,183 @@
+"""Epochs in tiers: records from before a clear never match again.
+
+A record's key contains an epoch, and each tier keeps a note of each namespace's epoch. A tier is
+used for a namespace only under an epoch that the tier itself has noted. A tier without a note gets
+a fresh epoch, which no record has, so a lost note costs records and revives none. A clear is done
+when every tier has noted a fresh epoch. A tier that could not is not used until it has.
+
+Of two epochs the higher one is newer. An epoch is a counter (high 32 bits) and random bits. The
+counter of a fresh epoch is above every counter seen in that tier, and at least the time in seconds
+since 1970, so that it is higher also where the earlier note was lost.
+
+A store that goes back to a snapshot has the note and the records of that time. A daemon that reads
+a note below the highest epoch it has seen notes the highest again. It reads notes when it first
+sees a namespace, when a tier that was down is back, and every ``LOOK_AGAIN_S``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from kvass.core.effects import Emptied, EpochIs, Records, TierClear, TierEpoch
+from kvass.core.pending.tier_state import Asking, Clearing, Emptying, TierState
+from kvass.core.rows.row_classes import Namespace, RowClass
+from kvass.core.state import State
+from kvass.messages import Cleared, Error
+from kvass.types import U64Array
+
+ASK_AGAIN_S: Final = 1.0
+"""How long a tier that could not tell an epoch is left alone."""
+LOOK_AGAIN_S: Final = 30.0
+"""How often a tier's note is read again: a request per namespace and tier each time."""
+_RANDOM_BITS: Final = 32
+_RANDOM: Final = (1 << _RANDOM_BITS) - 1
+_MOST: Final = (1 << 32) - 1
+"""No counter is as high: a note that says so is damaged."""
+_LATEST: Final = _MOST - (1 << 24)
+"""A clock that is later is wrong; counters above it are left for clears."""
+
+
+def to_note(asked: TierEpoch, noted: int | None, clock_s: float) -> int:
+    """The epoch that a tier's note has to say when it is asked ``asked`` and says ``noted``.
+
+    ``None``: it has no note. ``clock_s``: the time in seconds since 1970.
+    """
+    if noted is None or noted >> _RANDOM_BITS >= _MOST:
+        noted = 0
+    highest = max(asked.known, noted)
+    if highest and not asked.renew:
+        return highest
+    counter = max((highest >> _RANDOM_BITS) + 1, min(int(clock_s), _LATEST))
+    return counter << _RANDOM_BITS | asked.fresh & _RANDOM
+
+
+def namespace_added(state: State, ns: Namespace) -> None:
+    """A new namespace: ask every tier what it goes by there. A private one uses none."""
+    if ns.private:
+        return
+    ns.tier_epochs = [None] * len(state.tiers.all)
+    ns.asked_s = [-math.inf] * len(state.tiers.all)
+    for tier in state.tiers.used:
+        ask(state, ns, tier.number)
+
+
+def in_tiers(state: State, ns: Namespace) -> bool:
+    """Whether its rows may be in tiers."""
+    return bool(state.tiers.used and ns.tier_epochs)
+
+
+def usable(state: State, ns: Namespace) -> list[int]:
+    """The tiers whose epoch is known, in order; those that failed to tell are asked again."""
+    used = [] if ns.private else [tier.number for tier in state.tiers.used]
+    for tier in used:
+        if ns.tier_epochs[tier] is None and state.now - ns.asked_s[tier] >= ASK_AGAIN_S:
+            ask(state, ns, tier)
+    return [tier for tier in used if ns.tier_epochs[tier] is not None]
+
+
+def retry_now(state: State) -> None:
+    """Tiers that failed to tell an epoch may be asked again now."""
+    for ns in state.namespaces.values():
+        ns.asked_s = [when if when == math.inf else -math.inf for when in ns.asked_s]
+
+
+def read_again(state: State, back: int | None = None) -> None:
+    """Read every note that was not read for ``LOOK_AGAIN_S``, and at once those of the tier
+    ``back``: it was down, and its store may have gone back to an older state."""
+    for ns in state.namespaces.values():
+        for tier in [] if ns.private else [tier.number for tier in state.tiers.used]:
+            when = ns.asked_s[tier]
+            if when != math.inf and (tier == back or state.now - when >= LOOK_AGAIN_S - 1):
+                ask(state, ns, tier)
+
+
+def pending(ns: Namespace) -> bool:
+    """Whether no tier is usable yet, and one has been asked and may be soon."""
+    return math.inf in ns.asked_s and all(epoch is None for epoch in ns.tier_epochs)
+
+
+def clear(state: State, ns: Namespace, clearing: Clearing) -> None:
+    """Have every tier begin a new epoch of ``ns``; ``clearing`` waits for it."""
+    for tier in range(len(ns.tier_epochs)):
+        ns.tier_epochs[tier] = None
+        state.tiers.owed.add((ns.digest, tier))
+        if state.tiers.all[tier].place:
+            clearing.awaits += 1
+            ask(state, ns, tier, clearing)
+
+
+def empty(state: State, clearing: Clearing, tiers: list[TierState]) -> None:
+    for tier in tiers:
+        clearing.awaits += 1
+        op = state.tiers.begin(Emptying(tier.number, clearing))
+        state.out.append(TierClear(tier.number, op))
+
+
+def records(ns: Namespace, tier: int, row_class: RowClass, keys: U64Array) -> Records:
+    """What ``keys`` of a class are called in a tier."""
+    epoch = ns.tier_epochs[tier]
+    assert epoch is not None, "a tier was asked under no epoch"
+    return Records(ns.digest, epoch, row_class.spec.group, keys)
+
+
+def ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = None) -> None:
+    """Ask a tier for its note. But for a clear's, only one question is open at a time."""
+    ns.asked_s[tier] = math.inf  # not again before the answer
+    named = ns.digest, tier
+    renew = named in state.tiers.owed
+    op = state.tiers.begin(Asking(tier, ns, ns.epoch, renew, clearing))
+    fresh, known = state.tiers.fresh_epoch(ns.digest), state.tiers.known.get(named, 0)
+    state.out.append(TierEpoch(tier, op, ns.digest, fresh, renew, known))
+
+
+def epoch_told(state: State, event: EpochIs) -> int:
+    """A tier told what epoch it has noted, or could not; which tier that was.
+
+    What was asked before a clear tells nothing of what the tier goes by after it: the clear has
+    asked again.
+    """
+    op = state.tiers.end(event.op, Asking)
+    tiers, tier, ns, named = state.tiers, op.tier, op.namespace, (op.namespace.digest, op.tier)
+    if event.epoch is None:
+        tiers.all[tier].counters["epochs_unknown"] += 1
+    else:
+        tiers.known[named] = max(event.epoch, tiers.known.get(named, 0))
+    if op.epoch == ns.epoch and tiers.all[tier].place:
+        ns.asked_s[tier] = state.now
+        if event.epoch is not None and (op.renew or ns.tier_epochs[tier] is None):
+            tiers.owed.discard(named)
+            ns.tier_epochs[tier] = event.epoch
+    if op.clearing is not None:
+        _noted(state, op.clearing, tier, event.epoch is not None)
+    return tier
+
+
+def emptied(state: State, event: Emptied) -> None:
+    op = state.tiers.end(event.op, Emptying)
+    _noted(state, op.clearing, op.tier, event.done)
+
+
+def _noted(state: State, clearing: Clearing, tier: int, done: bool) -> None:
+    clearing.awaits -= 1
+    if not done:
+        clearing.failed = clearing.failed | {tier}
+    answer_clear(state, clearing)
+
+
+def answer_clear(state: State, clearing: Clearing) -> None:
+    """Answer a clear, if it awaits nothing more."""
+    session = state.sessions.get(clearing.session)
+    if clearing.left or clearing.awaits or session is None or session.ending:
+        return
+    if not clearing.failed:
+        state.send(clearing.session, Cleared(seq=clearing.seq, rows=clearing.rows))
+        return
+    names = ", ".join(state.tiers.all[i].name for i in sorted(clearing.failed))
+    text = f"{names} could not be emptied: say it again"
+    if clearing.of_l1:
+        text = (
+            f"L1 is cleared ({clearing.rows} rows), but not {names}, which is not used until it "
+            "could note it: clear again"
+        )
+    state.send(clearing.session, Error(seq=clearing.seq, code="tier_down", text=text))

@@ -1,0 +1,221 @@
+"""Flushing: rows of L1 are stored in the tiers, in the background.
+
+A row that a tier reads is pinned by its operation, so nothing writes to it meanwhile. Each tier
+stores at most ``FLUSH_BYTES`` at a time. A row that leaves L1 before its turn comes is not flushed,
+and counted.
+
+With ``write_through`` rows are queued when they become READY; with ``on_evict`` when L1 is nearly
+full and they are the least recently used. A tier that refuses a row is not asked again for it. A
+tier that is down is asked again after a while, for the rows that are still there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvass.core.effects import Stored, TierStore
+from kvass.core.pending.tier_state import Flushing, Queued, TierState
+from kvass.core.rows.row_classes import RowClass
+from kvass.core.rows.row_table import READY, ClassRows
+from kvass.core.state import State
+from kvass.core.tiers import epochs
+from kvass.types import I64Array
+
+FLUSH_BYTES: Final = 64 << 20
+"""What a tier is storing at a time, at most; and all together no more than an eighth of L1."""
+STORE_BYTES: Final = 16 << 20
+"""What one operation stores."""
+REST_S: Final = 1.0
+"""How long a tier that was down is not asked to store."""
+_ROOM_SHARE: Final = 8
+"""``on_evict`` keeps the oldest part of L1, one of so many, flushed."""
+_AHEAD: Final = 256
+_FORGET: Final = 4096
+"""How many parts of a removed tier's queue a step forgets: 1 ms of work."""
+_LOOK: Final = 16
+"""How much of a queue is looked at for rows whose epoch is known: a dead tier's may be long."""
+
+
+# ---------------------------------------------------------------- queueing
+
+
+def queue_published(state: State) -> None:
+    parts, state.settlement.published = state.settlement.published, []
+    for part in parts:
+        row_class = state.store.classes.get(part.row_class)
+        ns = None if row_class is None else state.namespaces[row_class.namespace]
+        if ns is not None and ns.classes[0] is row_class:
+            ns.traffic.stored += len(part.rows) * ns.chunk_tokens
+        queue_written(state, part, state.tiers.used)
+
+
+def queue_written(state: State, part: ClassRows, tiers: list[TierState]) -> None:
+    """``write_through``: queue rows that became READY for ``tiers``."""
+    if len(part.rows) and state.config.flush == "write_through" and not state.stopping:
+        _queue(state, part, tiers)
+
+
+def queue_next_victims(state: State) -> None:
+    """``on_evict``: queue the rows that will be evicted next, if L1 is nearly full."""
+    store, size = state.store, state.config.arena_bytes
+    if state.config.flush == "on_evict" and store.extents.free_bytes <= size // _ROOM_SHARE:
+        for row_class in store.classes.values():
+            if len(row_class.free) * row_class.spec.row_bytes <= size // _ROOM_SHARE:
+                _queue_new(state, row_class, row_class.log.oldest(_AHEAD, store.table.clock))
+
+
+def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
+    """Queue what no tier was given yet, for all of them."""
+    rows = rows[~state.store.table.offered[rows]]
+    if len(rows):
+        _queue(state, ClassRows(row_class.id, rows), state.tiers.used)
+
+
+def _queue(state: State, part: ClassRows, tiers: list[TierState]) -> None:
+    state.store.table.offered[part.rows] = True
+    row_class = state.store.classes.get(part.row_class)  # gone: cleared, and then unused
+    if row_class is None or state.namespaces[row_class.namespace].private:
+        return
+    for tier in tiers:
+        _append(state, tier, part)
+        if tier.queued_rows > len(state.store.table) + _AHEAD:
+            _drop_stale(state, tier, 2 * len(part.rows))
+        store_next(state, tier)
+
+
+def _append(state: State, tier: TierState, part: ClassRows) -> None:
+    keys = state.store.table.keys_of(part.rows).copy()
+    tier.queue.append(Queued(state.now, part.row_class, part.rows, keys))
+    tier.queued_rows += len(part.rows)
+
+
+# ---------------------------------------------------------------- storing
+
+
+def store_next(state: State, tier: TierState, look: int = _LOOK) -> None:
+    """Have a tier store the next rows of its queue, up to the limit of what it stores at a time."""
+    if tier.rests_until is not None or not tier.place:
+        return
+    most = min(FLUSH_BYTES, state.config.arena_bytes // 8 // len(state.tiers.used))
+    look, waiting = len(tier.queue) if state.stopping else look, 0
+    while len(tier.queue) > waiting and waiting < look and tier.storing_bytes < most:
+        row_class = state.store.classes.get(tier.queue[0].row_class)
+        room = min(STORE_BYTES, most - tier.storing_bytes)
+        if row_class is None:  # it was cleared
+            _live(state, _pop(tier, room))
+        elif tier.number in epochs.usable(state, state.namespaces[row_class.namespace]):
+            rows = _live(state, _pop(tier, max(1, room // row_class.spec.row_bytes)))
+            payers = state.store.sets.tenant[state.store.table.set_of[rows]]
+            for payer in np.unique(payers).tolist():
+                name = state.tenants.named(payer)
+                _store(state, tier, row_class, rows[payers == payer], name)
+        else:
+            tier.queue.rotate(-1)  # others need not wait until the tier can tell its epoch
+            waiting += 1
+
+
+def _pop(tier: TierState, count: int) -> Queued:
+    """The first ``count`` rows of what is first in the queue."""
+    head = tier.queue.popleft()
+    if len(head.rows) > count:
+        since, row_class, rows, keys = msgspec.structs.astuple(head)
+        tier.queue.appendleft(Queued(since, row_class, rows[count:], keys[count:]))
+        head = Queued(since, row_class, rows[:count], keys[:count])
+    tier.queued_rows -= len(head.rows)
+    return head
+
+
+def _live(state: State, queued: Queued) -> I64Array:
+    """Which of the rows still are what they were when they were queued."""
+    row_class, rows = state.store.classes.get(queued.row_class), queued.rows[:0]
+    if row_class is not None:
+        rows = queued.rows[row_class.index.find(queued.keys) == queued.rows]
+        rows = rows[state.store.table.state[rows] >= READY]
+    state.counters["flushes_lost"] += len(queued.rows) - len(rows)
+    return rows
+
+
+def _drop_stale(state: State, tier: TierState, most: int) -> None:
+    """Of the ``most`` rows that are first in a tier's queue, drop those that left L1: they come and
+    go faster than the tier stores. The others are last now, so the next call looks at other rows.
+    """
+    while most > 0 and tier.queue:
+        queued = _pop(tier, most)
+        most -= len(queued.rows)
+        if len(rows := _live(state, queued)):
+            _append(state, tier, ClassRows(queued.row_class, rows))
+
+
+def _store(state: State, tier: TierState, row_class: RowClass, rows: I64Array, tenant: str) -> None:
+    ns, size = state.namespaces[row_class.namespace], len(rows) * row_class.spec.row_bytes
+    state.store.pin(rows)
+    tier.storing_bytes += size
+    op = state.tiers.begin(Flushing(tier.number, state.now, ClassRows(row_class.id, rows), size))
+    records = epochs.records(ns, tier.number, row_class, state.store.table.keys_of(rows))
+    slots, shard_bytes = state.store.slots(rows), row_class.spec.shard_bytes
+    state.out.append(TierStore(tier.number, op, records, slots, shard_bytes, tenant))
+
+
+def stored(state: State, event: Stored) -> None:
+    op = state.tiers.end(event.op, Flushing)
+    tier, rows = state.tiers.all[op.tier], op.part.rows
+    tier.storing_bytes -= op.size_bytes
+    tier.histograms["store_seconds"].observe(state.now - op.begun)
+    keys = state.store.table.keys_of(rows).copy()
+    state.store.unpin(rows)
+    if event.down and not state.stopping:
+        tier.counters["stores_put_off"] += len(rows)
+        tier.queue.appendleft(Queued(op.begun, op.part.row_class, rows, keys))
+        tier.queued_rows += len(rows)
+        tier.rests_until = state.now + REST_S
+        return
+    if event.down:
+        tier.counters["stores_abandoned"] += len(rows)
+    tier.counters["stored_rows"] += (count := int(event.which.sum()))
+    tier.counters["stored_bytes"] += count * (op.size_bytes // len(rows))
+    tier.failing_rows = 0 if count else tier.failing_rows + len(rows)
+    tier.counters["store_failures"] += int((~event.which).sum())
+    store_next(state, tier)
+
+
+# ---------------------------------------------------------------- again, and at the end
+
+
+def retry_due(state: State) -> None:
+    """Ask tiers again that were down a while ago; forget what was queued for removed ones."""
+    for tier in state.tiers.all:
+        if not tier.place:
+            for _ in range(min(len(tier.queue), _FORGET)):
+                state.counters["flushes_lost"] += len(_pop(tier, tier.queued_rows).rows)
+        elif tier.rests_until is not None and tier.rests_until <= state.now:
+            tier.rests_until = None
+            store_next(state, tier)
+            if tier.queue and not tier.storing_bytes:  # it has not told its epochs either
+                tier.rests_until = state.now + REST_S
+
+
+def stop(state: State) -> None:
+    """The daemon stops: tiers that were down are asked once more. With ``on_evict`` everything that
+    no tier was given is queued."""
+    state.stopping = True
+    epochs.retry_now(state)
+    for tier in state.tiers.used:
+        tier.rests_until = None
+        store_next(state, tier)
+    if state.config.flush == "on_evict":
+        table = state.store.table
+        for row_class in state.store.classes.values():
+            rows = row_class.index.rows()
+            rows = rows[table.state[rows] >= READY]
+            _queue_new(state, row_class, rows[np.argsort(table.stamp[rows])])
+
+
+def rows_left(state: State, tier: TierState) -> int:
+    """Rows that are queued for a tier, or that it has not finished storing, and still there."""
+    _drop_stale(state, tier, tier.queued_rows)
+    ops = [op for op in state.tiers.ops.values() if isinstance(op, Flushing)]
+    storing = sum(len(op.part.rows) for op in ops if op.tier == tier.number)
+    return tier.queued_rows + storing + tier.counters["stores_abandoned"]
