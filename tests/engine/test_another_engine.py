@@ -179,7 +179,7 @@ class SmallEngine:
         self.copier.load(work)
         self.copier.store(work)
         finished, failed = self.copier.results()
-        self.planner.settled(dict.fromkeys(self.copier.report(), 1), failed)
+        self.planner.reported(dict.fromkeys(self.copier.report(), 1), failed)
         return finished - failed
 
     def wait_connected(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvass.engine import adapter_files, adapters
-from kvass.engine.stores import StorePlanner
+from kvass.engine.offers import OfferMaker
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_scheduler_lora import train
 from tests.support.vllm.pairs import CHUNK, draw
@@ -130,7 +130,7 @@ def test_the_comparison_sees_what_is_missing(
     if without == "blocks":
         monkeypatch.setattr(b.client.session.welcome, "features", ())
     else:
-        monkeypatch.setattr(StorePlanner, "_tail", lambda *_: 0)
+        monkeypatch.setattr(OfferMaker, "tail", lambda *_: 0)
     assert hits(8) == (CHUNK, 288)
 
 

@@ -21,7 +21,7 @@ import pytest
 from kvass.connectors.vllm import adapt
 from kvass.engine import adapter_files, adapters, boundary
 from kvass.engine.adapter_files import files_state
-from kvass.engine.stores import RequestState
+from kvass.engine.request_state import RequestState
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import SchedulerHarness, make_configs
 

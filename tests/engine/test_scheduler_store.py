@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from kvass.connectors.vllm.adapt import VllmBlockPool, VllmRequest, VllmStep
-from kvass.engine import stores
+from kvass.engine import offers, stores
 from kvass.engine.adapters import NoSalt
-from kvass.engine.stores import HUNG_S, POOL_SHARE, StorePlanner
+from kvass.engine.held_blocks import HUNG_S, POOL_SHARE
+from kvass.engine.offers import OfferMaker
+from kvass.engine.stores import StorePlanner
 from tests.support.vllm.fake_client import FakeClient, split
 from tests.support.vllm.scheduler import BLOCK, CHUNK, SchedulerHarness, rig
 
@@ -194,7 +196,7 @@ def test_a_tail_that_a_step_has_no_room_for_is_offered_in_a_later_one(
     monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """Each prompt has two chunks and a block more: an item with seven hashes."""
-    monkeypatch.setattr(stores, limit, 8 if limit == "KEYS_PER_STEP" else 1)
+    monkeypatch.setattr(offers, limit, 8 if limit == "KEYS_PER_STEP" else 1)
     client, world = rig()
     client.knows_blocks = True
     for number in range(3):
@@ -212,7 +214,7 @@ def test_a_tail_whose_chunk_is_complete_meanwhile_is_waited_for_no_more() -> Non
     world.add("a", range(BLOCK + 1), max_tokens=60)
     world.step()
     planner = world.connector._planner._stores
-    planner._pause_left = 16
+    planner._reserves.backoff.steps_left = 16
     for _ in range(16):
         world.step()
     client.missing = False
@@ -578,7 +580,10 @@ def test_what_many_ended_requests_leave_fits_a_message(
     monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """The daemon refuses a reserve of too many hashes whole. What does not fit waits a step."""
-    monkeypatch.setattr(stores, limit, 8 if limit == "KEYS_PER_STEP" else 2)
+    if limit == "KEYS_PER_STEP":
+        monkeypatch.setattr(offers, limit, 8)
+    else:
+        monkeypatch.setattr(stores, limit, 2)
     client, world = rig()
     client.knows_blocks = True
     for name in "abc":
@@ -729,14 +734,14 @@ def test_when_blocks_are_short_nobody_waits_for_the_digest_of_an_adapter(
     client.knows_blocks = True
     world.add("gone", range(1000, 1032), max_tokens=1)
     a = world.add("a", range(80), max_tokens=20)
-    known = StorePlanner._adapter_to_store
+    known = OfferMaker.adapter_of
     pending = lambda self, state: NoSalt.PENDING  # noqa: E731
-    monkeypatch.setattr(StorePlanner, "_adapter_to_store", pending)
+    monkeypatch.setattr(OfferMaker, "adapter_of", pending)
     for _ in range(5):
         world.step()
     assert a.num_tokens > 82
     assert a.num_preemptions == 0
-    monkeypatch.setattr(StorePlanner, "_adapter_to_store", known)
+    monkeypatch.setattr(OfferMaker, "adapter_of", known)
     world.run(client)
     assert all_free(world)
 

@@ -21,7 +21,7 @@ from enum import Enum
 from kvass.client.scheduler import SchedulerClient
 from kvass.engine.boundary import log
 from kvass.engine.protocols import BlockPool
-from kvass.engine.stores import NEVER, RequestState
+from kvass.engine.request_state import RequestState
 
 
 class OwnCache(Enum):
@@ -133,8 +133,7 @@ class Changes:
         """What live requests computed so far is never stored. What they have yet to compute is
         offered, unless they may be given stale blocks for it."""
         for state in self._requests.values():
-            state.stale = state.stale or stale
-            state.offered = NEVER if state.stale or state.request.computed_tokens else 0
+            state.weights_changed(stale)
         self._abandon()
         for name in self._requests:
             self._client.settle(name)

@@ -22,10 +22,12 @@ from kvass.engine.changes import Changes, OwnCache
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import BlockPool, Request, Step
+from kvass.engine.request_state import Answer, LoadState, RequestState
+from kvass.engine.reserves import Answered
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork
-from kvass.engine.stores import NEVER, Answered, RequestState, StorePlanner
+from kvass.engine.stores import StorePlanner
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, Table
 
@@ -98,9 +100,9 @@ class Planner:
     def track(self, request: Request) -> None:
         """A request begins."""
         self._changes.notice()
-        stale = self._changes.state is OwnCache.STALE
-        offered = NEVER if stale else 0
-        self._requests[request.name] = RequestState(request, offered=offered, stale=stale)
+        state = self._requests[request.name] = RequestState(request)
+        if self._changes.state is OwnCache.STALE:
+            state.weights_changed(stale=True)
         if (adapter := request.adapter) is not None:
             self._adapters.track(adapter)
 
@@ -133,7 +135,7 @@ class Planner:
     def _match(self, name: str, local: int) -> int | None:
         self._changes.notice()
         state = self._requests.get(name)
-        if not self._setup.loads or state is None or state.attempted or state.stale:
+        if not self._setup.loads or state is None or not state.may_load:
             return 0
         if not state.request.reads_cache:
             return 0
@@ -147,26 +149,24 @@ class Planner:
         if isinstance(named, NoSalt):
             self._client.settle(name)
             return 0
-        state.matched, salt = named, b"" if named is None else named.salt
+        salt = b"" if named is None else named.salt
         hashes, width = state.digests(chunks, salt)
         width = width or len(state.request.block_hashes(0, 1)[0])
         blocks = partial(self._blocks_of, state, salt, local, end) if self._in_blocks else None
         speed, tenant = self._speed.tokens_s, state.request.tenant
-        if self._tracing is not None and not state.counted:
+        if self._tracing is not None and state.state is not LoadState.ANSWERED:
             self._tracing.asked(name)
         found = self._client.match(name, hashes, width, first, speed, tenant, blocks)
         if isinstance(found, Pending):
             if self._tracing is not None and self._client.promoting(name):
                 self._tracing.promoting(name)
             return None
-        state.local = state.end = local
+        hit = 0
         if found is not None:
-            state.end = max(local, min(end, self._tokens(found.chunks, found.blocks)))
-            if state.end == local:  # of the chunk in which the engine's own hit ends
+            hit = max(0, min(end, self._tokens(found.chunks, found.blocks)) - local)
+            if hit == 0:  # of the chunk in which the engine's own hit ends
                 self._client.settle(name)
-        hit = state.end - local
-        if not state.counted:
-            state.counted = True
+        if state.answered(Answer(local, local + hit, named)):
             self.traffic.looked_up(end - local, hit)
             if self._tracing is not None:
                 self._tracing.answered(state.request, end - local, hit)
@@ -218,30 +218,35 @@ class Planner:
         if self._line is not None:
             self._line.given(name)
         state = self._requests[name]
-        state.counted = False
         if external == 0:
+            state.given_blocks()
             self._client.settle(name)
             return
         match = self._client.take(name)
-        state.attempted = True
-        state.computed = 0  # before a preemption, in other blocks
+        state.begin_load()
         load = Load(name)
         if match is not None:
             load = self._load(state, match, table, external) or load
             if load.lease == 0:
                 self._client.release(match.boot, match.lease)
             elif match.first == 0:
-                state.offered = max(state.offered, match.chunks)
-            if load.lease and self.events is not None:
-                salt = b"" if state.matched is None else state.matched.salt
-                digests, width = state.digests(match.chunks, salt)
-                rows = [  # in order: a router ignores a block whose parent it does not know
-                    (group, chunk)
-                    for group, slots in enumerate(match.slots)
-                    for chunk in range(match.chunks - len(slots) + (match.blocks > 0), match.chunks)
-                ]
-                self.events.expect(state.request, digests, width, rows, match.deadline_s)
+                state.offered.loaded(match.chunks)
+            if load.lease:
+                self._expect_events(state, match)
         self._loads.append(load)
+
+    def _expect_events(self, state: RequestState, match: Match) -> None:
+        """Announce the rows of ``match`` as soon as they are loaded."""
+        if self.events is None:
+            return
+        named = None if state.answer is None else state.answer.named
+        digests, width = state.digests(match.chunks, b"" if named is None else named.salt)
+        rows = [  # in order: a router ignores a block whose parent it does not know
+            (group, chunk)
+            for group, slots in enumerate(match.slots)
+            for chunk in range(match.chunks - len(slots) + (match.blocks > 0), match.chunks)
+        ]
+        self.events.expect(state.request, digests, width, rows, match.deadline_s)
 
     def add_load(self, load: Load) -> None:
         """One more load, whose lease was taken from ``client``."""
@@ -254,10 +259,13 @@ class Planner:
 
     def _load(self, state: RequestState, match: Match, table: Table, external: int) -> Load | None:
         """The copy of ``match``; None if the engine asks for other tokens than it holds."""
-        if state.local + external != state.end or state.local < self._tokens(match.first):
+        answer = state.answer
+        if answer is None or answer.local + external != answer.end:
+            return None
+        if answer.local < self._tokens(match.first):
             return None
         rows = list(map(len, match.slots))
-        found = self._spans.to_load(table, state.local, match.first, state.end, rows)
+        found = self._spans.to_load(table, answer.local, match.first, answer.end, rows)
         if found is None:
             return None
         blocks, skip = found
@@ -271,7 +279,7 @@ class Planner:
             blocks=blocks,
             skip=skip,
             trace=state.request.trace,
-            adapter=None if state.matched is None else state.matched.held,
+            adapter=None if answer.named is None else answer.named.held,
         )
 
     # ------------------------------------------------------------ a step
@@ -312,18 +320,18 @@ class Planner:
             if load.lease:
                 self._client.release(load.boot, load.lease)
 
-    def settled(
+    def reported(
         self, steps: Mapping[int, int], failed: Iterable[str], loaded: Iterable[str] = ()
     ) -> None:
-        """What the ranks reported: as ``StorePlanner.settled``, the requests whose load failed,
+        """What the ranks reported: as ``StorePlanner.reported``, the requests whose load failed,
         which are offered for storing, and all whose load ended."""
-        self._stores.settled(steps)
+        self._stores.reported(steps)
         if self._line is not None:
             self._line.loaded(name for name in loaded if name in self._requests)
         for name in failed:
             if (state := self._requests.get(name)) is not None:
-                state.offer_again()
-                state.attempted = True
+                state.offered.again()
+                state.load_failed()
 
     def adapters_held(self, news: Mapping[int, News]) -> None:
         """What the ranks hold since a step: ``Adapters.reported``."""

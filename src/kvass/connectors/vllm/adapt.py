@@ -84,7 +84,7 @@ class StepMetadata(StepWork, KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Workers to scheduler: ``steps[s]`` ranks have settled every store of step ``s``, and by rank
+    """Workers to scheduler: ``steps[s]`` ranks have ended every store of step ``s``, and by rank
     which LoRA adapters it holds that it did not hold before."""
 
     steps: dict[int, int] = field(default_factory=dict)

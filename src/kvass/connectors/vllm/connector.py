@@ -222,7 +222,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._run(self._planner, None, Planner.adapters_held, report.adapters)
         if report is not None or failed or ended:
             steps = report.steps if report is not None else {}
-            self._run(self._planner, None, Planner.settled, steps, failed, ended)
+            self._run(self._planner, None, Planner.reported, steps, failed, ended)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -331,7 +331,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """Steps whose stores are settled, and adapters that this rank holds since."""
+        """Steps whose stores have ended, and adapters that this rank holds since."""
         steps = self._run(self._copier, [], Copier.report)
         held = self._run(self._copier, {}, Copier.adapter_news) if self._adapters else {}
         return StepReport(dict.fromkeys(steps, 1), held) if steps or held else None

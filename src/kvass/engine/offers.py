@@ -1,0 +1,200 @@
+"""What a request has to offer for storing: which chunks and which tail, as items of a reserve.
+
+Law of this file: a chunk is offered in the step that computes it for good and knows its hash. It is
+offered again only if the daemon gave no answer, not if it granted nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvass.client.scheduler import SchedulerClient
+from kvass.engine.adapters import Adapters, Named, NoSalt
+from kvass.engine.protocols import BlockPool, Request, Step
+from kvass.engine.request_state import RequestState
+from kvass.engine.setup import EngineSetup
+from kvass.layout.spans import Spans, States, Table
+from kvass.messages import ReserveItem
+
+KEYS_PER_STEP: Final = 16_384
+ITEMS_PER_STEP: Final = 1024
+"""Hashes and items in one reserve, within the limits of a message; the rest waits a step."""
+BLOCKS_PER_ITEM: Final = 8192
+"""An item of more blocks goes without their hashes."""
+
+
+@dataclass
+class Offer:
+    """One item of a reserve, up to chunk ``end``, and what it takes to carry it out. With a
+    ``tail`` the last chunk ends at that block. The answer decides the request's chunks from
+    ``since`` to ``ready``. ``named``: its adapter."""
+
+    state: RequestState
+    item: ReserveItem
+    end: int
+    since: int
+    ready: int
+    table: Table
+    boundary_states: States
+    tail: int = 0
+    named: Named | None = None
+
+    def sources(self, spans: Spans) -> Iterator[int]:
+        """Every block that this offer may store."""
+        mask = self.item.groups
+        which = [range(self.item.first, self.end)] * mask.bit_count()
+        for ids in spans.to_store(self.table, self.boundary_states, mask, which):
+            yield from ids
+
+
+class StepOffers:
+    """The offers of one step, up to what a message may have."""
+
+    def __init__(self) -> None:
+        self.offers: list[Offer] = []
+        self.width = 0
+        """Bytes of a hash."""
+        self._keys_left = KEYS_PER_STEP
+
+    def add(self, offers: Sequence[Offer], width: int) -> bool:
+        """Add what one request offers, or nothing of it. False: there is no room left for it."""
+        keys = _keys(offers, width)
+        if keys > self._keys_left or len(self.offers) + len(offers) > ITEMS_PER_STEP:
+            return False
+        if offers:
+            self._keys_left -= keys
+            self.width = width
+            self.offers += offers
+        return True
+
+
+def fits_a_step(offers: Sequence[Offer], width: int) -> bool:
+    """Whether a step with nothing else to offer has room for it."""
+    return _keys(offers, width) <= KEYS_PER_STEP and len(offers) <= ITEMS_PER_STEP
+
+
+def _keys(offers: Sequence[Offer], width: int) -> int:
+    """How many hashes of ``width`` bytes they send."""
+    return sum(len(o.item.digests) + len(o.item.blocks) for o in offers) // max(1, width)
+
+
+class OfferMaker:
+    """Makes the offers of an engine's requests."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        client: SchedulerClient,
+        spans: Spans,
+        adapters: Adapters,
+        pool: BlockPool,
+    ) -> None:
+        self._setup = setup
+        self._client = client
+        self._spans = spans
+        self._adapters = adapters
+        self._pool = pool
+        self._each = max(1, setup.chunk_blocks)
+
+    def tokens_of_next(self, state: RequestState) -> int:
+        """Before so many tokens are computed there is nothing to offer; 0: there may be. Most
+        requests of most steps go on with their answer, so this is all that they take."""
+        offered = state.offered
+        if not offered.prefilled or offered.due > max(offered.tail, offered.chunks * self._each):
+            return 0
+        return (offered.chunks + 1) * self._setup.chunk_tokens
+
+    def of_running(self, state: RequestState, step: Step, computed: int) -> tuple[list[Offer], int]:
+        """What a request of ``step`` offers when ``computed`` tokens of it are computed, and the
+        width of a hash."""
+        name, offered = state.request.name, state.offered
+        ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
+        states = self._boundary_states(step.boundary_states.get(name, ()), state.request)
+        if not offered.prefilled and computed >= state.request.known_tokens:
+            offered.prompt_computed(self.tail(state, self.blocks(state, computed)))
+        tail = self.tail(state, offered.due) if offered.due // self._each == ready else 0
+        if ready <= offered.chunks and not states and not tail:
+            return [], 0
+        named = self.adapter_of(state)
+        if isinstance(named, NoSalt):
+            return [], 0
+        return self._offers(step.block_table(name), state, ready, states, named, tail)
+
+    def of_ended(
+        self, state: RequestState, table: Table, blocks: int, named: Named | None
+    ) -> tuple[list[Offer], int]:
+        """What a request offers that ended with ``blocks`` computed blocks."""
+        tail, ready = self.tail(state, blocks), blocks // self._each
+        return self._offers(table, state, ready, {}, named, tail)
+
+    def blocks(self, state: RequestState, computed: int) -> int:
+        """The blocks that are computed and have a hash, if parts of chunks are stored; else 0."""
+        each = self._setup.chunk_blocks
+        if not each or not self._client.knows_blocks:
+            return 0
+        return min(computed * each // self._setup.chunk_tokens, state.request.hashed_blocks)
+
+    def tail(self, state: RequestState, blocks: int) -> int:
+        """``blocks``, if they end inside of a chunk and later than what was offered; else 0."""
+        return blocks if blocks % self._each and blocks > state.offered.tail else 0
+
+    def adapter_of(self, state: RequestState) -> Named | NoSalt | None:
+        """What is mixed into the hashes of an offer."""
+        if (adapter := state.request.adapter) is None:
+            return None
+        named = self._adapters.to_store(adapter)
+        if named is NoSalt.NEVER:
+            state.offered.stop()
+        return named
+
+    def _boundary_states(self, left: Iterable[tuple[int, int, int]], request: Request) -> States:
+        """Of the states that a step leaves behind, those at a chunk's end; good until its forward
+        pass is over. The block may be free or another request's by now: its hash says what it
+        holds."""
+        states = {}
+        for group, block, tokens in left:
+            chunks, rest = divmod(tokens, self._setup.chunk_tokens)
+            if rest == 0 and 0 < chunks <= request.hashed_chunks:
+                (digest,) = request.chunk_hashes(chunks - 1, chunks)
+                if self._pool.caches(block, digest, group):
+                    states[group, chunks - 1] = block
+        return states
+
+    def _offers(
+        self,
+        table: Table,
+        state: RequestState,
+        ready: int,
+        boundary_states: States,
+        named: Named | None,
+        tail: int,
+    ) -> tuple[list[Offer], int]:
+        """What is complete of one request: an item for each run of chunks of which the same groups
+        can be stored, and one for each state that it left at a chunk's end. If ``tail`` lies in the
+        chunk after those that are ready, the last item has the blocks up to there."""
+        name, since, each = state.request.name, state.offered.chunks, self._setup.chunk_blocks
+        salt = b"" if named is None else named.salt
+        ready = min(ready, self._spans.covered(table))
+        states = {key: block for key, block in boundary_states.items() if key[1] < ready}
+        hashes, width = state.digests(ready, salt)
+        runs = self._spans.runs(table, states, since, ready)
+        there = tail > 0 and tail // each == ready and min(map(len, table)) >= tail
+        if not there or not self._client.knows_blocks:
+            tail = 0
+        if tail:
+            table = [ids[:tail] for ids in table]
+            if not runs or runs[-1][1] != ready:
+                runs.append((ready, ready, (1 << len(table)) - 1))
+        offers = []
+        for begin, end, mask in runs:
+            item = ReserveItem(name, hashes[: end * width], begin, mask, state.request.tenant)
+            last = 0
+            if each and self._client.knows_blocks and (end - begin) * each <= BLOCKS_PER_ITEM:
+                last = tail if end == ready else 0
+                item.blocks, width = state.block_digests(begin * each, last or end * each, salt)
+                end += last > 0
+            decided = max(since, ready)
+            offers.append(Offer(state, item, end, since, decided, table, states, last, named))
+        return offers, width

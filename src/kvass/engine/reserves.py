@@ -1,0 +1,219 @@
+"""Reserves in flight: what was offered to the daemon and is not answered yet.
+
+Laws of this file:
+
+- If the answer does not come at once, all blocks of the offers are held until it comes or is
+  awaited no more.
+- What was answered is planned, whatever has become of the request.
+- A reserve that is awaited no more is given up, and its chunks are offered again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import msgspec
+
+from kvass.client.scheduler import Pending, Reserving, SchedulerClient
+from kvass.engine.granted_stores import GrantedStores
+from kvass.engine.held_blocks import excess
+from kvass.engine.offers import Offer, StepOffers
+from kvass.engine.protocols import BlockPool, Request
+from kvass.engine.request_state import RequestState
+from kvass.engine.setup import EngineSetup
+from kvass.engine.step_work import StepWork
+from kvass.engine.traffic import EngineTraffic
+from kvass.layout.spans import Spans
+from kvass.messages import Granted, ReserveItem
+
+MAX_PAUSE: Final = 8
+"""At most this many steps pass before a daemon that refused a whole reserve is asked again."""
+Answered = Callable[[Request, int, int], None]
+"""Told of a request that its chunks ``[first, end)`` have a row, if the daemon has room."""
+
+
+class Backoff:
+    """How many steps pass before the daemon is asked again. A rank is often there a step later."""
+
+    def __init__(self) -> None:
+        self.steps_left = 0
+        self._next = 0
+
+    def refused(self) -> None:
+        """Ask nothing for some steps, more each time."""
+        self.steps_left, self._next = self._next, min(2 * self._next + 1, MAX_PAUSE)
+
+    def granted(self) -> None:
+        """The next refusal pauses for no step."""
+        self._next = 0
+
+    def waits(self) -> bool:
+        """Whether this step asks nothing; called once a step."""
+        if self.steps_left == 0:
+            return False
+        self.steps_left -= 1
+        return True
+
+
+@dataclass
+class PendingReserve:
+    """A reserve, the number of the step that sent it, and the blocks held until it is answered."""
+
+    reserving: Reserving
+    offers: list[Offer]
+    width: int
+    number: int
+    held: list[Any] = field(default_factory=list)
+
+
+class Reserves:
+    """The reserves of one engine, in the order in which they were sent."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        client: SchedulerClient,
+        spans: Spans,
+        requests: Mapping[str, RequestState],
+        pool: BlockPool,
+        traffic: EngineTraffic,
+        granted: GrantedStores,
+        when_answered: Answered | None = None,
+    ) -> None:
+        self.pending: deque[PendingReserve] = deque()
+        self.backoff = Backoff()
+        self.offered_again = False
+        """Whether chunks are to be offered again, since the planner last set it to False."""
+        self._setup = setup
+        self._client = client
+        self._spans = spans
+        self._requests = requests
+        self._pool = pool
+        self._traffic = traffic
+        self._granted = granted
+        self._when_answered = when_answered
+        self._boot = b""
+
+    def send(self, step: StepOffers, number: int, work: StepWork) -> None:
+        """Send a reserve for what step ``number`` completed. What is granted at once is added to
+        ``work``; else the blocks are held until the answer comes."""
+        self._send(step.offers, step.width, number, work)
+
+    def _send(self, offers: list[Offer], width: int, number: int, work: StepWork) -> None:
+        items = [offer.item for offer in offers]
+        reserving = self._client.begin_reserve(items, width, wait=not work.computes)
+        if reserving is None:
+            self.lost(offer.state for offer in offers)
+            self._refused()
+            return
+        for offer in offers:
+            offer.state.offered.sent(offer.ready, offer.tail)
+        reserve = PendingReserve(reserving, offers, width, number)
+        granted = self._client.granted(reserving)
+        if isinstance(granted, Pending):
+            reserve.held = self._pool.hold(i for o in offers for i in o.sources(self._spans))
+            self.pending.append(reserve)
+        else:
+            self._answered(reserve, granted, work)
+
+    def collect(self, work: StepWork) -> None:
+        """Add to ``work`` what was granted since the last step; the daemon answers in order. What
+        waits longest for its answer may go on holding its blocks: it is answered first."""
+        while self.pending:
+            reserve = self.pending[0]
+            granted = self._client.granted(reserve.reserving)
+            if isinstance(granted, Pending):
+                break
+            self.pending.popleft()
+            try:
+                self._answered(reserve, granted, work)
+            finally:
+                self._pool.free(reserve.held)
+        if self.pending and excess(self._pool, self.pending) > 0:
+            self.backoff.refused()
+            while excess(self._pool, self.pending) > 0:
+                self._abandon(self.pending.pop())
+
+    def abandon(self) -> None:
+        """Await no answer any more: give the blocks back, and offer the chunks again some steps
+        later, if their requests live."""
+        if self.pending:
+            self.backoff.refused()
+        while self.pending:
+            self._abandon(self.pending.popleft())
+
+    def offer_everything_again(self) -> None:
+        """What was offered so far is gone, and a chunk without its prefix is no use."""
+        self.offered_again = True
+        for state in self._requests.values():
+            state.offered.again()
+
+    def lost(self, states: Iterable[RequestState]) -> None:
+        """What these requests have is not stored, unless they are offered again. Without a daemon
+        there is nothing to lose."""
+        if self._client.connected:
+            live = self._requests
+            ended = {s.request.name for s in states if live.get(s.request.name) is not s}
+            self._traffic.count("unstored_requests", len(ended))
+
+    def _answered(self, reserve: PendingReserve, granted: Granted | None, work: StepWork) -> None:
+        """Add to the step's work what was granted; None: nothing was, or ever will be."""
+        if granted is None:
+            self._offer_again(reserve.offers)
+            self._refused()
+            return
+        self.backoff.granted()
+        if self._boot not in (b"", granted.boot):
+            self.offer_everything_again()
+        self._boot = granted.boot
+        owed = {grant.reservation for grant in granted.grants} - {0}
+        try:
+            for offer, grant in zip(reserve.offers, granted.grants, strict=True):
+                offer.state.offered.granted(offer.since, offer.ready)
+                if grant.chunks:
+                    self._granted.add(work, offer, granted, grant, reserve.number)
+                    owed.remove(grant.reservation)
+                if self._when_answered is not None:
+                    self._when_answered(offer.state.request, offer.item.first, offer.end)
+        finally:  # what planning did not come to is given back; the rest rides in ``work``
+            for reservation in owed:
+                self._client.abort(granted.boot, reservation)
+        self._reserve_later(reserve, granted, work)
+
+    def _reserve_later(self, reserve: PendingReserve, granted: Granted, work: StepWork) -> None:
+        """Ask for what the daemon put off, so that others need not wait for it."""
+        pairs = list(zip(reserve.offers, granted.grants, strict=True))
+        left = [
+            replace(o, item=self._later(o.item, g.later, reserve.width))
+            for o, g in pairs
+            if o.item.first <= g.later < o.end
+        ]
+        decided = any(g.later != o.item.first for o, g in pairs)
+        if left and decided and self._client.answering:
+            self._send(left, reserve.width, reserve.number, work)
+        else:
+            self._offer_again(left)
+
+    def _later(self, item: ReserveItem, first: int, width: int) -> ReserveItem:
+        """The part of ``item`` from chunk ``first`` on."""
+        before = (first - item.first) * self._setup.chunk_blocks * width
+        return msgspec.structs.replace(item, first=first, blocks=item.blocks[before:])
+
+    def _abandon(self, reserve: PendingReserve) -> None:
+        self._client.give_up(reserve.reserving)
+        self._offer_again(reserve.offers)
+        self._pool.free(reserve.held)
+
+    def _offer_again(self, offers: list[Offer]) -> None:
+        self.offered_again = True
+        for offer in offers:
+            offer.state.offered.again(offer.since)
+        self.lost(offer.state for offer in offers)
+
+    def _refused(self) -> None:
+        """Nothing of a reserve was granted. If the daemon is there, a rank is not, yet."""
+        if self._client.answering:
+            self.backoff.refused()
