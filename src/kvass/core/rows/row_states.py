@@ -24,6 +24,7 @@ from kvass.core.rows.row_table import (
     TRANSIENT,
     WRITING,
 )
+from kvass.core.rows.use_times import UseTimes
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
@@ -33,13 +34,19 @@ _INDEXED: Final = ~np.isin(range(len(STATE_NAMES)), (FREE, QUARANTINED, FAILED))
 """By state, whether rows of a class are in its index."""
 
 
-class RowStates(RowClasses):
-    """The rows of all classes."""
+class RowStates:
+    """The rows of all ``classes``."""
 
-    pinned = 0
-    """Pins on all rows; one of a lease that names a row twice counts twice."""
-    _leaving = 0
-    """Rows that are freed at their last unpin: most unpins need not look for any."""
+    def __init__(self, classes: RowClasses, counters: dict[str, int]) -> None:
+        self.classes = classes
+        self.table = classes.table
+        self.uses = UseTimes()
+        self.pinned = 0
+        """Pins on all rows; one of a lease that names a row twice counts twice."""
+        self._sets = classes.sets
+        self._counters = counters
+        self._leaving = 0
+        """Rows that are freed at their last unpin: most unpins need not look for any."""
 
     # ------------------------------------------------------------ finding
 
@@ -65,16 +72,16 @@ class RowStates(RowClasses):
                 row_class.log.touched(oldest_first, stamps)
             else:
                 self._touch_each(oldest_first, stamps)
-            self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
+            self._sets.newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def _touch_each(self, rows: I64Array, stamps: I64Array) -> None:
         """Tell the classes of several tenants of the use of ``rows``."""
-        owners = self.sets.owner[self.table.set_of[rows]]
+        owners = self._sets.owner[self.table.set_of[rows]]
         order = np.argsort(owners, kind="stable")
         owners, rows, stamps = owners[order], rows[order], stamps[order]
         cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(rows)]
         for begin, end in pairwise(cuts):
-            log = self.classes[int(owners[begin])].log
+            log = self.classes.by_id[int(owners[begin])].log
             log.touched(rows[begin:end], stamps[begin:end])
 
     def slots(self, rows: I64Array) -> Slots:
@@ -87,7 +94,7 @@ class RowStates(RowClasses):
         new[0], new[1:] = True, used[1:] != used[:-1]
         used = used[new]
         return Slots(
-            extents=tuple([self.extents.sets[i].bases for i in used.tolist()]),
+            extents=tuple([self.classes.extents.sets[i].bases for i in used.tolist()]),
             set_=used.searchsorted(sets).astype("<u2").tobytes(),
             slot=self.table.slot[rows].tobytes(),
         )
@@ -95,7 +102,7 @@ class RowStates(RowClasses):
     def pin(self, rows: I64Array) -> None:
         """One lease more holds ``rows``; a row that they name twice is pinned once."""
         self.table.pins[rows] += 1
-        np.add.at(self.sets.held, self._sets_of(rows), 1)
+        np.add.at(self._sets.held, self._sets_of(rows), 1)
         self.pinned += len(rows)
 
     def unpin(self, rows: I64Array, ahead: bool = False) -> None:
@@ -105,7 +112,7 @@ class RowStates(RowClasses):
         """
         table = self.table
         table.pins[rows] -= 1
-        np.subtract.at(self.sets.held, self._sets_of(rows), 1)
+        np.subtract.at(self._sets.held, self._sets_of(rows), 1)
         self.pinned -= len(rows)
         if not self._leaving:
             return
@@ -119,6 +126,13 @@ class RowStates(RowClasses):
         self.free(leavers)
 
     # ------------------------------------------------------------ states
+
+    def begin(self, row_class: RowClass, rows: I64Array, keys: U64Array, state: int) -> None:
+        """FREE ``rows`` of a class are WRITING or LOADING (``state``) from here on, and have
+        ``keys``."""
+        self._move(rows, FREE, state)
+        self.table.key[rows] = keys
+        row_class.index.add(rows)
 
     def note_blocks(self, row_class: RowClass, rows: I64Array, prints: U64Array, tail: int) -> None:
         """``prints`` are those of the blocks of WRITING ``rows``, all but a chunk's last: uint64,
@@ -167,16 +181,16 @@ class RowStates(RowClasses):
         """Nobody reads or writes ``rows`` (all of one namespace and group) any more."""
         if not len(rows):
             return
-        if self.tenants.divided:
-            owners = self.sets.owner[self.table.set_of[rows]]
+        if self.classes.tenants.divided:
+            owners = self._sets.owner[self.table.set_of[rows]]
             if (owners != owners[0]).any():
                 for owner in np.unique(owners):
                     self.free(rows[owners == owner])
                 return
         owner, states = self.class_of(rows), self.table.state[rows]
-        if owner is not None and self.removed.noted:
+        if owner is not None and self.classes.removed.noted:
             left = self.table.keys_of(rows[states >= READY])
-            self.removed.note(owner.namespace, owner.spec.group, left)
+            self.classes.removed.note(owner.namespace, owner.spec.group, left)
         self._unindex(rows)
         for before in np.bincount(states).nonzero()[0].tolist():
             self._move(rows[states == before], before, FREE)
@@ -190,11 +204,11 @@ class RowStates(RowClasses):
         self.table.move(rows, before, after)
         sets = self._sets_of(rows)
         if held := (after in _IN_TRANSIT) - (before in _IN_TRANSIT):
-            np.add.at(self.sets.held, sets, held)
+            np.add.at(self._sets.held, sets, held)
         if used := (before == FREE) - (after == FREE):
-            np.add.at(self.sets.used, sets, used)
+            np.add.at(self._sets.used, sets, used)
         if after == FREE:
-            self.sets.newest[sets[self.sets.used[sets] == 0]] = NEVER
+            self._sets.newest[sets[self._sets.used[sets] == 0]] = NEVER
         self._leaving += len(rows) * ((after in _LEAVING) - (before in _LEAVING))
         owner = self.class_of(rows)
         if owner is not None:
@@ -207,7 +221,7 @@ class RowStates(RowClasses):
         """The class whose slots ``rows`` are; ``None`` if they are none's, or it was cleared."""
         if not len(rows):
             return None
-        return self.classes.get(int(self.sets.owner[self.table.set_of[rows[0]]]))
+        return self.classes.by_id.get(int(self._sets.owner[self.table.set_of[rows[0]]]))
 
     def _sets_of(self, rows: I64Array) -> I64Array:
         """The sets of ``rows``, in the type in which numpy counts by them twice as fast."""
@@ -217,7 +231,7 @@ class RowStates(RowClasses):
         owner = self.class_of(rows)
         if owner is not None:
             known = rows[_INDEXED[self.table.state[rows]]]
-            self.segments.left(owner.namespace, self.table.keys_of(known))
+            self.classes.segments.left(owner.namespace, self.table.keys_of(known))
             owner.index.remove(known)
             if owner.blocks is not None:
                 owner.blocks.remove(rows)
