@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.core.clients.tenants import MOST
-from kvass.core.pending.tier_state import Flushing, Loading, Probing
+from kvass.core.pending.promotions import Promotion, PromotionState
+from kvass.core.pending.tier_operations import Flushing, Loading, Probing
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_table import (
     FAILED,
@@ -28,11 +29,12 @@ from kvass.core.rows.row_table import (
     RowTable,
 )
 from kvass.core.rows.sets import CLEARED
-from kvass.core.tiers.promote import LOADING_SHARE
+from kvass.core.tiers.epochs import pending
+from kvass.core.tiers.planning import LOADING_SHARE
 
 if TYPE_CHECKING:
+    from kvass.core.pending.promotions import Promotions
     from kvass.core.pending.settlement import Settlement
-    from kvass.core.pending.tier_state import Promotions
     from kvass.core.rows.blocks import BlockIndex
     from kvass.core.rows.row_table import ClassRows
     from kvass.core.state import State
@@ -132,12 +134,27 @@ def _promotions(state: State) -> None:
         for op in map(ops.__getitem__, awaited):
             assert isinstance(op, Loading), "a promotion waits for something else than a load"
             assert p.id in op.waiters, "nobody would wake a promotion"
-        probing = any(isinstance(op, Probing) and op.promotion == p.id for op in ops.values())
-        going = probing or p.early or p.id in promotions.going
-        assert awaited or p.writers or going, "a promotion waits for nothing"
-        for writer in map(state.reservations.all.get, () if going else p.writers):
-            assert writer is not None, "a lookup waits for a writer that is done"
-            assert p.id in writer.waiters, "nobody would wake a lookup"
+        if p.id not in promotions.going:
+            _promotion_waits(state, p)
+
+
+def _promotion_waits(state: State, p: Promotion) -> None:
+    """It waits for what its state says, for nothing else, and is woken by it."""
+    probes = [o for o in state.tiers.ops.values() if isinstance(o, Probing) and o.promotion == p.id]
+    assert len(probes) == (p.state is PromotionState.AWAITS_PROBE), "a probe too many, or too few"
+    assert bool(p.awaits) == (p.state is PromotionState.AWAITS_LOADS), "loads that nobody awaits"
+    match p.state:
+        case PromotionState.AWAITS_STORES:
+            assert p.writers, "a lookup waits for no writer"
+            for writer in map(state.reservations.all.get, p.writers):
+                assert writer is not None, "a lookup waits for a writer that is done"
+                assert p.id in writer.waiters, "nobody would wake a lookup"
+        case PromotionState.AWAITS_EPOCH:
+            assert pending(p.namespace), "a promotion waits for an epoch that is known"
+        case PromotionState.AWAITS_PROBE | PromotionState.AWAITS_LOADS:
+            pass
+        case _:
+            raise AssertionError(f"a promotion waits for nothing: it is {p.state}")
 
 
 def _flushes(state: State) -> None:

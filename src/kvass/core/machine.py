@@ -4,7 +4,7 @@
 once, refusals included (law 11), and a refused message changed nothing.
 
 Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
-``row_classes``, ``row_states``, ``room``. Leases and reservations: ``settlement``. What
+``row_classes``, ``row_states``, ``row_room``. Leases and reservations: ``settlement``. What
 messages do: ``reading``, ``promote``, ``segments``, ``writing``, ``clearing``. Tiers: ``flush``,
 ``epochs``, ``tier_changes``.
 """
@@ -20,12 +20,12 @@ from kvass.core import effects, invariants
 from kvass.core import status as fields
 from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Effect, Event, SessionId
-from kvass.core.handlers import admission, clearing, reading, segments, sessions, writing
+from kvass.core.handlers import admission, clearing, reading, reserving, segments, sessions, writing
 from kvass.core.pending.ledger import soonest
-from kvass.core.pending.tier_state import Asking
+from kvass.core.pending.tier_operations import Asking
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import CoreConfig, State
-from kvass.core.tiers import epochs, flush, promote, tier_changes
+from kvass.core.tiers import epochs, flush, probing, promote, tier_changes
 from kvass.errors import Refused
 from kvass.messages import Error, FromDaemon, Hello, Pong, Register, StatusReply
 from kvass.types import Quota
@@ -40,7 +40,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.IndexChunks: segments.index_chunks,
     messages.FindSegments: segments.find_segments,
     messages.Release: reading.release,
-    messages.Reserve: writing.reserve,
+    messages.Reserve: reserving.reserve,
     messages.Commit: writing.commit,
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
@@ -111,7 +111,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.ProcessEnded: lambda state, event: state.settlement.process_ended(event.session),
     effects.PopulatedTo: sessions.populated,
     effects.Tick: _tick,
-    effects.Probed: promote.probed,
+    effects.Probed: probing.probed,
     effects.Loaded: promote.loaded,
     effects.Stored: flush.stored,
     effects.EpochIs: _epoch_is,

@@ -23,7 +23,7 @@ from kvass.core.handlers.checks import (
     split_keys,
 )
 from kvass.core.matching.prefix import NO_BLOCKS, PrefixView
-from kvass.core.pending.tier_state import NOT_ASKED, PROMOTION_BYTES, Promotion
+from kvass.core.pending.promotions import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.core.rows.index import digests_of
 from kvass.core.rows.removed import AT_ONCE
 from kvass.core.rows.row_classes import Namespace
@@ -190,7 +190,7 @@ def _promotion(
         size_bytes=PROMOTION_BYTES + len(msg.request) + arrays_bytes,
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
-        writing=isinstance(msg, Lookup) and msg.writing,
+        waits_for_stores=isinstance(msg, Lookup) and msg.writing,
         homes=homes,
         tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvass.core.pending.tier_state import IN_NO_TIER, Promotion
+from kvass.core.pending.promotions import IN_NO_TIER, Promotion
 from kvass.core.rows.index import ABSENT
 from kvass.core.state import State
 from kvass.core.tiers import epochs
