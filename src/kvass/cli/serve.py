@@ -73,9 +73,8 @@ def _keep_web(config: Config, fd: int, over: threading.Event) -> None:
     flags = [f"--child={fd}", f"--socket={config.socket}", f"--log-format={config.log_format}"]
     for name in HTTP:
         value = getattr(config, name)
-        for each in value if isinstance(value, list) else [value] if value else []:
-            text = "yes" if each is True else each
-            flags.append(f"--{name.replace('_', '-')}={text}")
+        values = value if isinstance(value, list) else [value] if value else []
+        flags += [f"--{name.replace('_', '-')}={each}" for each in values]
     while not over.is_set():
         level = f"--log-level={logs.level()}"
         command = [sys.executable, "-m", "kvass", "web", *flags, level]
