@@ -24,7 +24,7 @@ from kvass.cli.main import COMMANDS
 from kvass.config import Config, load
 from kvass.errors import KvassError
 from kvass.testing.daemon import running_daemon
-from tests.reference_page import parser_of
+from tests.site_tables import parser_of
 from tests.test_documents import DOCS, ROOT
 
 ONLY_PARSED: Final = ("bench", "web", "blend")
