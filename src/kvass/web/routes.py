@@ -96,7 +96,7 @@ def _clear(source: Source, fields: dict[str, Any]) -> HttpReply:
         raise ValueError("namespace: it is empty; leave it out to clear all rows")
     if not isinstance(tiers, bool):
         raise ValueError("tiers: true or false")
-    with source.another_client() as client:
+    with source.new_client() as client:
         rows = client.clear(namespace, everything=everything, tiers=tiers, timeout_s=_CLEAR_S)
     return HttpReply(HTTPStatus.OK, {"rows": rows})
 
@@ -109,7 +109,7 @@ def _prefetch(source: Source, fields: dict[str, Any]) -> HttpReply:
     _no_more(fields)
     if type(width) is not int or not 8 <= width <= 32:
         raise ValueError("width: give a number of bytes, 8 to 32")
-    with source.another_client() as client:
+    with source.new_client() as client:
         chunks = client.prefetch(namespace, digests, width)
     return HttpReply(HTTPStatus.OK, {"chunks": chunks})
 
@@ -144,7 +144,7 @@ def _empty_tier(source: Source, fields: dict[str, Any]) -> HttpReply:
     if clear is not True:
         raise ValueError("clear: say true; a tier that is down is tried again by itself")
     try:
-        with source.another_client() as client:
+        with source.new_client() as client:
             client.empty_tier(tier, timeout_s=_CLEAR_S)
     except Refused as refused:
         if refused.code != "bad_value":
@@ -166,7 +166,7 @@ def _set_quota(source: Source, fields: dict[str, Any]) -> HttpReply:
     if wrong := quota.wrong():
         raise ValueError(wrong)
     try:
-        with source.another_client() as client:
+        with source.new_client() as client:
             client.set_quota(quota, remove=remove)
     except Refused as refused:
         raise ValueError(refused.text) from refused
