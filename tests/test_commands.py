@@ -24,7 +24,7 @@ from kvass.cli.main import COMMANDS
 from kvass.config import Config, load
 from kvass.errors import KvassError
 from kvass.testing.daemon import running_daemon
-from tests.reference_page import parser_of
+from tests.site_tables import parser_of
 from tests.test_documents import DOCS, ROOT
 
 ONLY_PARSED: Final = ("bench", "web", "blend")
@@ -98,8 +98,12 @@ def run(line: str, folder: Path) -> str:
 
 
 def test_commands_that_serve_do(tmp_path: Path) -> None:
-    """The options come from the file that the documents make first."""
+    """The options come from the file that the documents make first, the tokens from two files."""
     (tmp_path / "tier").mkdir()
+    (tmp_path / "kvass").mkdir()
+    for name in ("token", "read-token"):
+        (tmp_path / "kvass" / name).touch(0o600)
+        (tmp_path / "kvass" / name).write_text("0123456789abcdef")
     (tmp_path / "kvass.yaml").write_text(f"socket: {tmp_path}/kvass.sock\nl1_size: 16MiB\n")
     serving = [line for line in WRITTEN if line.startswith("kvass serve ")]
     local = [line for line in serving if not re.search("redis:|s3:|mypkg", line)]

@@ -123,9 +123,6 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "http_host": "h",
         "http_token_file": "/a",
         "http_read_token_file": "/b",
-        "http_cert": "/c",
-        "http_key": "/d",
-        "http_plain": "yes",
     }
     assert set(values) == set(Config.__struct_fields__)
     by_env = load({}, {f"KVASS_{k.upper()}": v for k, v in values.items()})

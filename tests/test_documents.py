@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import runpy
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
 import pytest
 
 from kvass.cli.main import COMMANDS, main
-from tests import reference_page
+from kvass.daemon.live import LIVE
+from tests import site_tables
+from tests.simulation.mutants import MUTANTS
 
 ROOT: Final = Path(__file__).parent.parent
 PACKAGE: Final = ROOT / "src" / "kvass"
@@ -25,7 +29,11 @@ LAW: Final = re.compile(r"\blaws? (\d+(?:(?:, | and |-)\d+)*)", re.IGNORECASE)
 
 def text_of(document: Path) -> str:
     """A document without its blocks of code."""
-    return re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return without_code(document.read_text())
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def code_of(text: str) -> list[str]:
@@ -127,18 +135,48 @@ def test_every_law_names_a_test_and_every_mutant_is_one() -> None:
     text = (ROOT / "docs" / "laws.md").read_text()
     for law in text.split("\n## ")[1:]:
         assert "::test_" in law, law
-    listed = set(re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "mutants.md").read_text(), re.M))
     lines = re.findall(r"^- mutants? (.+)$", text, re.M)
     named = {mutant for line in lines for mutant in line.split('"')[1::2]}
     assert named
-    assert sorted(named - listed) == []
+    assert sorted(named - {mutant.name for mutant in MUTANTS}) == []
 
 
-def test_the_reference_is_what_the_code_has() -> None:
-    """If not: ``python -m tests.reference_page``."""
-    assert reference_page.PAGE.read_text() == reference_page.page()
+def site() -> Callable[[str], str]:
+    """Makes of a page what ``make docs`` makes of it before Sphinx parses it."""
+    handlers: dict[str, Callable[[object, str, list[str]], None]] = {}
+    settings = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    settings["setup"](SimpleNamespace(connect=handlers.__setitem__))
+
+    def read(page: str) -> str:
+        content = [page]
+        handlers["source-read"](None, "", content)
+        return content[0]
+
+    return read
+
+
+def test_the_site_has_all_tables_that_are_generated() -> None:
+    read, used = site(), list[str]()
+    for document in DOCS:
+        page = document.read_text()
+        used += site_tables.MARK.findall(page)
+        filled = read(page)
+        assert "<!-- table" not in filled, document
+        assert wrong_links(without_code(filled), document.parent) == []
+    assert sorted(used) == sorted(site_tables.TABLES)
+    reference = read((ROOT / "docs" / "reference.md").read_text())
     for name in ("`--l1-size SIZE`", "`KVASS_LOG_LEVEL`", "`--every S`", "`lapsed_leases`"):
-        assert name in reference_page.page()
+        assert f"| {name} |" in reference
+    breaks = read((ROOT / "docs" / "mutants.md").read_text())
+    assert [m.name for m in MUTANTS if f"\n| {m.name} | {m.law} | " not in breaks] == []
+    with pytest.raises(KeyError):
+        read("<!-- table: none -->\n")
+
+
+def test_the_options_that_change_while_the_daemon_runs_are_named() -> None:
+    text = (ROOT / "docs" / "operating.md").read_text()
+    (named,) = re.findall(r"The options that change are ([^.]+)\.", text)
+    assert tuple(re.findall(r"`(\w+)`", named)) == LIVE
 
 
 def test_every_page_of_the_docs_is_in_the_site() -> None:

@@ -201,11 +201,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     http_read_token_file: Annotated[
         str, Meta(description="file of a token that allows reading over HTTP")
     ] = ""
-    http_cert: Annotated[str, Meta(description="file of the TLS certificates of --http")] = ""
-    http_key: Annotated[str, Meta(description="file of the TLS key of --http")] = ""
-    http_plain: Annotated[
-        bool, Meta(description="allow tokens in plain text beyond this machine")
-    ] = False
 
 
 _BOOLS: Final = {"yes": True, "no": False}

@@ -1,8 +1,8 @@
 """Breaks of the core, made by hand (``breaks.txt``), and which check notices each.
 
-``python -m tests.simulation.mutants`` writes ``docs/mutants.md``: what noticed each break first.
-With parts of names after it, it judges only those breaks again. What the page says noticed a break
-is asked first, because that is quick. A page that is out of date costs time and hides nothing.
+``python -m tests.simulation.mutants`` writes ``noticed.txt``: which check noticed each break first.
+With parts of names after it, it judges only those breaks. A break is shown first to the check that
+noticed it last time, because that is quick. If ``noticed.txt`` is out of date, other checks follow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tests.support import processes
 from tests.support.mutants import UNBROKEN, Mutant, break_package, parse
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "docs" / "mutants.md"
+NOTICED = Path(__file__).with_name("noticed.txt")
+"""Of each break, in the order of ``breaks.txt``, a line ``name | check``."""
 MUTANTS = parse(Path(__file__).with_name("breaks.txt").read_text())
 
 
@@ -53,7 +54,7 @@ def unit_tests(*args: str) -> str:
 def notice(mutant: Mutant) -> str:
     """The first check that notices, quickest first; empty if none does. Breaks this process."""
     break_package(mutant, "kvass.core")
-    seeds, tests = noted(mutant)
+    seeds, tests = previous_checks(mutant)
     return (
         (unit_tests(*tests) if tests else "")
         or simulate(seeds)
@@ -69,12 +70,11 @@ def unblamed() -> list[str]:
     return [simulate(range(3)), unit_tests("tests/core/test_room.py")]
 
 
-def noted(mutant: Mutant) -> tuple[list[int], list[str]]:
-    """What the page says noticed a break: a seed, and a test. A seed's life is another one as soon
-    as the simulator draws one number more, so the test is asked first."""
-    row = _known().get(mutant.name, "")
-    seed = re.search(r"\| seed (\d+):", row)
-    test = re.search(r"`(test_\w+)`", row)
+def previous_checks(mutant: Mutant) -> tuple[list[int], list[str]]:
+    """The seed, and the test, that ``noticed.txt`` names for a break."""
+    check = noticed().get(mutant.name, "")
+    seed = re.match(r"seed (\d+):", check)
+    test = re.fullmatch(r"`(test_\w+)`", check)
     tests = [
         f"{file}::{test[1]}"
         for file in (ROOT / "tests" / "core").glob("test_*.py")
@@ -83,53 +83,42 @@ def noted(mutant: Mutant) -> tuple[list[int], list[str]]:
     return [int(seed[1])] if seed else [], tests
 
 
-# ---------------------------------------------------------------- the table
+# ---------------------------------------------------------------- what noticed them
 
 
-def _by(told: str) -> str:
-    """What noticed a break, from the first line that a check printed."""
-    seed = re.match(r"seed (\d+) failed: \w+: (?:(law \d+)|(.{0,48}))", told)
+def noticed() -> dict[str, str]:
+    """The check that noticed each break first, as ``noticed.txt`` has it."""
+    return dict(line.split(" | ", 1) for line in NOTICED.read_text().splitlines())
+
+
+def _check(printed: str) -> str:
+    """The check that noticed a break, from the first line that it printed; ``-`` if none did."""
+    seed = re.match(r"seed (\d+) failed: \w+: (?:(law \d+)|(.{0,48}))", printed)
     if seed:
         return f"seed {seed[1]}: {seed[2] or seed[3]}".replace("|", "/")
-    return f"`{told.split('::')[1].split(' ')[0].split('[')[0]}`" if told else "-"
+    return f"`{printed.split('::')[1].split(' ')[0].split('[')[0]}`" if printed else "-"
 
 
-def _judge(mutant: Mutant) -> tuple[bool, str]:
-    """Whether anything noticed a break, and its row."""
-    told = notice(mutant)
-    row = f"| {mutant.name} | {mutant.law} | {_by(told)} |"
-    print(row, flush=True)  # noqa: T201
-    return bool(told), row
-
-
-_HEAD = """# Breaking the core on purpose
-
-Each line is a break of `kvass/core`, made by hand, and the check that noticed it first: a test of
-`tests/core`, or a seed of the simulator and what that seed found.
-
-`python -m tests.simulation.mutants` writes this page. `make test` asks for every break that some
-check notices it.
-
-| break | law | first noticed by |
-|---|---|---|
-"""
-
-
-def _known() -> dict[str, str]:
-    """The rows that the page has, by break."""
-    rows = [x for x in TABLE.read_text().splitlines() if x.startswith("| ")]
-    return {row.split(" | ")[0].removeprefix("| "): row for row in rows}
+def _judge(mutant: Mutant) -> str:
+    """The check that noticed a break first; ``-`` if none did."""
+    check = _check(notice(mutant))
+    print(f"{mutant.name} | {check}", flush=True)  # noqa: T201
+    return check
 
 
 def main(parts: list[str]) -> int:
-    """Write the table; 1 if anything went unnoticed. ``parts``: of names, to judge only those."""
+    """Write ``noticed.txt``; 1 if a break went unnoticed.
+
+    ``parts``: parts of names; only these breaks are judged. None: all are.
+    """
     chosen = [m for m in MUTANTS if not parts or any(part in m.name for part in parts)]
     with processes.pool(1) as pool:
         judged = pool.map(_judge, chosen, chunksize=1)
-    rows = _known() if parts else {}
-    rows.update((m.name, row) for m, (_, row) in zip(chosen, judged, strict=True))
-    TABLE.write_text(_HEAD + "".join(f"{rows[m.name]}\n" for m in MUTANTS if m.name in rows))
-    missed = [m.name for m, (caught, _) in zip(chosen, judged, strict=True) if not caught]
+    checks = noticed() if parts else {}
+    checks.update((m.name, check) for m, check in zip(chosen, judged, strict=True))
+    lines = [f"{m.name} | {checks[m.name]}\n" for m in MUTANTS if m.name in checks]
+    NOTICED.write_text("".join(lines))
+    missed = [m.name for m, check in zip(chosen, judged, strict=True) if check == "-"]
     print(f"{len(chosen)} breaks, unnoticed: {missed or 'none'}")  # noqa: T201
     return 1 if missed else 0
 

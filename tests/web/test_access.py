@@ -10,7 +10,7 @@ import pytest
 
 from kvass.config import Config
 from kvass.errors import ConfigError
-from kvass.web.access import Denied, HttpAccess, Need, Token, split_address
+from kvass.web.access import Denied, HttpAccess, Need, Token, listen, split_address
 
 TOKEN = "0123456789abcdef"
 READ = "fedcba9876543210"
@@ -67,7 +67,7 @@ def test_a_token_file_that_changed_is_read_again(
         break_it()
         assert [status(access, "write", token) for token in ("short", new, new)] == [401, 200, 200]
         (said,) = [r.message for r in caplog.records]
-        assert "the token that it had stays" in said
+        assert "the old token stays valid" in said
         assert new not in said
     (tmp_path / "next").write_text(newer)
     (tmp_path / "next").chmod(0o600)
@@ -90,7 +90,7 @@ def test_a_token_file_that_others_can_read_is_refused_and_the_token_before_stays
         Token(str(file))
     assert [status(access, "write", token) for token in (TOKEN, new)] == [200, 401]
     (said,) = [r.message for r in caplog.records]
-    assert "the token that it had stays" in said
+    assert "the old token stays valid" in said
     file.chmod(0o600)
     assert [status(access, "write", token) for token in (TOKEN, new)] == [401, 200]
 
@@ -99,13 +99,11 @@ def test_a_token_file_that_others_can_read_is_refused_and_the_token_before_stays
     ("options", "said"),
     [
         ({}, "give --http-token-file"),
-        ({"http_token_file": "token"}, "plain text"),
-        ({"http_token_file": "short", "http_plain": True}, "16 or more"),
-        ({"http_token_file": "missing", "http_plain": True}, "cannot read"),
-        ({"http_token_file": "token", "http_cert": "cert.pem"}, "both or none"),
+        ({"http_token_file": "short"}, "16 or more"),
+        ({"http_token_file": "missing"}, "cannot read"),
     ],
 )
-def test_beyond_loopback_a_token_and_tls_are_needed(
+def test_beyond_loopback_a_token_file_is_needed(
     tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -113,10 +111,18 @@ def test_beyond_loopback_a_token_and_tls_are_needed(
 
 
 def test_beyond_loopback_reading_needs_a_token(tmp_path: Path) -> None:
-    options = {"http_token_file": "token", "http_plain": True}
-    access = HttpAccess.of(config(tmp_path, "0.0.0.0:9273", **options))
+    access = HttpAccess.of(config(tmp_path, "0.0.0.0:9273", http_token_file="token"))
     assert [status(access, "read", token) for token in ("", TOKEN)] == [401, 200]
     assert status(access, "nothing") == 200
+
+
+@pytest.mark.parametrize(("address", "warned"), [("127.0.0.1:0", False), ("0.0.0.0:0", True)])
+def test_an_address_that_others_can_reach_is_warned_of_once(
+    address: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listen(config(tmp_path, address, http_token_file="token")).close()
+    assert len(caplog.messages) == warned
+    assert all("put a reverse proxy with TLS in front" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("host", ["localhost:9273", "127.0.0.1", "[::1]:9273", "cache.example:80"])
@@ -124,7 +130,9 @@ def test_known_hosts(tmp_path: Path, host: str) -> None:
     access = HttpAccess.of(config(tmp_path, http_host=["cache.example"]))
     assert status(access, "read", Host=host) == 200
     assert status(access, "read", Host=host, Origin=f"http://{host}") == 200
-    assert status(access, "read", Host=host, Origin="http://evil.example") == 403
+    assert status(access, "read", Host=host, Origin=f"https://{host}") == 200, "a proxy's"
+    for other in ("http://evil.example", "https://evil.example", f"ftp://{host}", "null", ""):
+        assert status(access, "read", Host=host, Origin=other) == 403
 
 
 @pytest.mark.parametrize("host", ["evil.example:9273", "", "localhost.evil.example", "1.2.3.4.x"])

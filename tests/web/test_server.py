@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import socketserver
-import ssl
 import subprocess
 import threading
 import time
@@ -26,11 +25,10 @@ from kvass.cli.main import main
 from kvass.client.client import Client
 from kvass.config import Config
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.web import places
+from kvass.web import server
 from kvass.web import source as module_of_source
 from kvass.web.access import listen
-from kvass.web.places import CONNECTIONS, KEPT, Place, Places
-from kvass.web.server import BODY_BYTES, WebServer
+from kvass.web.server import BODY_BYTES, CONNECTIONS, WebServer
 from tests.support.waiting import eventually
 
 TOKEN = "0123456789abcdef"
@@ -43,12 +41,12 @@ def serving(daemon_socket: str, folder: Path, **options: Any) -> Iterator[WebSer
     (folder / "token").chmod(0o600)
     options = {"http_token_file": str(folder / "token"), **options}
     config = Config(socket=daemon_socket, http="127.0.0.1:0", **options)
-    with WebServer(config, listen(config)) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    with WebServer(config, listen(config)) as web:
+        thread = threading.Thread(target=web.serve_forever, args=(0.01,), daemon=True)
         thread.start()
-        yield server
-        server.shutdown()
-        server.source.client.close()
+        yield web
+        web.shutdown()
+        web.source.client.close()
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +57,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def web(daemon: Daemon, tmp_path: Path) -> Iterator[WebServer]:
-    with serving(daemon.socket, tmp_path) as server:
-        yield server
+    with serving(daemon.socket, tmp_path) as web:
+        yield web
 
 
 def ask(
@@ -76,37 +74,31 @@ def ask(
     return reply.status, json.loads(text) if kind == "application/json" else text
 
 
-def certificate(folder: Path) -> dict[str, str]:
-    """Options of a certificate of our own."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
-    subprocess.run(
-        [*command.split(), "-subj", "/CN=localhost", "-out", cert, "-keyout", key],
-        check=True,
-        capture_output=True,
-    )
-    return {"http_cert": str(cert), "http_key": str(key)}
-
-
-def test_an_answer_that_comes_late_is_encrypted_too(
-    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_answer_that_comes_late_arrives(
+    daemon: Daemon, web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "DEADLINE_S", 0.3)
+    """The deadline is the request's, not the answer's."""
+    monkeypatch.setattr(server, "DEADLINE_S", 0.3)
 
     def slow(*_: Any, **__: Any) -> int:
         time.sleep(1)
         return 7
 
-    trust = ssl.create_default_context()
-    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
-    with serving(daemon.socket, tmp_path, **certificate(tmp_path)) as web:
-        monkeypatch.setattr(Client, "clear", slow)
-        connection = http.client.HTTPSConnection(
-            "127.0.0.1", web.server_port, timeout=30, context=trust
-        )
-        connection.request("POST", "/api/v1/clear", b"", WRITE)
-        assert json.loads(connection.getresponse().read()) == {"rows": 7}
-        connection.close()
+    monkeypatch.setattr(Client, "clear", slow)
+    assert ask(web, "POST", "/api/v1/clear", b"", **WRITE) == (200, {"rows": 7})
+
+
+@pytest.mark.parametrize("sent", [b"", b"{}"])
+def test_a_body_that_ends_too_early_changes_nothing(
+    sent: bytes, web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole body of that content would clear all rows."""
+    monkeypatch.setattr(Client, "clear", lambda *_, **__: pytest.fail("it cleared"))
+    with socket.create_connection(("127.0.0.1", web.server_port), timeout=30) as connection:
+        head = "POST /api/v1/clear HTTP/1.0\r\nHost: localhost\r\nContent-Length: 50\r\n"
+        connection.sendall(f"{head}Authorization: Bearer {TOKEN}\r\n\r\n".encode() + sent)
+        connection.shutdown(socket.SHUT_WR)
+        assert b" 408 " in connection.recv(1000)
 
 
 def test_a_clear_that_takes_long_keeps_no_probe_waiting(
@@ -134,7 +126,7 @@ def test_a_clear_that_takes_long_keeps_no_probe_waiting(
         assert clear.result()[0] == 200
 
 
-def test_a_thread_that_cannot_be_started_costs_no_place(
+def test_a_thread_that_cannot_be_started_costs_no_room(
     web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(*_: Any) -> None:
@@ -292,27 +284,34 @@ def held_open(web: WebServer, number: int, ending: ExitStack) -> list[socket.soc
     return slow
 
 
-def test_connections_held_open_keep_nobody_out(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_there_are_at_most_so_many_connections(web: WebServer) -> None:
+    """Further ones are closed at once. A connection that ends makes room for another."""
     with ExitStack() as ending:
         slow = held_open(web, CONNECTIONS, ending)
         for _ in range(3):
-            assert ask(web, "GET", "/healthz")[0] == 200
-        assert slow[0].recv(1) == b"", "the oldest ended"
-        slow[-1].sendall(b"ics HTTP/1.0\r\nHost: localhost\r\n\r\n")
-        assert b" 200 " in slow[-1].recv(100)
-        monkeypatch.setattr(Places, "_rivals", lambda *_: [])
+            with pytest.raises((OSError, http.client.HTTPException)):
+                ask(web, "GET", "/healthz")
+        slow[0].sendall(b"ics HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in slow[0].recv(100)
+        assert eventually(lambda: healthy(web.server_port))
+
+
+def test_requests_that_arrive_too_slowly_make_room(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server._Handler, "timeout", None)  # each read has a bound, too
+    with ExitStack() as ending:
         held_open(web, CONNECTIONS, ending)
-        with pytest.raises((OSError, http.client.HTTPException)):
-            ask(web, "GET", "/healthz")
+        assert not healthy(web.server_port)
+        monkeypatch.setattr(server, "DEADLINE_S", 0.3)
+        assert eventually(lambda: healthy(web.server_port))
 
 
 def test_a_request_that_arrives_too_slowly_ends(
     web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte that it sends does not prolong it."""
-    monkeypatch.setattr(places, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(server, "DEADLINE_S", 0.5)
     with ExitStack() as ending:
         (slow,) = held_open(web, 1, ending)
         slow.settimeout(0.05)
@@ -328,49 +327,6 @@ def test_a_request_that_arrives_too_slowly_ends(
                 break
         else:
             pytest.fail("it did not end")
-
-
-def test_who_gives_up_a_place() -> None:
-    """A peer beyond this machine, of the address that has most, that showed no token; the oldest
-    first. Some places are only for this machine."""
-    with ExitStack() as ending:
-        all_places = Places()
-
-        def come(host: str) -> Place | None:
-            ours, theirs = (ending.enter_context(s) for s in socket.socketpair())
-            if (place := all_places.take(ours, (host, 1))) is not None:
-                ends[place] = theirs
-                theirs.settimeout(0.01)
-            return place
-
-        def ended(place: Place) -> bool:
-            try:
-                return ends[place].recv(1) == b""
-            except TimeoutError:
-                return False
-
-        ends: dict[Place, socket.socket] = {}
-        few = [come("192.0.2.1"), come("::1")]
-        many = [come("192.0.2.2") for _ in range(CONNECTIONS - KEPT - 1)]
-        assert None not in few + many
-        oldest, second, third = (place for place in many[:3] if place)
-        assert come("192.0.2.3") is None, "nobody went in time"
-        assert [ended(place) for place in (*filter(None, few), oldest, second)] == [
-            False,
-            False,
-            True,
-            False,
-        ]
-        all_places.leave(oldest)
-        assert come("192.0.2.3") is not None
-        kept = [come("127.0.0.1") for _ in range(KEPT - 1)]
-        assert None not in kept, "those for this machine"
-        second.trusted = True
-        assert come("127.0.0.1") is None
-        assert (ended(second), ended(third)) == (False, True)
-        for place in ends:
-            place.trusted = True
-        assert come("192.0.2.4") is None
 
 
 def test_a_daemon_that_is_gone_and_one_that_hangs(tmp_path: Path) -> None:
@@ -398,7 +354,7 @@ def test_many_scrapes_and_dashboards_leave_nothing_behind(web: WebServer) -> Non
     with ThreadPoolExecutor(30) as browsers:
         assert {status for status, _ in browsers.map(lambda p: ask(web, "GET", p), paths)} == {200}
     assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    assert eventually(lambda: threading.active_count() < 10 and not web.places._open)
+    assert eventually(lambda: threading.active_count() < 10 and not web._opened_s)
 
 
 # ---------------------------------------------------------------- kvass serve --http

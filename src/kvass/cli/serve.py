@@ -47,10 +47,10 @@ def run(argv: list[str]) -> int:
 
 @contextmanager
 def _web_process(config: Config) -> Iterator[None]:
-    """``kvass web`` as a child for as long as the daemon serves, if it is asked for.
+    """Runs ``kvass web`` as a child process while the daemon serves, if ``--http`` is set.
 
-    Another one is started when it ends; the listening socket stays, so its port cannot be lost.
-    Raises ``ConfigError``.
+    If the child ends, another one is started. The listening socket stays open meanwhile, so no
+    other process can take the port. Raises ``ConfigError``.
     """
     if not config.http:
         yield
@@ -69,13 +69,15 @@ def _web_process(config: Config) -> Iterator[None]:
 
 
 def _keep_web(config: Config, fd: int, over: threading.Event) -> None:
-    """A thread's whole work. The child ends when its stdin does, so it never outlives us."""
+    """Keep a child running until ``over``. Runs in a thread of its own.
+
+    The child ends when its stdin does, so it does not outlive this process.
+    """
     flags = [f"--child={fd}", f"--socket={config.socket}", f"--log-format={config.log_format}"]
     for name in HTTP:
         value = getattr(config, name)
-        for each in value if isinstance(value, list) else [value] if value else []:
-            text = "yes" if each is True else each
-            flags.append(f"--{name.replace('_', '-')}={text}")
+        values = value if isinstance(value, list) else [value] if value else []
+        flags += [f"--{name.replace('_', '-')}={each}" for each in values]
     while not over.is_set():
         level = f"--log-level={logs.level()}"
         command = [sys.executable, "-m", "kvass", "web", *flags, level]

@@ -12,22 +12,15 @@ from kvass.cli.daemon import add_daemon
 from kvass.config import Parser, add_flags, load
 from kvass.daemon import logs
 
-HTTP: Final = (
-    "http",
-    "http_host",
-    "http_token_file",
-    "http_read_token_file",
-    "http_cert",
-    "http_key",
-    "http_plain",
-)
+HTTP: Final = ("http", "http_host", "http_token_file", "http_read_token_file")
+"""The options of the daemon that this command has too."""
 
 
 def run(argv: list[str]) -> int:
     """Serve metrics, health checks and the dashboard of the daemon at ``--socket`` over HTTP.
 
-    Raises ``ConfigError``. ``kvass serve --http`` runs this as its child, which ends with it: when
-    its stdin ends.
+    Raises ``ConfigError``. ``kvass serve --http`` runs this as its child. The child ends when its
+    stdin does, so it does not outlive the daemon.
     """
     parser = Parser(
         prog="kvass web",

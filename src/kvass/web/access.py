@@ -1,13 +1,14 @@
-"""Who may ask what over HTTP.
+"""Access control of the HTTP server: tokens, and checks of ``Host`` and ``Origin``.
 
 Laws of this file:
 
-- Beyond loopback nothing but the health checks is answered without a token, and no token travels
-  in plain text unless ``http_plain`` says so.
-- What changes the cache always needs a token.
-- A token that everybody on this machine can read is none: its file is refused.
-- A web page of another site gets nothing: ``Host`` is an address or a name that was configured,
-  and ``Origin``, where there is one, is this server's own.
+- On an address that other machines can reach, only the health checks need no token.
+- A request that changes the cache always needs a token.
+- A token file that every user of this machine can read is refused.
+- A web page of another site is refused: ``Host`` must be an address or a configured name.
+  ``Origin``, if a request has one, must name the same host, over HTTP or over a proxy's HTTPS.
+
+There is no TLS here: a reverse proxy adds it.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ _log = logging.getLogger("kvass.web")
 
 @dataclass(frozen=True)
 class Denied(Exception):
-    """``status`` and one line of what to do."""
+    """A refused request: the HTTP status, and one line that says what to do."""
 
     status: HTTPStatus
     line: str
 
 
 class Token:
-    """What a file has, or nothing if ``path`` is empty. A changed file is read again when a token
-    is checked; while it cannot be used, the token that it had stays. Thread-safe."""
+    """The token in the file ``path``; no token if ``path`` is empty. Thread-safe.
+
+    A changed file is read again at the next check. If the new file cannot be used, the old token
+    stays valid.
+    """
 
     def __init__(self, path: str) -> None:
         """Raises ``ConfigError`` for a file that cannot be used."""
@@ -54,8 +58,8 @@ class Token:
     def __bool__(self) -> bool:
         return bool(self._path)
 
-    def opens(self, given: bytes) -> bool:
-        """Whether ``given`` has it, in a time that does not depend on how much of it is right."""
+    def matches(self, header: bytes) -> bool:
+        """Whether the ``Authorization`` header has this token. Compares in constant time."""
         if not self:
             return False
         if (version := self._version_now()) != self._version:
@@ -64,11 +68,11 @@ class Token:
                 self._text = self._read()
                 _log.info("token file %s: read again", self._path)
             except ConfigError as error:
-                _log.warning("%s; the token that it had stays", error)
-        return hmac.compare_digest(given, b"Bearer " + self._text)
+                _log.warning("%s; the old token stays valid", error)
+        return hmac.compare_digest(header, b"Bearer " + self._text)
 
     def _version_now(self) -> tuple[int, ...]:
-        """Another one after every change; empty if there is no file."""
+        """A value that differs after each change of the file. Empty if there is no file."""
         try:
             now = os.stat(self._path)
         except OSError:
@@ -94,14 +98,14 @@ class Token:
 
 @dataclass(frozen=True)
 class HttpAccess:
-    """``write``: the token for everything; ``read``: one for reading only."""
+    """The rules for one address. ``write`` is the token that allows everything, ``read`` the token
+    that allows reading only."""
 
     host: str
     port: int
     names: frozenset[str]
     write: Token
     read: Token
-    tls: bool = False
 
     @classmethod
     def of(cls, config: Config) -> HttpAccess:
@@ -113,19 +117,11 @@ class HttpAccess:
             names=frozenset(config.http_host),
             write=Token(config.http_token_file),
             read=Token(config.http_read_token_file),
-            tls=bool(config.http_cert),
         )
-        if bool(config.http_cert) != bool(config.http_key):
-            raise ConfigError("http_cert and http_key: give both or none")
         if not access.local and not (access.write or access.read):
             raise ConfigError(
                 f"http {config.http}: others can reach it: give --http-token-file or "
                 "--http-read-token-file, or listen on 127.0.0.1"
-            )
-        if not access.local and not access.tls and not config.http_plain:
-            raise ConfigError(
-                f"http {config.http}: tokens would travel in plain text: give --http-cert and "
-                "--http-key, or say --http-plain yes"
             )
         return access
 
@@ -139,8 +135,8 @@ class HttpAccess:
         self._check_site(headers)
         if need == "nothing" or (need == "read" and self.local and not self.read):
             return
-        given = headers.get("Authorization", "").encode("utf-8", "replace")
-        if self.write.opens(given) or (need == "read" and self.read.opens(given)):
+        header = headers.get("Authorization", "").encode("utf-8", "replace")
+        if self.write.matches(header) or (need == "read" and self.read.matches(header)):
             return
         if need == "write" and not self.write:
             line = "changes are off: start with --http-token-file"
@@ -154,7 +150,7 @@ class HttpAccess:
             line = f"unknown host {host[:80]!r}: use the address, or start with --http-host NAME"
             raise Denied(HTTPStatus.FORBIDDEN, line)
         origin = headers.get("Origin")
-        if origin is not None and origin != f"http{'s' if self.tls else ''}://{host}":
+        if origin not in (None, f"http://{host}", f"https://{host}"):
             raise Denied(HTTPStatus.FORBIDDEN, "requests of other sites' pages are refused")
 
     def _known(self, host: str) -> bool:
@@ -185,8 +181,14 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def listen(config: Config) -> socket.socket:
-    """A socket that listens where ``config.http`` says. Raises ``ConfigError``."""
+    """A listening socket at the address ``config.http``. Raises ``ConfigError``."""
     access = HttpAccess.of(config)
+    if not access.local:
+        _log.warning(
+            "http %s: tokens travel in plain text: put a reverse proxy with TLS in front, and "
+            "listen on 127.0.0.1",
+            config.http,
+        )
     family = socket.AF_INET6 if ":" in access.host else socket.AF_INET
     try:
         return socket.create_server((access.host, access.port), family=family, backlog=64)

@@ -1,4 +1,4 @@
-"""What happened between two looks at the daemon, a line each: engines, tiers, clears, refusals."""
+"""The events between two statuses of the daemon: engines, tiers, clears, refusals. A line each."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from kvass.client.health import tier_trouble, used_tiers
 
 Fields = dict[str, Any]
 
-_GROWN: Final = {
+_FAILURES: Final = {
     "refused_": "requests refused",
     "ended_": "sessions ended by the daemon",
     "discarded_": "stores discarded",
     "lapsed_leases": "leases ended at their deadline",
     "flushes_lost": "rows evicted before a tier had them",
 }
-"""Counters of what should not happen, by how their names begin."""
-_USUAL: Final = {"ended_closed", "discarded_cancelled"}
+"""Beginnings of the names of counters whose growth is an event, and what the counters count."""
+_NORMAL: Final = {"ended_closed", "discarded_cancelled"}
+"""Counters with such a name whose growth is no event."""
 
 
 def changes(before: Fields | None, after: Fields | None) -> Iterator[str]:
-    """``None``: the daemon is down."""
+    """The events between the statuses ``before`` and ``after``. ``None``: the daemon is down."""
     if after is None:
         if before is not None:
             yield "the daemon is gone"
@@ -36,9 +37,9 @@ def changes(before: Fields | None, after: Fields | None) -> Iterator[str]:
         if ns["epoch"] > epochs.get(ns["namespace"], ns["epoch"]):
             yield f"namespace {ns['namespace'][:8]} ({ns['model']}) was cleared"
     for name, count in after["counters"].items():
-        meaning = next((line for start, line in _GROWN.items() if name.startswith(start)), None)
+        meaning = next((line for start, line in _FAILURES.items() if name.startswith(start)), None)
         more = count - before["counters"].get(name, 0)
-        if meaning and more > 0 and name not in _USUAL:
+        if meaning and more > 0 and name not in _NORMAL:
             reason = name.partition("_")[2] if name.startswith(("ref", "end", "dis")) else ""
             yield f"{more:,} {meaning}{f': {reason}' if reason else ''}"
 

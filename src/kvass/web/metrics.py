@@ -1,8 +1,8 @@
-"""Prometheus metrics from the daemon's status; names and meanings from ``kvass.core.metrics``.
+"""Prometheus metrics from the daemon's status. Names and meanings come from ``kvass.core.metrics``.
 
-Law of this file: a label's values are bounded in number: ``MODELS`` models, the configured tiers,
-fixed codes and reasons, and tenants that have a quota. None is a request, a key or what a client
-calls its tenant.
+Law of this file: the number of a label's values is bounded. They are ``MODELS`` models, the
+configured tiers, fixed codes and reasons, and tenants that have a quota. No label has a request's
+id, a key, or a tenant's name that a client chose.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvass.core import metrics as declared
 from kvass.core.histogram import BOUNDS
 
 MODELS: Final = 16
-"""So many models have figures of their own; further ones are summed as ``other``."""
+"""The most models that have figures of their own. All further models are summed as ``other``."""
 
 LABELLED: Final = {
     "refused_": ("kvass_refused", "code", "Requests refused, by reason."),
@@ -36,10 +36,11 @@ LABELLED: Final = {
     "not_granted_": ("kvass_allocation_failures", "reason", "Chunks refused, by reason."),
     "promotions_": ("kvass_promotions_skipped", "reason", "Loads from tiers cut or skipped."),
 }
-"""Counters whose names differ in their ends only: one metric with a label."""
+"""Beginnings of counters' names. Counters with the same beginning are one metric; what follows the
+beginning is the value of its label. Each has the metric, the label and the meaning."""
 
 STATES: Final = ("rows", "rows_writing", "rows_loading")
-"""Figures of a layer group that say how many rows are in a state."""
+"""Fields of a layer group that are numbers of rows in a state."""
 
 TIER_REPORT: Final = {
     "up": "Whether the tier answers.",
@@ -49,7 +50,7 @@ TIER_REPORT: Final = {
     "bytes": "Bytes in the tier, if it reports them.",
     "capacity_bytes": "Capacity of the tier, if it has one.",
 }
-"""Fields that a tier's process adds to its table (gauges)."""
+"""Fields of a tier's status that the tier's process adds (gauges)."""
 
 TIER_TENANTS: Final = {
     "bytes": "Bytes in the tier that the tenant pays for, if the tier has quotas.",
@@ -60,7 +61,7 @@ TIER_TENANTS: Final = {
 
 
 class StatusCollector:
-    """A collector of one status. ``fields`` None: the daemon is down."""
+    """A Prometheus collector of one status. ``fields`` None: the daemon is down."""
 
     def __init__(self, fields: dict[str, Any] | None) -> None:
         self._fields = fields
@@ -127,9 +128,9 @@ SPLIT: Final = {
     "lease_oldest_s": ("kvass_lease_oldest_age_seconds", "kind", "read", "Age of the oldest."),
     "reservation_oldest_s": ("kvass_lease_oldest_age_seconds", "kind", "write", ""),
 }
-"""Gauges that are one metric with a label."""
+"""Gauges that share a metric: the metric, its label, the label's value, the metric's meaning."""
 SHOWN_BY_LABEL: Final = {"sessions", "rows", "l1_used_bytes", "l1_cleared_bytes"}
-"""Gauges that metrics of their own show."""
+"""Gauges that other metrics show by label."""
 
 
 def _gauges(fields: Mapping[str, Any]) -> Iterator[Metric]:
@@ -152,7 +153,7 @@ def _gauges(fields: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _used(fields: Mapping[str, Any]) -> Metric:
-    """L1 by the state of its rows; the states together are what is used."""
+    """The used bytes of L1, by the state of their rows. The states add up to what is used."""
     groups = [group for ns in fields["namespaces"] for group in ns["groups"]]
     held, writing, loading = (
         sum(group[state] * group["row_bytes"] for group in groups) for state in STATES
@@ -168,7 +169,7 @@ def _used(fields: Mapping[str, Any]) -> Metric:
 
 
 def model_labels(namespaces: list[dict[str, Any]]) -> list[str]:
-    """The label of each."""
+    """The label ``model`` of each namespace."""
     names = [ns["model"] or "unnamed" for ns in namespaces]
     shown = list(dict.fromkeys(names))[:MODELS]
     return [name if name in shown else "other" for name in names]
@@ -183,8 +184,7 @@ BY_MODEL: Final = {
 
 
 def _traffic(namespaces: list[dict[str, Any]], tiers: list[str]) -> Iterator[Metric]:
-    """Lookups by model, their hits by where the tokens were, in L1 or in which tier, and why the
-    other tokens missed."""
+    """Lookups by model, hit tokens by model and tier, and missed tokens by model and reason."""
     sums: dict[str, Counter[str]] = {name: Counter() for name in BY_MODEL}
     hits: Counter[tuple[str, str]] = Counter()
     misses: Counter[tuple[str, str]] = Counter()
@@ -206,7 +206,7 @@ def _traffic(namespaces: list[dict[str, Any]], tiers: list[str]) -> Iterator[Met
 
 
 def _moved(fields: Mapping[str, Any], names: list[str]) -> Iterator[Metric]:
-    """Bytes by store and direction, and rows by store."""
+    """Bytes moved by tier and direction, and rows by tier. L1 counts as a tier here."""
     counters, tiers = fields["counters"], fields["tiers"]
     moved = [(("l1", "in"), counters["l1_in_bytes"]), (("l1", "out"), counters["l1_lent_bytes"])]
     for name, tier in zip(names, tiers, strict=True):
@@ -242,7 +242,7 @@ def _histograms(fields: Mapping[str, Any], names: list[str]) -> Iterator[Metric]
 
 
 def _buckets(histogram: Mapping[str, Any]) -> tuple[list[tuple[str, float]], float]:
-    """As the library wants them: cumulative."""
+    """The cumulative buckets and the sum, as ``HistogramMetricFamily`` takes them."""
     upto = itertools.accumulate(histogram["counts"])
     names = [*map(floatToGoString, BOUNDS), "+Inf"]
     return list(zip(names, upto, strict=True)), histogram["sum"]
@@ -255,17 +255,13 @@ def _groups(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
             for name, counter in sums.items():
                 counter[model, str(group["group"]), group["kind"]] += group[name]
     for name, counter in sums.items():
-        family = GaugeMetricFamily(
-            f"kvass_group_{name}", declared.GROUP_GAUGES[name], labels=["model", "group", "kind"]
-        )
-        for labels, value in counter.items():
-            family.add_metric(labels, value)
-        yield family
+        help_, labels = declared.GROUP_GAUGES[name], ["model", "group", "kind"]
+        yield _family(GaugeMetricFamily, f"kvass_group_{name}", help_, labels, counter.items())
 
 
 def _tenants(tenants: list[dict[str, Any]]) -> Iterator[Metric]:
-    """Names that an operator gave a quota, and ``default``; of all others, which clients choose,
-    only the sum. A gauge is absent where there is no cap."""
+    """The figures of ``default`` and of each tenant with a quota. All other tenants, whose names
+    clients choose, are summed as ``other``. A tenant without a cap has no gauge of it."""
     for kind, meanings in (
         (CounterMetricFamily, declared.TENANT_COUNTERS),
         (GaugeMetricFamily, declared.TENANT_GAUGES),
@@ -276,10 +272,8 @@ def _tenants(tenants: list[dict[str, Any]]) -> Iterator[Metric]:
                 if tenant[field] is not None:
                     known = tenant["quota"] or tenant["tenant"] == "default"
                     counts[tenant["tenant"] if known else "other"] += tenant[field]
-            family = kind(f"kvass_tenant_{field}", help_, labels=["tenant"])
-            for name, count in counts.items():
-                family.add_metric([name], count)
-            yield family
+            samples = (([name], count) for name, count in counts.items())
+            yield _family(kind, f"kvass_tenant_{field}", help_, ["tenant"], samples)
 
 
 def _tiers(tiers: list[dict[str, Any]], names: list[str]) -> Iterator[Metric]:
@@ -288,24 +282,25 @@ def _tiers(tiers: list[dict[str, Any]], names: list[str]) -> Iterator[Metric]:
         (GaugeMetricFamily, declared.TIER_GAUGES | TIER_REPORT),
     ):
         for field, help_ in meanings.items():
-            family = kind(f"kvass_tier_{field}", help_, labels=["tier"])
-            for label, tier in zip(names, tiers, strict=True):
-                if field in tier:
-                    family.add_metric([label], float(tier[field]))
-            yield family
+            samples = [
+                ([label], float(tier[field]))
+                for label, tier in zip(names, tiers, strict=True)
+                if field in tier
+            ]
+            yield _family(kind, f"kvass_tier_{field}", help_, ["tier"], samples)
     for field, help_ in TIER_TENANTS.items():
-        samples = [
-            ((label, tenant), has[field])
+        by_tenant = [
+            ((label, tenant), figures[field])
             for label, tier in zip(names, tiers, strict=True)
-            for tenant, has in tier.get("tenants", {}).items()
-            if field in has
+            for tenant, figures in tier.get("tenants", {}).items()
+            if field in figures
         ]
         name = f"kvass_tier_tenant_{field}"
-        yield _family(GaugeMetricFamily, name, help_, ["tier", "tenant"], samples)
+        yield _family(GaugeMetricFamily, name, help_, ["tier", "tenant"], by_tenant)
 
 
 def tier_labels(names: list[str]) -> list[str]:
-    """``disk``, ``redis``, ...; a second one of a kind is ``disk-2``."""
+    """The label ``tier`` of each tier: its kind, like ``disk``. A second disk is ``disk-2``."""
     seen: Counter[str] = Counter()
     labels = []
     for name in names:

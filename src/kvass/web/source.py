@@ -1,7 +1,7 @@
-"""What the web pages show: the daemon's status, asked for at most once a second, and its history.
+"""The daemon's status, cached for a second, and its history: samples and events.
 
-Law of this file: memory is bounded. The history is ``SAMPLES`` samples of at most ``COLUMNS``
-numbers, and ``EVENTS`` lines of what happened.
+Law of this file: memory is bounded. The history has at most ``SAMPLES`` samples of at most
+``COLUMNS`` numbers, and at most ``EVENTS`` events of one line.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvass.web.events import changes
 from kvass.web.metrics import model_labels, tier_labels
 
 FRESH_S: Final = 1.0
-"""A status so old is asked for again."""
+"""Seconds for which a status is cached."""
 ANSWER_S: Final = 2.0
-"""A daemon that does not answer in this time is down."""
+"""Seconds after which a daemon that does not answer is down."""
 SAMPLE_S: Final = 10.0
 SAMPLES: Final = 1440  # four hours
 COLUMNS: Final = 96
@@ -32,9 +32,10 @@ _EVENT_CHARS: Final = 200
 
 
 def figures(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and numbers of a sample: gauges, and counters since the daemon started.
+    """The names and numbers of a sample: gauges, and counters since the daemon started.
 
-    ``asked/MODEL`` and ``hit/TIER/MODEL`` in tokens, ``in/TIER`` and ``out/TIER`` in bytes.
+    ``asked/MODEL`` are tokens looked up, ``hit/TIER/MODEL`` those that hit. ``in/TIER`` and
+    ``out/TIER`` are bytes. A name may come several times; its numbers are then added.
     """
     yield "l1_used_bytes", fields["l1_used_bytes"]
     yield "leases", fields["leases"]
@@ -54,24 +55,26 @@ def figures(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class Source:
-    """The daemon at ``socket``, of user ``daemon_uid`` if that was named, as it was a moment ago.
-    Thread-safe."""
+    """The status and the history of the daemon at ``socket``. Thread-safe.
+
+    ``daemon_uid``: the daemon's user, if it was named (docs/operating.md).
+    """
 
     def __init__(self, socket: str, daemon_uid: int | None = None) -> None:
-        self.another_client = partial(Client, socket, daemon_uid=daemon_uid)
-        """For a request that may take long: who waits for an answer keeps a client to himself."""
-        self.client = self.another_client()
+        self.new_client = partial(Client, socket, daemon_uid=daemon_uid)
+        """Makes a client for one long request, because a client waits for one answer at a time."""
+        self.client = self.new_client()
         self._lock = threading.Lock()
         self._fields: dict[str, Any] | None = None
         self._trouble = "not asked yet"
         self._asked_s = -FRESH_S
         self._columns: list[str] = []
-        """Names of the numbers, in the order in which they first came."""
+        """The names of a sample's numbers, in the order in which they first appeared."""
         self._samples: deque[tuple[float, array[float]]] = deque(maxlen=SAMPLES)
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS)
 
     def status(self) -> tuple[dict[str, Any] | None, str]:
-        """The fields of ``kvass status`` and ``troubles``, or ``None`` and why there are none."""
+        """The status with its ``troubles`` and an empty text, or ``None`` and why it is missing."""
         with self._lock:
             if time.monotonic() - self._asked_s >= FRESH_S:
                 before = self._fields
@@ -94,7 +97,7 @@ class Source:
         return fields
 
     def sample(self) -> None:
-        """Add a sample to the history, unless the daemon is down."""
+        """Add a sample to the history. None is added while the daemon is down."""
         fields, _ = self.status()
         if fields is None:
             return
@@ -108,15 +111,19 @@ class Source:
             self._samples.append((round(time.time(), 1), numbers))
 
     def sample_for_ever(self) -> None:
-        """A thread's whole work."""
+        """Add a sample every ``SAMPLE_S``. Runs in a thread of its own."""
         while True:
             self.sample()
             time.sleep(SAMPLE_S)
 
     def history(self, since: float = 0.0) -> dict[str, Any]:
-        """JSON-able: ``columns``, and of each sample after ``since`` its time and numbers, oldest
-        first. An old sample has fewer numbers. Counters begin again at 0 when the daemon does.
-        ``events``: the last ones, each with its time."""
+        """The history as JSON-able values.
+
+        ``columns`` are the names of the numbers. ``samples`` are those after the time ``since``,
+        oldest first, each as its time and its numbers. Older samples may have fewer numbers.
+        Counters begin again at 0 when the daemon restarts. ``events`` are the last ones, each as
+        its time and its line.
+        """
         with self._lock:
             samples = [[when, *numbers] for when, numbers in self._samples if when > since]
             events = list(self._events)

@@ -1,11 +1,15 @@
-"""Writes ``docs/reference.md`` from the code: ``python -m tests.reference_page``."""
+"""The tables of the docs site that are generated from the code.
+
+A page of ``docs/`` has a mark where a table belongs, ``<!-- table: NAME -->``. ``make docs``
+replaces the marks (``docs/conf.py``), so these tables are not in the repository.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final, NoReturn, get_args
 from unittest import mock
 
@@ -14,29 +18,10 @@ from kvass.config import RENAMED, Parser, add_flags
 from kvass.core import metrics
 from kvass.daemon.live import LIVE
 from kvass.errors import ErrorCode
+from tests.simulation import mutants
 
 CODES: Final = get_args(ErrorCode)
-PAGE: Final = Path(__file__).parents[1] / "docs" / "reference.md"
-HEAD: Final = """# Reference
-
-This page is generated from the code.
-
-## Options of the daemon
-
-Each option is a flag of `kvass serve`, an environment variable and a key of a YAML file (`--config`
-or `KVASS_CONFIG`): `--l1-size`, `KVASS_L1_SIZE` and `l1_size` are one option. A flag beats the
-environment, which beats the file. In the environment a comma separates the items of a list. An
-unknown name is an error. `--print-config` prints the resulting options. Sizes are written `64GiB`,
-`64Gi` (both 2^36 bytes), `64G` (64 * 10^9 bytes), or in bytes. Options marked SIGHUP
-[change while the daemon runs](operating.md#change-options).
-
-"""
-STATUS: Final = """## Fields of `kvass status --json`
-
-Counters begin at 0 when the daemon starts. A tier's process adds fields of its own to its tier.
-Terms: [concepts](concepts.md), and [the table of words](../ARCHITECTURE.md#words).
-
-"""
+MARK: Final = re.compile(r"^<!-- table: (\w+) -->\n", re.MULTILINE)
 
 
 class _Found(Exception):
@@ -122,11 +107,22 @@ def fields() -> Iterator[str]:
         yield "\n"
 
 
-def page() -> str:
-    """The page as it should be."""
-    parts = [HEAD, *options(), "\n## Commands\n\n", *commands(), STATUS, *fields()]
-    return "".join(parts).rstrip() + "\n"
+def breaks() -> Iterator[str]:
+    """A row per break of the core."""
+    noticed = mutants.noticed()
+    yield "| break | law | first noticed by |\n|---|---|---|\n"
+    for mutant in mutants.MUTANTS:
+        yield f"| {mutant.name} | {mutant.law} | {noticed.get(mutant.name, 'not judged yet')} |\n"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page())
+TABLES: Final[dict[str, Callable[[], Iterator[str]]]] = {
+    "options": options,
+    "commands": commands,
+    "fields": fields,
+    "breaks": breaks,
+}
+
+
+def fill(text: str) -> str:
+    """A page with the tables that its marks name."""
+    return MARK.sub(lambda mark: "".join(TABLES[mark[1]]()).rstrip() + "\n", text)
