@@ -15,7 +15,8 @@ from kvass.core.effects import (
     TierProbe,
     TierStore,
 )
-from kvass.core.pending.tier_state import PROMOTION_BYTES, Speed
+from kvass.core.pending.promotion import PROMOTION_BYTES
+from kvass.core.pending.tier_state import Speed
 from kvass.core.tiers import epochs
 from kvass.core.tiers.flush import REST_S
 from kvass.types import PAGE, GroupLayout, RankLayout

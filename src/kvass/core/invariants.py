@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.core.clients.tenants import MOST
-from kvass.core.pending.tier_state import Flushing, Loading, Probing
+from kvass.core.pending.promotion import Promotion, Promotions, PromotionState
+from kvass.core.pending.tier_operations import Flushing, Loading, Probing
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_table import (
     FAILED,
@@ -28,11 +29,11 @@ from kvass.core.rows.row_table import (
     RowTable,
 )
 from kvass.core.rows.sets import CLEARED
-from kvass.core.tiers.promote import LOADING_SHARE
+from kvass.core.tiers.epochs import pending
+from kvass.core.tiers.plan import LOADING_SHARE
 
 if TYPE_CHECKING:
     from kvass.core.pending.settlement import Settlement
-    from kvass.core.pending.tier_state import Promotions
     from kvass.core.rows.blocks import BlockIndex
     from kvass.core.rows.row_table import ClassRows
     from kvass.core.state import State
@@ -117,7 +118,7 @@ def _loading(state: State) -> None:
 
 
 def _promotions(state: State) -> None:
-    """Each waits for something, is woken by it, and not past its deadline."""
+    """Each is open until its deadline at most, and its state says what it waits for."""
     promotions, ops = state.promotions, state.tiers.ops
     waiting = sum(p.size_bytes for p in promotions.all.values())
     assert waiting == sum(promotions.bytes_of.values()), "miscounted bytes"
@@ -132,12 +133,37 @@ def _promotions(state: State) -> None:
         for op in map(ops.__getitem__, awaited):
             assert isinstance(op, Loading), "a promotion waits for something else than a load"
             assert p.id in op.waiters, "nobody would wake a promotion"
-        probing = any(isinstance(op, Probing) and op.promotion == p.id for op in ops.values())
-        going = probing or p.early or p.id in promotions.going
-        assert awaited or p.writers or going, "a promotion waits for nothing"
-        for writer in map(state.reservations.all.get, () if going else p.writers):
-            assert writer is not None, "a lookup waits for a writer that is done"
-            assert p.id in writer.waiters, "nobody would wake a lookup"
+        _promotion_state(state, p)
+    for reservation in state.reservations.all.values():
+        waiters = [promotions.all.get(number) for number in reservation.waiters]
+        assert all(p is not None and reservation.id in p.writers for p in waiters), (
+            "a writer would wake a promotion that does not wait for it"
+        )
+
+
+def _promotion_state(state: State, p: Promotion) -> None:
+    """What a promotion holds and waits for is what its state says. ``woken``: its wait is over, and
+    a later step continues it."""
+    woken = p.id in state.promotions.going
+    probes = [o for o in state.tiers.ops.values() if isinstance(o, Probing) and o.promotion == p.id]
+    pinned = sum(len(part.rows) for part in p.pinned)
+    match p.state:
+        case PromotionState.AWAITING_WRITERS:
+            assert p.writers, "a promotion awaits no writer"
+            for writer in map(state.reservations.all.get, () if woken else p.writers):
+                assert writer is not None, "a promotion awaits a writer that is done"
+                assert p.id in writer.waiters, "nobody would wake a promotion"
+        case PromotionState.AWAITING_EPOCH:
+            assert woken or pending(p.namespace), "a promotion awaits no tier's epoch"
+        case PromotionState.PROBING:
+            assert len(probes) == 1, "a promotion does not await one probe"
+        case PromotionState.LOADING:
+            assert woken or p.awaits, "a promotion awaits no load"
+        case _:
+            raise AssertionError(f"a promotion is {p.state.name} between two steps")
+    assert not p.writers or p.state is PromotionState.AWAITING_WRITERS, "writers are awaited"
+    assert not probes or p.state is PromotionState.PROBING, "a probe is awaited"
+    assert not pinned or p.state is PromotionState.LOADING, "a promotion pins rows too soon"
 
 
 def _flushes(state: State) -> None:

@@ -14,8 +14,10 @@ from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
 from kvass.core.matching.prefix import Hit
 from kvass.core.metrics import COUNTERS, HISTOGRAMS
+from kvass.core.pending.promotion import Promotions
 from kvass.core.pending.settlement import Settlement
-from kvass.core.pending.tier_state import Clearing, FlushMode, Promotions, Tiers
+from kvass.core.pending.tier_operations import Clearing
+from kvass.core.pending.tier_state import FlushMode, Tiers
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_store import RowStore
 from kvass.messages import FromClient, FromDaemon, Matched

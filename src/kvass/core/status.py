@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvass.blend.match import entry_bytes
 from kvass.core.clients.registry import model_of
-from kvass.core.pending.tier_state import Loading, TierState
+from kvass.core.pending.tier_operations import Loading
+from kvass.core.pending.tier_state import TierState
 from kvass.core.rows.row_table import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
 from kvass.types import NO_CAP, SCHEDULER
 

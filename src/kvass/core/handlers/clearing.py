@@ -6,7 +6,7 @@ from typing import Final
 
 from kvass.core.clients.registry import ClientSession
 from kvass.core.handlers.checks import instance_of, named_namespace
-from kvass.core.pending.tier_state import Clearing, Emptying
+from kvass.core.pending.tier_operations import Clearing, Emptying
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
 from kvass.core.tiers import epochs, promote

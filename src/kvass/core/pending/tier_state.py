@@ -1,8 +1,4 @@
-"""The state of the tiers, of the operations they were asked for, and of promotions.
-
-What a tier may still write or read is in an operation (``Tiers.ops``), and nowhere else. An
-operation ends once.
-"""
+"""The tiers of a daemon: their order, speeds and queues, and what each was asked for."""
 
 from __future__ import annotations
 
@@ -10,99 +6,21 @@ import hashlib
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import msgspec
 
 from kvass.core.histogram import Histogram
-from kvass.core.matching.prefix import NO_BLOCKS, NO_HIT, Hit
 from kvass.core.metrics import TIER_COUNTERS, TIER_HISTOGRAMS
-from kvass.core.pending.ledger import Entry, Ledger
-from kvass.core.rows.row_classes import Namespace
-from kvass.core.rows.row_table import ClassRows
+from kvass.core.pending.tier_operations import OneOp, Op
 from kvass.types import I64Array, U64Array
 
 FlushMode = Literal["write_through", "on_evict", "none"]
 
-PROMOTION_BYTES: Final = 2048
-"""What one takes of the daemon's memory, but for its arrays and its request's name."""
-INSTANCE_SHARE: Final = 0.25
-"""Of ``Limits.waiting_bytes``: what one instance may take."""
 _SAMPLE_S: Final = 1.0
 """A tier that is never idle is measured as often as this."""
 _SAMPLE_WEIGHT: Final = 0.5
 _FASTEST: Final = 1e15
-
-
-# ---------------------------------------------------------------- operations
-
-
-class Probing(msgspec.Struct):
-    """A ``TierProbe``: of each class the chunks that were asked for, for one promotion."""
-
-    tier: int
-    promotion: int
-    wanted: list[I64Array]
-
-
-class Loading(msgspec.Struct):
-    """A ``TierLoad`` into LOADING rows, and the promotions that wait for some of them."""
-
-    tier: int
-    begun: float
-    part: ClassRows
-    size_bytes: int
-    waiters: set[int]
-
-
-class Flushing(msgspec.Struct):
-    """A ``TierStore`` of rows that are pinned for it."""
-
-    tier: int
-    begun: float
-    part: ClassRows
-    size_bytes: int
-
-
-class Asking(msgspec.Struct):
-    """A ``TierEpoch``, with ``renew`` of a fresh one; ``clearing``: the clear that waits for it.
-
-    ``epoch``: the namespace's own (``Namespace.epoch``) when it was asked.
-    """
-
-    tier: int
-    namespace: Namespace
-    epoch: int
-    renew: bool
-    clearing: Clearing | None
-
-
-class Emptying(msgspec.Struct):
-    """A ``TierClear``."""
-
-    tier: int
-    clearing: Clearing
-
-
-class Clearing(msgspec.Struct, eq=False):
-    """A ``Clear``: ``left`` is still to be cleared, and then ``tiers``, if set, are emptied. It is
-    answered when that is done and the tiers have taken note. Not ``of_l1``: an ``EmptyTier``."""
-
-    session: int
-    seq: int
-    left: list[Namespace]
-    tiers: bool
-    rows: int = 0
-    awaits: int = 0
-    failed: set[int] = set()
-    of_l1: bool = True
-
-
-Op = Probing | Loading | Flushing | Asking | Emptying
-_Op = TypeVar("_Op", Probing, Loading, Flushing, Asking, Emptying)
-
-
-# ---------------------------------------------------------------- tiers
 
 
 class Speed(msgspec.Struct):
@@ -209,7 +127,7 @@ class Tiers:
         self.ops[number] = op
         return number
 
-    def end(self, number: int, kind: type[_Op]) -> _Op:
+    def end(self, number: int, kind: type[OneOp]) -> OneOp:
         """The operation of that number, which is over."""
         op = self.ops.pop(number)
         assert isinstance(op, kind), f"operation {number} ended as another kind"
@@ -226,71 +144,3 @@ class Tiers:
         """When a tier that was down is to be asked to store again."""
         rests = (t.rests_until for t in self.all if t.rests_until is not None and t.queue)
         return min(rests, default=None)
-
-
-# ---------------------------------------------------------------- promotions
-
-
-NOT_ASKED: Final = -1
-DUPLICATE: Final = -2
-IN_NO_TIER: Final = -3
-"""Instead of a tier's number (``Promotion.homes``): no tier was asked for the row; the prompt has
-the key twice, and one row is enough; every tier that was asked does not have it."""
-
-
-class Promotion(Entry, kw_only=True):
-    """A lookup (or, without readers, a prefetch) that waits for tiers, or for engines' stores.
-
-    ``begun``: when. ``why``: it is not given all it asks for (``metrics.MISSES``).
-    ``homes``: per class and chunk the tier that holds the row, or ``NOT_ASKED``, ``DUPLICATE`` or
-    ``IN_NO_TIER``. ``gone``: its session ended. ``early``: no tier has told its epoch yet, so none
-    was asked. ``probing``: the tier that was asked last, for the chunks before ``reach``. ``hit``
-    is what it has pinned, READY or LOADING. ``awaits``: the operations that fill what of it is
-    LOADING. ``rest``, ``start``: keys of blocks (``prefix.PrefixView``).
-    ``writing``: it waits for rows that are being written, before tiers are asked. ``writers``: the
-    reservations of those.
-    """
-
-    session: int
-    seq: int
-    readers: set[int]
-    namespace: Namespace
-    epoch: int
-    begun: float
-    keys: U64Array
-    first: int
-    prefill_tokens_s: float
-    spare: int
-    homes: list[I64Array]
-    tenant: str
-    why: str = "absent"
-    gone: bool = False
-    early: bool = False
-    probing: int = -1
-    reach: int = 0
-    rest: U64Array = NO_BLOCKS
-    start: U64Array = NO_BLOCKS
-    hit: Hit = NO_HIT
-    awaits: set[int] = msgspec.field(default_factory=set)
-    writing: bool = False
-    writers: set[int] = msgspec.field(default_factory=set)
-
-    @property
-    def pinned(self) -> tuple[ClassRows, ...]:
-        """All that it holds."""
-        return self.hit.parts + self.hit.spares
-
-    @property
-    def void(self) -> bool:
-        """Whether nobody waits for it, or nothing of what it asked for may match any more."""
-        return self.gone or self.epoch != self.namespace.epoch
-
-
-class Promotions(Ledger[Promotion]):
-    """All of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.going: dict[int, None] = {}
-        """The numbers of those for which something has happened, in their order: they go on."""
-        self.numbers = itertools.count(1)

@@ -20,7 +20,8 @@ import math
 from typing import Final
 
 from kvass.core.effects import Emptied, EpochIs, Records, TierClear, TierEpoch
-from kvass.core.pending.tier_state import Asking, Clearing, Emptying, TierState
+from kvass.core.pending.tier_operations import Asking, Clearing, Emptying
+from kvass.core.pending.tier_state import TierState
 from kvass.core.rows.row_classes import Namespace, RowClass
 from kvass.core.state import State
 from kvass.messages import Cleared, Error

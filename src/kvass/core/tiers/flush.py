@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from kvass.core.effects import Stored, TierStore
-from kvass.core.pending.tier_state import Flushing, Queued, TierState
+from kvass.core.pending.tier_operations import Flushing
+from kvass.core.pending.tier_state import Queued, TierState
 from kvass.core.rows.row_classes import RowClass
 from kvass.core.rows.row_table import READY, ClassRows
 from kvass.core.state import State

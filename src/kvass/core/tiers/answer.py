@@ -1,0 +1,117 @@
+"""Pinning what a promotion has found, and answering it.
+
+A promotion is answered once (law 11): when nothing of its hit is LOADING any more, or at its
+deadline with the longest hit that is READY then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvass.core.matching.prefix import NO_HIT
+from kvass.core.pending.promotion import Promotion, PromotionState
+from kvass.core.pending.tier_operations import Loading
+from kvass.core.rows.row_table import FAILED, LOADING, ClassRows
+from kvass.core.state import State
+from kvass.messages import Matched, Prefetched
+
+
+def pin_hit(state: State, promotion: Promotion, least: int) -> None:
+    """Pin the longest hit of rows in state ``least`` or above. Answer if none of it is LOADING."""
+    if promotion.void:
+        answer(state, promotion)
+        return
+    before, view, table = promotion.pinned, promotion.view(state.store), state.store.table
+    promotion.hit = view.use(view.longest(view.there(least)))
+    promotion.awaits = set()
+    for part in promotion.pinned:
+        state.store.pin(part.rows)
+        loading = part.rows[table.state[part.rows] == LOADING]
+        promotion.awaits.update(np.unique(table.loader[loading]).tolist())
+    _unpin(state, promotion, before)  # after the pins: a TRANSIENT row is freed at its last unpin
+    for op in promotion.awaits:
+        load = state.tiers.ops[op]
+        assert isinstance(load, Loading), "a LOADING row that nobody loads"
+        load.waiters.add(promotion.id)
+    promotion.await_writers(set(), state.reservations.all)
+    if promotion.awaits:
+        promotion.move(PromotionState.LOADING)
+    else:
+        answer(state, promotion)
+
+
+def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> None:
+    for part in parts:
+        state.store.unpin(part.rows, ahead=not promotion.readers)
+
+
+def _let_go(state: State, promotion: Promotion) -> None:
+    """Unpin its hit."""
+    pinned = promotion.pinned
+    promotion.hit, promotion.awaits = NO_HIT._replace(chunks=promotion.first), set()
+    _unpin(state, promotion, pinned)
+
+
+def answer(state: State, promotion: Promotion) -> None:
+    """Send what is pinned, and end the promotion.
+
+    If a pinned row could not be loaded, the hit becomes shorter, and rows of that may be LOADING.
+    Then the promotion goes on.
+    """
+    if promotion.asker_left:
+        _end(state, promotion)
+        return
+    instance = state.instances.get(promotion.instance)
+    there = instance is not None and state.namespace_of(instance) is promotion.namespace
+    if (promotion.readers and not there) or promotion.epoch != promotion.namespace.epoch:
+        _let_go(state, promotion)
+        promotion.why = "cleared"
+    elif any((state.store.table.state[p.rows] == FAILED).any() for p in promotion.pinned):
+        promotion.why = "load_failed"
+        pin_hit(state, promotion, LOADING)
+        return
+    if not promotion.readers:
+        reply: Prefetched | Matched = Prefetched(chunks=promotion.hit.chunks)
+    else:
+        state.counters["promoted_chunks"] += promotion.hit.chunks - promotion.first
+        _count(state, promotion)
+        reply = state.matched(
+            promotion.instance,
+            promotion.request,
+            promotion.first,
+            promotion.hit,
+            promotion.readers,
+            promotion.spare,
+        )
+    reply.seq = promotion.seq
+    state.send(promotion.session, reply)
+    _end(state, promotion)
+
+
+def _count(state: State, promotion: Promotion) -> None:
+    """Count the tokens that the lookup asked for and those that it was given.
+
+    A chunk counts as a tier's if the row of its first group came from that tier.
+    """
+    ns, why, first, hit = promotion.namespace, promotion.why, promotion.first, promotion.hit
+    if why == "absent" and not all(tier.report.get("up", True) for tier in state.tiers.used):
+        why = "tier_down"
+    asked = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
+    given = ns.tokens(hit.chunks - first, hit.blocks)
+    instance = state.instances.get(promotion.instance)
+    if instance is not None:
+        state.answered(instance, ns, asked, given, why, promotion.prefill_tokens_s)
+    state.tenants.of(promotion.tenant).traffic.answered(state.now, asked, given, why)
+    homes = promotion.homes[0][first : hit.chunks]
+    traffic = promotion.namespace.traffic
+    chunks = np.bincount(homes[homes >= 0], minlength=len(traffic.from_tiers))
+    for tier, count in enumerate(chunks.tolist()):
+        traffic.from_tiers[tier] += count * promotion.namespace.chunk_tokens
+
+
+def _end(state: State, promotion: Promotion) -> None:
+    state.histograms["lookup_tiers_seconds"].observe(state.now - promotion.begun)
+    state.promotions.drop(promotion)
+    promotion.await_writers(set(), state.reservations.all)
+    promotion.move(PromotionState.ENDED)
+    _let_go(state, promotion)

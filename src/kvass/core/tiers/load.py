@@ -1,0 +1,80 @@
+"""Loading rows from tiers into L1.
+
+A row is LOADING from the step that asks a tier for it to the step in which the tier is done with
+its slot (law 3). It stays LOADING also when no promotion waits for it any more.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kvass.core.effects import Loaded, TierLoad
+from kvass.core.pending.promotion import Promotion
+from kvass.core.pending.tier_operations import Loading
+from kvass.core.rows.row_classes import Namespace, RowClass
+from kvass.core.rows.row_table import LOADING, ClassRows
+from kvass.core.state import State
+from kvass.core.tiers import epochs, flush
+from kvass.types import I64Array
+
+LOAD_BYTES: Final = 16 << 20
+"""What one operation loads. It is small, so that a hit can be had in part."""
+
+
+def load(
+    state: State, promotion: Promotion, wanted: list[I64Array], upto: int, protect: int
+) -> int:
+    """Allocate rows for the chunks ``wanted`` of each class, and ask the tiers to fill them.
+
+    Returns ``upto``, or the first chunk for which there was no room. Then nothing is loaded.
+    """
+    classes = promotion.namespace.classes
+    payer = state.tenants.payer(promotion.tenant)
+    rows, cut = state.store.allocate(
+        classes, promotion.keys[:upto], wanted, protect, payer, LOADING
+    )
+    if cut < upto:
+        state.counters["promotions_cut"] += 1
+        for taken in rows:
+            state.store.free(taken)
+        return cut
+    for c, w, taken, home in zip(classes, wanted, rows, promotion.homes, strict=True):
+        state.store.touch(c, taken)
+        step = max(1, LOAD_BYTES // c.spec.row_bytes)
+        for tier in np.unique(home[w]).tolist():
+            of_tier = taken[home[w] == tier]
+            for at in range(0, len(of_tier), step):
+                _load_rows(state, promotion.namespace, c, tier, of_tier[at : at + step])
+    return upto
+
+
+def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Array) -> None:
+    size = len(rows) * c.spec.row_bytes
+    op = state.tiers.begin(Loading(tier, state.now, ClassRows(c.id, rows), size, set()))
+    state.store.table.loader[rows] = op
+    state.tiers.all[tier].speed.begin(size, state.now)
+    records = epochs.records(ns, tier, c, state.store.table.keys_of(rows))
+    state.out.append(TierLoad(tier, op, records, state.store.slots(rows), c.spec.shard_bytes))
+
+
+def loaded(state: State, event: Loaded) -> list[Promotion]:
+    """A tier has finished a load: its rows are READY, or FAILED. Returns who waited for them."""
+    op = state.tiers.end(event.op, Loading)
+    good, failed = op.part.rows[event.which], op.part.rows[~event.which]
+    size = len(good) * (op.size_bytes // len(op.part.rows))
+    tier = state.tiers.all[op.tier]
+    tier.speed.end(op.size_bytes, size, state.now)
+    tier.histograms["load_seconds"].observe(state.now - op.begun)
+    tier.counters["loaded_rows"] += len(good)
+    tier.counters["loaded_bytes"] += size
+    tier.counters["load_misses"] += len(failed)
+    state.store.promoted(good, state.config.retain_promoted)
+    asked_before = state.tiers.used[: max(0, tier.place - 1)]
+    flush.queue_written(state, ClassRows(op.part.row_class, good), asked_before)
+    state.store.fail(failed)
+    waited = [p for p in map(state.promotions.all.get, sorted(op.waiters)) if p is not None]
+    for promotion in waited:
+        promotion.awaits.discard(event.op)
+    return waited

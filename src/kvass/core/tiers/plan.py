@@ -1,0 +1,87 @@
+"""Planning a promotion: which rows are loaded, from which tier.
+
+The plan is the longest hit that L1 and the tiers give together. It is cut to what fits (law 12).
+Nothing is loaded if loading takes longer than computing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kvass.core.pending.promotion import Promotion
+from kvass.core.rows.index import ABSENT
+from kvass.core.rows.row_classes import Namespace
+from kvass.core.rows.row_table import LOADING
+from kvass.core.state import State
+from kvass.core.tiers import answer, flush, load, lost_segments
+from kvass.types import I64Array
+
+LOADING_SHARE: Final = 0.5
+"""LOADING rows take no more of L1 than this (law 12)."""
+
+
+def plan(state: State, promotion: Promotion) -> None:
+    """Load the rows that the longest hit needs and L1 lacks, as many as fit. Pin that hit."""
+    lost_segments.forget_lost(state, promotion)
+    protect, n, weighed = state.store.table.clock, len(promotion.keys), False
+    # A tier may have been removed since it was asked. The three last entries of ``known`` are for
+    # the homes NOT_ASKED, DUPLICATE and IN_NO_TIER, which are negative indexes.
+    known = np.array([e is not None for e in promotion.namespace.tier_epochs] + [False] * 3)
+    while n > promotion.first:
+        view = promotion.view(state.store, n)
+        lacking = [
+            (rows == ABSENT) & known[home[:n]]
+            for rows, home in zip(view.found, promotion.homes, strict=True)
+        ]
+        coming = view.there(LOADING)
+        end = view.longest([a | b for a, b in zip(coming, lacking, strict=True)])
+        wanted = [
+            begin + np.flatnonzero(lacks[begin:upto])
+            for lacks, (begin, upto) in zip(lacking, view.needs(end), strict=True)
+        ]
+        if not any(map(len, wanted)):
+            break
+        if not weighed:
+            weighed = True
+            if not _worth_it(state, promotion, wanted, end - view.longest(view.there())):
+                promotion.why = "not_worth_it"
+                break
+        upto = end + promotion.spare
+        n = _fitting(state, promotion.namespace, wanted, upto)
+        if n == upto:
+            view.use(end)  # so that none of the prompt's rows is evicted for the load
+            n = load.load(state, promotion, wanted, upto, protect)
+            if n == upto:
+                flush.queue_next_victims(state)
+                break
+        promotion.why = "no_room"
+    answer.pin_hit(state, promotion, LOADING)
+
+
+def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks: int) -> bool:
+    """Whether loading takes less time than computing the tokens. If a speed is not known: yes."""
+    if not state.config.weigh_loads or promotion.prefill_tokens_s <= 0:
+        return True
+    ns, tiers = promotion.namespace, state.tiers.all
+    sizes = np.zeros(len(tiers), np.int64)
+    for c, home, w in zip(ns.classes, promotion.homes, wanted, strict=True):
+        sizes += np.bincount(home[w], minlength=len(sizes)) * c.spec.row_bytes
+    used = np.flatnonzero(sizes).tolist()
+    seconds = sum(tiers[tier].speed.seconds(int(sizes[tier])) for tier in used)
+    if seconds * promotion.prefill_tokens_s <= chunks * ns.chunk_tokens:
+        return True
+    state.counters["promotions_not_worth_it"] += 1
+    for tier in used:
+        tiers[tier].speed.doubt()
+    return False
+
+
+def _fitting(state: State, ns: Namespace, wanted: list[I64Array], upto: int) -> int:
+    """How many chunks, of ``upto``, can be loaded within ``LOADING_SHARE``."""
+    sizes = np.zeros(upto, np.int64)
+    for c, w in zip(ns.classes, wanted, strict=True):
+        sizes[w] += c.spec.row_bytes
+    left = int(state.config.arena_bytes * LOADING_SHARE) - state.loading_bytes
+    return int(np.searchsorted(np.cumsum(sizes), max(left, 0), side="right"))
