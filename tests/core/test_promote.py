@@ -15,7 +15,7 @@ from kvass.core.effects import (
     TierProbe,
     TierStore,
 )
-from kvass.core.pending.promotions import PROMOTION_BYTES
+from kvass.core.pending.promotion import PROMOTION_BYTES
 from kvass.core.pending.tier_state import Speed
 from kvass.core.tiers import epochs
 from kvass.core.tiers.flush import REST_S

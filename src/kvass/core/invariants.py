@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.core.clients.tenants import MOST
-from kvass.core.pending.promotions import Promotion, PromotionState
+from kvass.core.pending.promotion import Promotion, Promotions, PromotionState
 from kvass.core.pending.tier_operations import Flushing, Loading, Probing
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_table import (
@@ -30,10 +30,9 @@ from kvass.core.rows.row_table import (
 )
 from kvass.core.rows.sets import CLEARED
 from kvass.core.tiers.epochs import pending
-from kvass.core.tiers.planning import LOADING_SHARE
+from kvass.core.tiers.plan import LOADING_SHARE
 
 if TYPE_CHECKING:
-    from kvass.core.pending.promotions import Promotions
     from kvass.core.pending.settlement import Settlement
     from kvass.core.rows.blocks import BlockIndex
     from kvass.core.rows.row_table import ClassRows
@@ -119,7 +118,7 @@ def _loading(state: State) -> None:
 
 
 def _promotions(state: State) -> None:
-    """Each waits for something, is woken by it, and not past its deadline."""
+    """Each is open until its deadline at most, and its state says what it waits for."""
     promotions, ops = state.promotions, state.tiers.ops
     waiting = sum(p.size_bytes for p in promotions.all.values())
     assert waiting == sum(promotions.bytes_of.values()), "miscounted bytes"
@@ -134,27 +133,37 @@ def _promotions(state: State) -> None:
         for op in map(ops.__getitem__, awaited):
             assert isinstance(op, Loading), "a promotion waits for something else than a load"
             assert p.id in op.waiters, "nobody would wake a promotion"
-        if p.id not in promotions.going:
-            _promotion_waits(state, p)
+        _promotion_state(state, p)
+    for reservation in state.reservations.all.values():
+        waiters = [promotions.all.get(number) for number in reservation.waiters]
+        assert all(p is not None and reservation.id in p.writers for p in waiters), (
+            "a writer would wake a promotion that does not wait for it"
+        )
 
 
-def _promotion_waits(state: State, p: Promotion) -> None:
-    """It waits for what its state says, for nothing else, and is woken by it."""
+def _promotion_state(state: State, p: Promotion) -> None:
+    """What a promotion holds and waits for is what its state says. ``woken``: its wait is over, and
+    a later step continues it."""
+    woken = p.id in state.promotions.going
     probes = [o for o in state.tiers.ops.values() if isinstance(o, Probing) and o.promotion == p.id]
-    assert len(probes) == (p.state is PromotionState.AWAITS_PROBE), "a probe too many, or too few"
-    assert bool(p.awaits) == (p.state is PromotionState.AWAITS_LOADS), "loads that nobody awaits"
+    pinned = sum(len(part.rows) for part in p.pinned)
     match p.state:
-        case PromotionState.AWAITS_STORES:
-            assert p.writers, "a lookup waits for no writer"
-            for writer in map(state.reservations.all.get, p.writers):
-                assert writer is not None, "a lookup waits for a writer that is done"
-                assert p.id in writer.waiters, "nobody would wake a lookup"
-        case PromotionState.AWAITS_EPOCH:
-            assert pending(p.namespace), "a promotion waits for an epoch that is known"
-        case PromotionState.AWAITS_PROBE | PromotionState.AWAITS_LOADS:
-            pass
+        case PromotionState.AWAITING_WRITERS:
+            assert p.writers, "a promotion awaits no writer"
+            for writer in map(state.reservations.all.get, () if woken else p.writers):
+                assert writer is not None, "a promotion awaits a writer that is done"
+                assert p.id in writer.waiters, "nobody would wake a promotion"
+        case PromotionState.AWAITING_EPOCH:
+            assert woken or pending(p.namespace), "a promotion awaits no tier's epoch"
+        case PromotionState.PROBING:
+            assert len(probes) == 1, "a promotion does not await one probe"
+        case PromotionState.LOADING:
+            assert woken or p.awaits, "a promotion awaits no load"
         case _:
-            raise AssertionError(f"a promotion waits for nothing: it is {p.state}")
+            raise AssertionError(f"a promotion is {p.state.name} between two steps")
+    assert not p.writers or p.state is PromotionState.AWAITING_WRITERS, "writers are awaited"
+    assert not probes or p.state is PromotionState.PROBING, "a probe is awaited"
+    assert not pinned or p.state is PromotionState.LOADING, "a promotion pins rows too soon"
 
 
 def _flushes(state: State) -> None:

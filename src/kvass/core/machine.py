@@ -25,7 +25,7 @@ from kvass.core.pending.ledger import soonest
 from kvass.core.pending.tier_operations import Asking
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import CoreConfig, State
-from kvass.core.tiers import epochs, flush, probing, promote, tier_changes
+from kvass.core.tiers import epochs, flush, probe, promote, tier_changes
 from kvass.errors import Refused
 from kvass.messages import Error, FromDaemon, Hello, Pong, Register, StatusReply
 from kvass.types import Quota
@@ -83,14 +83,14 @@ def _tick(state: State, event: effects.Tick) -> None:
     else:
         state.room.reclaim()
         state.classes.warm()
-    promote.go_on(state)
+    promote.continue_some(state)
 
 
 def _epoch_is(state: State, event: effects.EpochIs) -> None:
     tier = state.tiers.all[epochs.epoch_told(state, event)]
     if event.epoch is not None:
         flush.store_next(state, tier, len(tier.queue))
-    promote.resume(state)
+    promote.epoch_known(state)
 
 
 def _tier_report(state: State, event: effects.TierReport) -> None:
@@ -111,7 +111,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.ProcessEnded: lambda state, event: state.settlement.process_ended(event.session),
     effects.PopulatedTo: sessions.populated,
     effects.Tick: _tick,
-    effects.Probed: probing.probed,
+    effects.Probed: probe.probed,
     effects.Loaded: promote.loaded,
     effects.Stored: flush.stored,
     effects.EpochIs: _epoch_is,
@@ -143,7 +143,7 @@ class CacheMachine:
             flush.queue_published(state)
         if state.settlement.woken:
             woken, state.settlement.woken = state.settlement.woken, []
-            promote.go_on(state, woken)
+            promote.continue_some(state, woken)
         flush.retry_due(state)
         return state.out
 

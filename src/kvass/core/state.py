@@ -14,7 +14,7 @@ from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
 from kvass.core.matching.prefix import Hit
 from kvass.core.metrics import COUNTERS, HISTOGRAMS
-from kvass.core.pending.promotions import Promotions
+from kvass.core.pending.promotion import Promotions
 from kvass.core.pending.settlement import Settlement
 from kvass.core.pending.tier_operations import Clearing
 from kvass.core.pending.tier_state import FlushMode, Tiers

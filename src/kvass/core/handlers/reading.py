@@ -23,7 +23,7 @@ from kvass.core.handlers.checks import (
     split_keys,
 )
 from kvass.core.matching.prefix import NO_BLOCKS, PrefixView
-from kvass.core.pending.promotions import NOT_ASKED, PROMOTION_BYTES, Promotion
+from kvass.core.pending.promotion import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.core.rows.index import digests_of
 from kvass.core.rows.removed import AT_ONCE
 from kvass.core.rows.row_classes import Namespace
@@ -89,7 +89,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
         promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, blocks, start)
         if promotion.deadline > state.now:
-            if promote.begin(state, promotion):
+            if promote.begin(state, promotion, msg.writing):
                 return None
             why = "not_waited"
     asked = ns.tokens(len(keys) - msg.first, len(blocks))
@@ -143,7 +143,7 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
     if state.tiers.used and ns.tier_epochs and chunks < len(keys):
         wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
         promotion = _promotion(state, session, msg, ns, keys, set(), wait_s)
-        if promotion.deadline > state.now and promote.begin(state, promotion):
+        if promotion.deadline > state.now and promote.begin(state, promotion, writing=False):
             return None
     return Prefetched(chunks=chunks)
 
@@ -190,7 +190,6 @@ def _promotion(
         size_bytes=PROMOTION_BYTES + len(msg.request) + arrays_bytes,
         prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
         spare=msg.spare if isinstance(msg, Lookup) else 0,
-        waits_for_stores=isinstance(msg, Lookup) and msg.writing,
         homes=homes,
         tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
     )

@@ -65,7 +65,7 @@ class Settlement:
         self.published: list[ClassRows] = []
         """Rows that became READY and were not queued for tiers yet (``flush``)."""
         self.woken: list[int] = []
-        """Lookups whose writers are done, or will publish nothing (``promote.go_on``)."""
+        """Lookups whose writers are done, or will publish nothing (``promote.continue_some``)."""
         self._counters = counters
         self._timing = timing
         self._slice_ends = slice_ends

@@ -1,10 +1,12 @@
-"""The operations that tiers were asked for, and clears that wait for some of them.
+"""Operations that a tier was asked for and has not finished.
 
-Law of this file: what a tier may still write or read is in an operation, and nowhere else. An
-operation ends once.
+What a tier may still write or read is in an operation (``tier_state.Tiers.ops``), and nowhere else
+(law 3). An operation ends once.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import msgspec
 
@@ -75,3 +77,4 @@ class Clearing(msgspec.Struct, eq=False):
 
 
 Op = Probing | Loading | Flushing | Asking | Emptying
+OneOp = TypeVar("OneOp", Probing, Loading, Flushing, Asking, Emptying)

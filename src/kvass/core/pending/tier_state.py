@@ -1,4 +1,4 @@
-"""The tiers as the core knows them: their places, speeds, queues and open operations."""
+"""The tiers of a daemon: their order, speeds and queues, and what each was asked for."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import hashlib
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import msgspec
 
 from kvass.core.histogram import Histogram
 from kvass.core.metrics import TIER_COUNTERS, TIER_HISTOGRAMS
-from kvass.core.pending.tier_operations import Asking, Emptying, Flushing, Loading, Op, Probing
+from kvass.core.pending.tier_operations import OneOp, Op
 from kvass.types import I64Array, U64Array
 
 FlushMode = Literal["write_through", "on_evict", "none"]
+
 _SAMPLE_S: Final = 1.0
 """A tier that is never idle is measured as often as this."""
 _SAMPLE_WEIGHT: Final = 0.5
 _FASTEST: Final = 1e15
-_Op = TypeVar("_Op", Probing, Loading, Flushing, Asking, Emptying)
 
 
 class Speed(msgspec.Struct):
@@ -127,7 +127,7 @@ class Tiers:
         self.ops[number] = op
         return number
 
-    def end(self, number: int, kind: type[_Op]) -> _Op:
+    def end(self, number: int, kind: type[OneOp]) -> OneOp:
         """The operation of that number, which is over."""
         op = self.ops.pop(number)
         assert isinstance(op, kind), f"operation {number} ended as another kind"

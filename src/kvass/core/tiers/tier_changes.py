@@ -33,7 +33,7 @@ def change(state: State, event: TiersAre) -> None:
                     epochs.ask(state, ns, tier.number)
     for ns in state.namespaces.values():
         state.classes.segments.reaches_tiers(ns.id, epochs.in_tiers(state, ns))
-    promote.resume(state)
+    promote.epoch_known(state)
 
 
 def _make_columns(state: State) -> None:

@@ -1,6 +1,7 @@
-"""Loads from tiers: rows are LOADING from the step that asks a tier to the one in which it is done.
+"""Loading rows from tiers into L1.
 
-Law of this file: a row is LOADING until its tier is done with its slot, whoever still waits for it.
+A row is LOADING from the step that asks a tier for it to the step in which the tier is done with
+its slot (law 3). It stays LOADING also when no promotion waits for it any more.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from kvass.core.effects import Loaded, TierLoad
-from kvass.core.pending.promotions import Promotion
+from kvass.core.pending.promotion import Promotion
 from kvass.core.pending.tier_operations import Loading
 from kvass.core.rows.row_classes import Namespace, RowClass
 from kvass.core.rows.row_table import LOADING, ClassRows
@@ -25,8 +26,10 @@ LOAD_BYTES: Final = 16 << 20
 def load(
     state: State, promotion: Promotion, wanted: list[I64Array], upto: int, protect: int
 ) -> int:
-    """Take slots for all of ``wanted`` and ask the tiers to fill them; ``upto``. If there is no
-    room for all: nothing, and the first chunk for which there was none."""
+    """Allocate rows for the chunks ``wanted`` of each class, and ask the tiers to fill them.
+
+    Returns ``upto``, or the first chunk for which there was no room. Then nothing is loaded.
+    """
     classes = promotion.namespace.classes
     payer = state.tenants.payer(promotion.tenant)
     rows, cut = state.room.allocate(classes, promotion.keys[:upto], wanted, protect, payer, LOADING)
@@ -54,9 +57,8 @@ def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Arr
     state.out.append(TierLoad(tier, op, records, state.rows.slots(rows), c.spec.shard_bytes))
 
 
-def finish(state: State, event: Loaded) -> list[Promotion]:
-    """A tier is done with some slots: they are READY, or free. Returns the promotions that waited
-    for that and for nothing else."""
+def loaded(state: State, event: Loaded) -> list[Promotion]:
+    """A tier has finished a load: its rows are READY, or FAILED. Returns who waited for them."""
     op = state.tiers.end(event.op, Loading)
     good, failed = op.part.rows[event.which], op.part.rows[~event.which]
     size = len(good) * (op.size_bytes // len(op.part.rows))
@@ -70,7 +72,7 @@ def finish(state: State, event: Loaded) -> list[Promotion]:
     asked_before = state.tiers.used[: max(0, tier.place - 1)]
     flush.queue_written(state, ClassRows(op.part.row_class, good), asked_before)
     state.rows.fail(failed)
-    waiting = [p for p in map(state.promotions.all.get, sorted(op.waiters)) if p is not None]
-    for promotion in waiting:
+    waited = [p for p in map(state.promotions.all.get, sorted(op.waiters)) if p is not None]
+    for promotion in waited:
         promotion.awaits.discard(event.op)
-    return [promotion for promotion in waiting if not promotion.awaits]
+    return waited

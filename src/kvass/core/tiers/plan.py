@@ -1,6 +1,7 @@
-"""The plan of a promotion: which rows are loaded, if that is worth it and fits.
+"""Planning a promotion: which rows are loaded, from which tier.
 
-Law of this file: LOADING rows take no more of L1 than ``LOADING_SHARE`` (law 12).
+The plan is the longest hit that L1 and the tiers give together. It is cut to what fits (law 12).
+Nothing is loaded if loading takes longer than computing.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from typing import Final
 
 import numpy as np
 
-from kvass.core.pending.promotions import Promotion
+from kvass.core.pending.promotion import Promotion
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import LOADING
 from kvass.core.state import State
-from kvass.core.tiers import answering, flush, loading, lost_segments
+from kvass.core.tiers import answer, flush, load, lost_segments
 from kvass.types import I64Array
 
 LOADING_SHARE: Final = 0.5
@@ -22,10 +23,11 @@ LOADING_SHARE: Final = 0.5
 
 
 def plan(state: State, promotion: Promotion) -> None:
-    """Have loaded what the longest hit needs beyond L1, as far as it fits."""
+    """Load the rows that the longest hit needs and L1 lacks, as many as fit. Pin that hit."""
     lost_segments.forget_lost(state, promotion)
     protect, n, weighed = state.rows.table.clock, len(promotion.keys), False
-    # A tier may have been removed since it was asked; the last ones are for homes that are no tier.
+    # A tier may have been removed since it was asked. The three last entries of ``known`` are for
+    # the homes NOT_ASKED, DUPLICATE and IN_NO_TIER, which are negative indexes.
     known = np.array([e is not None for e in promotion.namespace.tier_epochs] + [False] * 3)
     while n > promotion.first:
         view = promotion.view(state.rows, n)
@@ -49,35 +51,35 @@ def plan(state: State, promotion: Promotion) -> None:
         upto = end + promotion.spare
         n = _fitting(state, promotion.namespace, wanted, upto)
         if n == upto:
-            view.use(end)  # nothing of the prompt shall make room for it
-            n = loading.load(state, promotion, wanted, upto, protect)
+            view.use(end)  # so that none of the prompt's rows is evicted for the load
+            n = load.load(state, promotion, wanted, upto, protect)
             if n == upto:
                 flush.queue_next_victims(state)
                 break
         promotion.why = "no_room"
-    answering.hold(state, promotion, LOADING)
+    answer.pin_hit(state, promotion, LOADING)
 
 
 def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks: int) -> bool:
-    """Whether loading takes less time than computing the tokens it saves, as far as is known."""
+    """Whether loading takes less time than computing the tokens. If a speed is not known: yes."""
     if not state.config.weigh_loads or promotion.prefill_tokens_s <= 0:
         return True
     ns, tiers = promotion.namespace, state.tiers.all
     sizes = np.zeros(len(tiers), np.int64)
     for c, home, w in zip(ns.classes, promotion.homes, wanted, strict=True):
         sizes += np.bincount(home[w], minlength=len(sizes)) * c.spec.row_bytes
-    asked = [(tiers[tier].speed, int(sizes[tier])) for tier in np.flatnonzero(sizes).tolist()]
-    seconds = sum(speed.seconds(size) for speed, size in asked)
+    used = np.flatnonzero(sizes).tolist()
+    seconds = sum(tiers[tier].speed.seconds(int(sizes[tier])) for tier in used)
     if seconds * promotion.prefill_tokens_s <= chunks * ns.chunk_tokens:
         return True
     state.counters["promotions_not_worth_it"] += 1
-    for speed, _ in asked:
-        speed.doubt()
+    for tier in used:
+        tiers[tier].speed.doubt()
     return False
 
 
 def _fitting(state: State, ns: Namespace, wanted: list[I64Array], upto: int) -> int:
-    """The first chunk with which LOADING rows would take more than they may; ``upto`` if none."""
+    """How many chunks, of ``upto``, can be loaded within ``LOADING_SHARE``."""
     sizes = np.zeros(upto, np.int64)
     for c, w in zip(ns.classes, wanted, strict=True):
         sizes[w] += c.spec.row_bytes

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
+from kvass.core.effects import TierLoad, TierProbe
 from tests.core.rig import RESERVE_S, WIDTH, Engine, digests, layout
 from tests.core.tier_rig import TierRig
 
@@ -172,3 +173,25 @@ def test_who_knows_promoting_is_told(rig: TierRig, writer: Engine) -> None:
     rig.replies(scheduler)
     e = Engine(rig, scheduler, [worker], b"")
     assert [type(r) for r in ask(e, "a")] == [m.Promoting]
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_a_writer_that_is_not_awaited_any_more_wakes_nobody(loading: bool) -> None:
+    """The first writer gave up, so the second one's chunks made no hit longer, and the tier was
+    asked. The second one commits while the tier probes, or while it is ``loading`` the first two
+    chunks. Answered then, the lookup would be lent rows that are still LOADING (law 4)."""
+    rig = TierRig()
+    writer = rig.ready("w")
+    rig.only_in_tiers(writer, "a", "b", "c", "d")
+    reader = rig.ready("r")
+    first = begin(writer, "a", "b")
+    second = begin(writer, "a", "b", "c", "d", first=2)
+    assert ask(reader, "a", "b", "c", "d") == []
+    writer.abort(first, rank=0)
+    if loading:
+        rig.settle(TierProbe)
+    assert rig.open_ops(TierLoad) if loading else rig.open_ops(TierProbe)
+    writer.commit(second)
+    assert rig.replies(reader.scheduler) == []
+    rig.settle()
+    assert [r.chunks for r in rig.replies(reader.scheduler)] == [2 if loading else 4]

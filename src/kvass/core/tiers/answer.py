@@ -1,7 +1,7 @@
-"""What a promotion has pinned, and its answer: once, when nothing is awaited, or at its deadline.
+"""Pinning what a promotion has found, and answering it.
 
-Law of this file: a promotion is given rows that are READY. What could not be loaded makes its match
-shorter.
+A promotion is answered once (law 11): when nothing of its hit is LOADING any more, or at its
+deadline with the longest hit that is READY then.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from kvass.core.matching.prefix import NO_HIT
-from kvass.core.pending.promotions import Promotion, PromotionState
+from kvass.core.pending.promotion import Promotion, PromotionState
 from kvass.core.pending.tier_operations import Loading
 from kvass.core.rows.row_table import FAILED, LOADING, ClassRows
 from kvass.core.state import State
 from kvass.messages import Matched, Prefetched
 
 
-def hold(state: State, promotion: Promotion, least: int) -> None:
-    """Pin the longest hit of rows in state ``least`` or above; answer, if none of it is LOADING."""
+def pin_hit(state: State, promotion: Promotion, least: int) -> None:
+    """Pin the longest hit of rows in state ``least`` or above. Answer if none of it is LOADING."""
     if promotion.void:
         answer(state, promotion)
         return
@@ -28,20 +28,37 @@ def hold(state: State, promotion: Promotion, least: int) -> None:
         state.rows.pin(part.rows)
         loading = part.rows[table.state[part.rows] == LOADING]
         promotion.awaits.update(np.unique(table.loader[loading]).tolist())
-    _unpin(state, promotion, before)  # only now: TRANSIENT rows stay for those who wait
+    _unpin(state, promotion, before)  # after the pins: a TRANSIENT row is freed at its last unpin
     for op in promotion.awaits:
         load = state.tiers.ops[op]
         assert isinstance(load, Loading), "a LOADING row that nobody loads"
         load.waiters.add(promotion.id)
+    promotion.await_writers(set(), state.reservations.all)
     if promotion.awaits:
-        promotion.move(PromotionState.AWAITS_LOADS)
+        promotion.move(PromotionState.LOADING)
     else:
         answer(state, promotion)
 
 
+def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> None:
+    for part in parts:
+        state.rows.unpin(part.rows, ahead=not promotion.readers)
+
+
+def _let_go(state: State, promotion: Promotion) -> None:
+    """Unpin its hit."""
+    pinned = promotion.pinned
+    promotion.hit, promotion.awaits = NO_HIT._replace(chunks=promotion.first), set()
+    _unpin(state, promotion, pinned)
+
+
 def answer(state: State, promotion: Promotion) -> None:
-    """Give the asker what is pinned by now."""
-    if promotion.gone:
+    """Send what is pinned, and end the promotion.
+
+    If a pinned row could not be loaded, the hit becomes shorter, and rows of that may be LOADING.
+    Then the promotion goes on.
+    """
+    if promotion.asker_left:
         _end(state, promotion)
         return
     instance = state.instances.get(promotion.instance)
@@ -51,7 +68,7 @@ def answer(state: State, promotion: Promotion) -> None:
         promotion.why = "cleared"
     elif any((state.rows.table.state[p.rows] == FAILED).any() for p in promotion.pinned):
         promotion.why = "load_failed"
-        hold(state, promotion, LOADING)  # what could not be loaded makes the match shorter
+        pin_hit(state, promotion, LOADING)
         return
     if not promotion.readers:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.hit.chunks)
@@ -72,16 +89,18 @@ def answer(state: State, promotion: Promotion) -> None:
 
 
 def _count(state: State, promotion: Promotion) -> None:
-    """What it asked for and is given, and which tokens of that its tiers loaded: a chunk's, where
-    its first group came from one."""
+    """Count the tokens that the lookup asked for and those that it was given.
+
+    A chunk counts as a tier's if the row of its first group came from that tier.
+    """
     ns, why, first, hit = promotion.namespace, promotion.why, promotion.first, promotion.hit
     if why == "absent" and not all(tier.report.get("up", True) for tier in state.tiers.used):
         why = "tier_down"
     asked = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
     given = ns.tokens(hit.chunks - first, hit.blocks)
-    who = state.instances.get(promotion.instance)
-    if who is not None:
-        state.answered(who, ns, asked, given, why, promotion.prefill_tokens_s)
+    instance = state.instances.get(promotion.instance)
+    if instance is not None:
+        state.answered(instance, ns, asked, given, why, promotion.prefill_tokens_s)
     state.tenants.of(promotion.tenant).traffic.answered(state.now, asked, given, why)
     homes = promotion.homes[0][first : hit.chunks]
     traffic = promotion.namespace.traffic
@@ -90,19 +109,9 @@ def _count(state: State, promotion: Promotion) -> None:
         traffic.from_tiers[tier] += count * promotion.namespace.chunk_tokens
 
 
-def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> None:
-    for part in parts:
-        state.rows.unpin(part.rows, ahead=not promotion.readers)
-
-
-def _let_go(state: State, promotion: Promotion) -> None:
-    pinned = promotion.pinned
-    promotion.hit, promotion.awaits = NO_HIT._replace(chunks=promotion.first), set()
-    _unpin(state, promotion, pinned)
-
-
 def _end(state: State, promotion: Promotion) -> None:
     state.histograms["lookup_tiers_seconds"].observe(state.now - promotion.begun)
     state.promotions.drop(promotion)
+    promotion.await_writers(set(), state.reservations.all)
     promotion.move(PromotionState.ENDED)
     _let_go(state, promotion)

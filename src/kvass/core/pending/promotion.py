@@ -1,0 +1,170 @@
+"""Promotions: lookups and prefetches whose answer waits for writers or for tiers.
+
+A promotion's state changes only through ``Promotion.move``, along ``TRANSITIONS``. A promotion is
+answered when it ends, and it ends once (law 11).
+
+- NEW: it was made in this step, and nothing was begun for it.
+- AWAITING_WRITERS: engines are writing rows that it needs. ``writers`` has their reservations. No
+  tier was asked.
+- AWAITING_EPOCH: no tier has told the epoch of its namespace, so none can be asked. At least one
+  has not answered yet.
+- PROBING: a tier was asked which rows it has, and has not answered.
+- LOADING: ``hit`` is pinned. Tiers are filling the rows of it that are LOADING. ``awaits`` has the
+  operations that do.
+- ENDED: its answer was sent, or its session ended. It holds nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Final
+
+import msgspec
+
+from kvass.core.matching.prefix import NO_BLOCKS, NO_HIT, Hit, PrefixView
+from kvass.core.pending.ledger import Entry, Ledger, Reservation
+from kvass.core.rows.row_classes import Namespace
+from kvass.core.rows.row_states import RowStates
+from kvass.core.rows.row_table import ClassRows
+from kvass.types import I64Array, U64Array
+
+PROMOTION_BYTES: Final = 2048
+"""Memory that one promotion takes, without its arrays and its request's name."""
+INSTANCE_SHARE: Final = 0.25
+"""The part of ``Limits.waiting_bytes`` that the promotions of one instance may take."""
+NOT_ASKED: Final = -1
+"""In ``Promotion.homes``: no tier was asked for the row."""
+DUPLICATE: Final = -2
+"""In ``Promotion.homes``: the prompt has the key before, and one row is enough."""
+IN_NO_TIER: Final = -3
+"""In ``Promotion.homes``: no tier that was asked has the row."""
+NO_TIER: Final = -1
+"""``Promotion.probed_tier`` before a tier was asked."""
+
+
+class PromotionState(Enum):
+    """What a promotion waits for. The top of this file describes each state."""
+
+    NEW = auto()
+    AWAITING_WRITERS = auto()
+    AWAITING_EPOCH = auto()
+    PROBING = auto()
+    LOADING = auto()
+    ENDED = auto()
+
+
+TRANSITIONS: Final = {
+    PromotionState.NEW: {
+        PromotionState.AWAITING_WRITERS,
+        PromotionState.AWAITING_EPOCH,
+        PromotionState.PROBING,
+        PromotionState.LOADING,  # another promotion is loading the rows
+        PromotionState.ENDED,
+    },
+    PromotionState.AWAITING_WRITERS: {
+        PromotionState.AWAITING_WRITERS,  # an engine reserved more rows of the prompt
+        PromotionState.AWAITING_EPOCH,
+        PromotionState.PROBING,
+        PromotionState.LOADING,
+        PromotionState.ENDED,
+    },
+    PromotionState.AWAITING_EPOCH: {
+        PromotionState.AWAITING_EPOCH,  # one of several tiers could not tell the epoch
+        PromotionState.PROBING,
+        PromotionState.LOADING,
+        PromotionState.ENDED,
+    },
+    PromotionState.PROBING: {
+        PromotionState.AWAITING_EPOCH,  # the set of tiers changed
+        PromotionState.PROBING,  # more chunks, or the next tier
+        PromotionState.LOADING,
+        PromotionState.ENDED,
+    },
+    PromotionState.LOADING: {
+        PromotionState.LOADING,  # a row could not be loaded; the shorter hit is LOADING, too
+        PromotionState.ENDED,
+    },
+    PromotionState.ENDED: set[PromotionState](),
+}
+
+
+class Promotion(Entry, kw_only=True):
+    """A lookup whose answer waits for writers or for tiers; without readers, a prefetch.
+
+    ``begun``: when it began. ``epoch``: its namespace's epoch then. ``first``, ``spare``, ``rest``,
+    ``start``: see ``prefix.PrefixView``. ``why``: why the hit is shorter than the prompt
+    (``metrics.MISSES``).
+    ``homes``: per class and chunk, the number of the tier that has the row, or ``NOT_ASKED``,
+    ``DUPLICATE`` or ``IN_NO_TIER``. ``probed_tier``: the tier that was asked last, for the chunks
+    before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING.
+    """
+
+    session: int
+    seq: int
+    readers: set[int]
+    namespace: Namespace
+    epoch: int
+    begun: float
+    keys: U64Array
+    first: int
+    prefill_tokens_s: float
+    spare: int
+    homes: list[I64Array]
+    tenant: str
+    rest: U64Array = NO_BLOCKS
+    start: U64Array = NO_BLOCKS
+    why: str = "absent"
+    asker_left: bool = False
+    """Its session ended, so it is not answered."""
+    state: PromotionState = PromotionState.NEW
+    writers: set[int] = msgspec.field(default_factory=set)
+    probed_tier: int = NO_TIER
+    probed_upto: int = 0
+    hit: Hit = NO_HIT
+    awaits: set[int] = msgspec.field(default_factory=set)
+
+    def move(self, after: PromotionState) -> None:
+        """Change the state, along ``TRANSITIONS``."""
+        assert after in TRANSITIONS[self.state], (self.state.name, after.name)
+        self.state = after
+
+    def await_writers(self, writers: set[int], reservations: Mapping[int, Reservation]) -> None:
+        """Be woken when one of the reservations ``writers`` ends, and by no other reservation.
+
+        ``reservations``: those that are open, by number.
+        """
+        for number in self.writers - writers:
+            if number in reservations:
+                reservations[number].waiters.discard(self.id)
+        for number in writers - self.writers:
+            reservations[number].waiters.add(self.id)
+        self.writers = writers
+
+    def view(self, rows: RowStates, chunks: int | None = None) -> PrefixView:
+        """What L1 has now of the prompt, or of its first ``chunks`` chunks."""
+        keys = self.keys[:chunks]
+        rest = self.rest if len(keys) == len(self.keys) else NO_BLOCKS
+        start = self.start if len(keys) > self.first else NO_BLOCKS
+        return PrefixView(rows, self.namespace, keys, self.first, self.spare, rest, start)
+
+    @property
+    def pinned(self) -> tuple[ClassRows, ...]:
+        """All rows that it has pinned."""
+        return self.hit.parts + self.hit.spares
+
+    @property
+    def void(self) -> bool:
+        """Whether nobody waits for it, or its namespace was cleared since it began."""
+        return self.asker_left or self.epoch != self.namespace.epoch
+
+
+class Promotions(Ledger[Promotion]):
+    """All open promotions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.going: dict[int, None] = {}
+        """Numbers of the promotions whose wait is over, oldest first. Each step continues some."""
+        self.numbers = itertools.count(1)
