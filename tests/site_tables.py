@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, get_args
 from unittest import mock
 
 from kvass.cli.main import COMMANDS
-from kvass.config import RENAMED, Parser, add_flags
+from kvass.config import Parser, add_flags
 from kvass.core import metrics
 from kvass.daemon.live import LIVE
 from kvass.errors import ErrorCode
@@ -53,15 +53,13 @@ def options() -> Iterator[str]:
     """A row per option of the daemon."""
     parser = Parser()
     add_flags(parser)
-    old = {new: name for name, new in RENAMED.items()}
     yield "| flag | environment | default | | meaning |\n|---|---|---|---|---|\n"
     for action in flags_of(parser):
         flag, name = action.option_strings[0], action.dest
         meaning, _, default = str(action.help).replace("%%", "%").rpartition(" (default: ")
-        was = f"; its old name is `--{old[name].replace('_', '-')}`" if name in old else ""
         live = "SIGHUP" if name in LIVE else ""
         value = action.metavar.replace("|", "\\|")
-        cells = f"`{flag} {value}`", f"`KVASS_{name.upper()}`", default[:-1], live, meaning + was
+        cells = f"`{flag} {value}`", f"`KVASS_{name.upper()}`", default[:-1], live, meaning
         yield f"| {' | '.join(cells)} |\n"
 
 

@@ -289,24 +289,6 @@ def test_sizes_for_people() -> None:
     assert [Size(n).rounded() for n in (7, 64 << 20, 1_999_998_976)] == ["7B", "64MiB", "1.86GiB"]
 
 
-def test_old_names_of_options_are_taken_for_a_while(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "old.yaml"
-    file.write_text("lease_s: 1\nweigh_loads: no\n")
-    parser = Parser()
-    add_flags(parser)
-    flags = vars(parser.parse_args(["--retain-promoted=no"]))
-    got = load(flags, {"KVASS_DMA_GRACE_S": "7"}, str(file))
-    assert (got.skip_slow_loads, got.keep_loaded, got.lost_engine_grace_s) == (False, False, 7)
-    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
-        f"{file}:2: weigh_loads: the option is called skip_slow_loads now",
-        "KVASS_DMA_GRACE_S: the option is called lost_engine_grace_s now",
-        "--retain-promoted: the option is called keep_loaded now",
-    ]
-    assert "--retain-promoted" not in parser.format_help()
-
-
 def test_help_says_every_default() -> None:
     parser = Parser(prog="kvass serve")
     add_flags(parser)

@@ -8,7 +8,6 @@ none of them is an error wherever it stands. Flag beats environment beats file b
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import pwd
 import re
@@ -35,7 +34,6 @@ _SERVICE: Final = re.compile(
     r"KVASS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
 """What Kubernetes sets in every pod for services whose names begin with kvass."""
-_log = logging.getLogger("kvass")
 
 
 def default_socket() -> str:
@@ -83,7 +81,7 @@ Uid = Annotated[int, Meta(ge=0, lt=2**32 - 1)]
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """What ``kvass serve`` can be told; a description is what ``--help`` says. Of ``extra``,
-    ``default`` says in words what the default is, and ``was`` is the option's old name."""
+    ``default`` says in words what the default is."""
 
     socket: Annotated[
         str,
@@ -130,7 +128,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             description="seconds before memory that a lost engine was writing is used again, if "
             "the end of its process cannot be seen; with GPUs give a second more for each 8GiB of "
             "--l1-size above 250GiB",
-            extra={"was": "dma_grace_s"},
         ),
     ] = Timing().dma_grace_s
     lookup_budget_ms: Annotated[
@@ -152,17 +149,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = "write_through"
     keep_loaded: Annotated[
         bool,
-        Meta(
-            description="keep rows that were loaded from a tier in L1 after they were read",
-            extra={"was": "retain_promoted"},
-        ),
+        Meta(description="keep rows that were loaded from a tier in L1 after they were read"),
     ] = True
     skip_slow_loads: Annotated[
         bool,
-        Meta(
-            description="do not load from a tier what the engine computes sooner",
-            extra={"was": "weigh_loads"},
-        ),
+        Meta(description="do not load from a tier what the engine computes sooner"),
     ] = True
     quota: Annotated[
         list[str],
@@ -220,18 +211,14 @@ class Parser(argparse.ArgumentParser):
 def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
     """Give ``parser`` the flags of these options (all of them if none is named)."""
     for name in names or _FIELDS:
-        description = str(_unwrap(name)[1].description)
-        for flag, text in (
-            (_flag(name), f"{description} (default: {default_of(name)})"),
-            *((_flag(old), argparse.SUPPRESS) for old, new in RENAMED.items() if new == name),
-        ):
-            parser.add_argument(
-                flag,
-                action="append" if _is_list(name) else "store",
-                default=None,
-                metavar=_metavar(name),
-                help=text.replace("%", "%%"),
-            )
+        description = f"{_unwrap(name)[1].description} (default: {default_of(name)})"
+        parser.add_argument(
+            _flag(name),
+            action="append" if _is_list(name) else "store",
+            default=None,
+            metavar=_metavar(name),
+            help=description.replace("%", "%%"),
+        )
 
 
 def default_of(name: str) -> str:
@@ -257,9 +244,6 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
     """Of each option the source that counts."""
 
     def take(name: str, value: Any, origin: str, strict: bool = False) -> None:
-        if new := RENAMED.get(name):
-            _log.warning("%s: the option is called %s now; its old name ends with 0.2", origin, new)
-            name = new
         given[name] = _convert(name, value, origin, strict)
         where[name] = origin
 
@@ -376,7 +360,7 @@ def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
 
 
 def _known(name: object, shown: str, where: str) -> str:
-    if name not in _FIELDS and name not in RENAMED:
+    if name not in _FIELDS:
         names = ", ".join(_FIELDS)
         raise ConfigError(f"unknown option {shown!r} {where}; there are {names}")
     return str(name)
@@ -418,7 +402,7 @@ def _unwrap(name: str) -> tuple[Any, Meta]:
 
 
 def _is_list(name: str) -> bool:
-    return get_origin(_unwrap(RENAMED.get(name, name))[0]) is list
+    return get_origin(_unwrap(name)[0]) is list
 
 
 def _metavar(name: str) -> str:
@@ -432,9 +416,3 @@ def _metavar(name: str) -> str:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-RENAMED: Final = {
-    str(meta["was"]): name for name in _FIELDS if "was" in (meta := _unwrap(name)[1].extra or {})
-}
-"""Old names of options, which are still taken, with a warning."""

@@ -46,24 +46,9 @@ from kvass.types import (
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = (
-    "tiers",
-    "generations",
-    "promoting",
-    "removals",
-    "quotas",
-    "blocks",
-    "segments",
-    "one_tier",
-    "first_blocks",
-)
-"""Optional abilities both sides must name to use. ``tiers``: ``Prefetch``, and ``Clear.tiers``.
-``generations``: ``Register.generation``. ``promoting``: ``Promoting``. Every daemon of protocol 1
-names these three, so clients do not ask for them. ``removals``: ``Removals``. ``quotas``:
-``SetQuota``; without it a daemon takes no notice of ``Lookup.tenant``, ``ReserveItem.tenant``.
-``blocks``: hits that end inside of a chunk (``Lookup.blocks``, ``ReserveItem.blocks``).
-``segments``: ``IndexChunks`` and ``FindSegments``. ``one_tier``: ``EmptyTier``.
-``first_blocks``: ``Lookup.first_blocks``."""
+FEATURES: Final[tuple[str, ...]] = ()
+"""Optional abilities, which both sides must name to use one. There are none yet: all that is here
+belongs to protocol 1."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -116,21 +115,11 @@ def test_miss_is_looked_up_again(daemon: ScriptedDaemon, scheduler: SchedulerCli
     assert scheduler.counters["misses"] == 2
 
 
-@pytest.mark.parametrize("features", [("blocks",), ("blocks", "first_blocks")])
-def test_a_cold_prompt_takes_one_lookup_of_a_daemon_that_takes_first_blocks(
-    daemon: ScriptedDaemon, scheduler: SchedulerClient, features: tuple[str, ...]
-) -> None:
-    daemon.welcome = lambda welcome: msgspec.structs.replace(welcome, features=features)
-    assert scheduler.session is not None
-    scheduler.fault(scheduler.session, "another daemon")
-    scheduler.connect(5)
+def test_a_cold_prompt_takes_one_lookup(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
     block = DIGESTS[:WIDTH]
     assert scheduler.match("r", DIGESTS, WIDTH, 1, blocks=lambda _: block) is None
     asked = daemon.got(Lookup)
-    one = len(features) == 2
-    assert [(each.again, each.first_blocks) for each in asked] == (
-        [(False, block)] if one else [(False, b""), (True, b"")]
-    )
+    assert [(each.again, each.first_blocks) for each in asked] == [(False, block)]
 
 
 def test_a_match_of_a_lost_connection_is_void_though_its_second_lookup_has_another(
@@ -153,30 +142,12 @@ def test_a_match_of_a_lost_connection_is_void_though_its_second_lookup_has_anoth
         scheduler.connect(5)
         return end
 
-    daemon.welcome = lambda welcome: msgspec.structs.replace(welcome, features=("blocks",))
-    assert scheduler.session is not None
-    scheduler.fault(scheduler.session, "another daemon")
-    scheduler.connect(5)
     daemon.answers[Lookup] = one_chunk
     answer = scheduler._answer
     monkeypatch.setattr(scheduler, "_answer", reconnect)
     assert scheduler.match("r", DIGESTS, WIDTH, 0, blocks=lambda _: DIGESTS[:WIDTH]) is None
     assert scheduler.take("r") is None
     assert daemon.got(Release, 0) == []
-
-
-def test_a_connection_may_be_lost_at_any_time() -> None:
-    class Lost:
-        """The connection that was there is gone a moment later."""
-
-        def __init__(self) -> None:
-            self.sessions = [SimpleNamespace(welcome=SimpleNamespace(features=()))]
-
-        @property
-        def session(self) -> object:
-            return self.sessions.pop() if self.sessions else None
-
-    assert SchedulerClient.knows_blocks.fget(Lost()) is False  # type: ignore[attr-defined]
 
 
 def test_settle_gives_back_once(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvass.client.scheduler import PENDING, SchedulerClient
 from kvass.client.segments import SegmentClient
 from kvass.messages import (
-    FEATURES,
     FindSegments,
     FromClient,
     FromDaemon,
@@ -106,11 +104,10 @@ def test_without_a_daemon_nothing_is_found_and_nothing_raises(daemon: Daemon) ->
 
 @contextmanager
 def scripted(
-    folder: Path, registration: Register, answer: Answer, features: tuple[str, ...] = FEATURES
+    folder: Path, registration: Register, answer: Answer
 ) -> Iterator[tuple[ScriptedDaemon, SegmentClient]]:
     """A client of a daemon that answers searches so."""
     with ScriptedDaemon(folder / "scripted.sock") as daemon:
-        daemon.welcome = lambda welcome: msgspec.structs.replace(welcome, features=features)
         daemon.answers[FindSegments] = answer
         scheduler = SchedulerClient(daemon.path, registration)
         scheduler.connect(10)
@@ -120,14 +117,6 @@ def scripted(
 
 def asked(daemon: ScriptedDaemon) -> int:
     return sum(isinstance(message, FindSegments | IndexChunks) for message in daemon.received)
-
-
-def test_an_older_daemon_is_asked_nothing(tmp_path: Path, registration: Register) -> None:
-    older = tuple(name for name in FEATURES if name != "segments")
-    with scripted(tmp_path, registration, lambda _: [], older) as (daemon, client):
-        assert client.find_segments("r", b"", bytes(4096), WIDTH) == Segments()
-        assert not client.index_chunks(b"", bytes(WIDTH), WIDTH, bytes(64))
-        assert asked(daemon) == 0
 
 
 def test_an_answer_that_does_not_come_is_nothing_found_after_a_while(

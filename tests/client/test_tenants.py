@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvass.cli.main import main
-from kvass.client.client import Client
 from kvass.client.parallel import ParallelStrategy
-from kvass.errors import Incompatible, Refused
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.fake_engine import FakeEngine, spread
-from kvass.types import GroupLayout, Quota, RankLayout
+from kvass.types import GroupLayout, RankLayout
 from kvass.web.metrics import exposition
 from tests.client.test_tiers import flushed
 from tests.daemon.tier_rig import tier_of
@@ -117,19 +115,3 @@ def test_quotas_that_cannot_be_stop_the_start(capsys: pytest.CaptureFixture[str]
         said = capsys.readouterr().err
         assert why in said
         assert said.count("\n") == 1
-
-
-def test_an_older_daemon_is_told_of_no_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with running_daemon(tmp_path, "16MiB") as daemon, Client(daemon.socket) as client:
-        welcome = client.connect(5.0)
-        assert "quotas" in welcome.features
-        with pytest.raises(Refused, match="there is none"):
-            client.set_quota(Quota("a"), remove=True)
-        assert daemon.status()["messages"]["set_quota"] == 1
-        welcome.features = ("tiers",)
-        monkeypatch.setattr(client, "connect", lambda _: welcome)
-        with pytest.raises(Incompatible, match="install a newer kvass"):
-            client.set_quota(Quota("a"))
-        assert daemon.status()["messages"]["set_quota"] == 1

@@ -59,6 +59,8 @@ class Rig:
             )
         )
         self.last: list[Effect] = []
+        self.promoting: list[m.Promoting] = []
+        """What the last message was told of promotions."""
         self._sessions = 0
 
     # ------------------------------------------------------------ events
@@ -84,9 +86,11 @@ class Rig:
             self.step(Lost(session, exiting))
 
     def say(self, session: int, message: m.FromClient) -> list[Any]:
-        """The messages that come back to ``session``."""
+        """The messages that come back to ``session``, but for ``promoting``."""
         effects = self.step(Received(session, message))
-        return [e.message for e in effects if isinstance(e, Send) and e.session == session]
+        sent = [e.message for e in effects if isinstance(e, Send) and e.session == session]
+        self.promoting = [each for each in sent if isinstance(each, m.Promoting)]
+        return [each for each in sent if not isinstance(each, m.Promoting)]
 
     def ask(self, session: int, message: m.FromClient) -> Any:
         """The one reply to a request, or the one error to a one-way message."""

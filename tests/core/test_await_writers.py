@@ -8,7 +8,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.core.effects import TierLoad, TierProbe
-from tests.core.rig import RESERVE_S, WIDTH, Engine, digests, layout
+from tests.core.rig import RESERVE_S, WIDTH, Engine, digests
 from tests.core.tier_rig import TierRig
 
 BUDGET_S = 5.0
@@ -164,15 +164,12 @@ def test_tiers_are_asked_for_what_was_not_written() -> None:
     assert [r.chunks for r in rig.replies(reader.scheduler)] == [2]
 
 
-def test_who_knows_promoting_is_told(rig: TierRig, writer: Engine) -> None:
+def test_an_asker_hears_at_once_that_a_writer_is_awaited(
+    rig: TierRig, writer: Engine, reader: Engine
+) -> None:
     begin(writer, "a")
-    scheduler = rig.open(features=("promoting",))
-    rig.register(scheduler, "r")
-    worker = rig.open()
-    rig.register(worker, "r", rank=0, layout=layout(1))
-    rig.replies(scheduler)
-    e = Engine(rig, scheduler, [worker], b"")
-    assert [type(r) for r in ask(e, "a")] == [m.Promoting]
+    assert ask(reader, "a") == []
+    assert rig.promoting == [m.Promoting(seq=7)]
 
 
 @pytest.mark.parametrize("loading", [False, True])

@@ -158,20 +158,16 @@ def test_the_asker_says_how_long_it_waits(rig: TierRig) -> None:
     assert quiet(rig)
 
 
-@pytest.mark.parametrize("knows", [False, True])
-def test_who_knows_promoting_is_told_at_once_that_tiers_are_at_work(
-    rig: TierRig, knows: bool
-) -> None:
+def test_an_asker_hears_at_once_that_tiers_are_at_work(rig: TierRig) -> None:
     e = rig.ready()
-    rig.machine.state.sessions[e.scheduler].features = ("promoting",) if knows else ()
     rig.only_in_tiers(e, "a")
     rig.begin(e, "a")
-    told = [m.Promoting(seq=7)] * knows
-    assert rig.replies(e.scheduler) == told
+    assert rig.promoting == [m.Promoting(seq=7)]
     rig.settle()
     assert [r.chunks for r in rig.replies(e.scheduler)] == [1]
     rig.begin(e, "a")
     assert [type(r) for r in rig.replies(e.scheduler)] == [m.Matched], "L1 has it"
+    assert rig.promoting == []
 
 
 def test_who_leaves_waits_no_more_and_the_load_goes_on(rig: TierRig) -> None:

@@ -27,6 +27,19 @@ def test_welcome_tells_boot_limits_and_timing(rig: Rig) -> None:
     assert reply.timing == rig.machine.state.config.timing
 
 
+@pytest.mark.parametrize(
+    ("theirs", "both"), [((), ()), (("a",), ("a",)), (("b", "later"), ("b",)), (("later",), ())]
+)
+def test_a_feature_is_used_if_both_sides_name_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, theirs: tuple[str, ...], both: tuple[str, ...]
+) -> None:
+    """No feature exists yet: these are made up."""
+    monkeypatch.setattr(sessions, "FEATURES", ("a", "b"))
+    session = rig.open(hello=False)
+    reply = rig.ask(session, m.Hello(seq=4, clock_s=rig.now, features=theirs))
+    assert reply.features == rig.machine.state.sessions[session].features == both
+
+
 @pytest.mark.parametrize("wants", [True, False])
 def test_the_arena_rides_on_welcome_if_asked_for(rig: Rig, wants: bool) -> None:
     rig.open(wants_arena=wants)

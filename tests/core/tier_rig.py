@@ -50,7 +50,7 @@ class TierRig(Rig):
         for effect in effects:
             if isinstance(effect, ToTier):
                 self.asked.append(effect)
-            elif isinstance(effect, Send):
+            elif isinstance(effect, Send) and not isinstance(effect.message, m.Promoting):
                 self.said.append((effect.session, effect.message))
         return effects
 

@@ -16,6 +16,7 @@ import pytest
 
 from kvass.engine import adapter_files, adapters
 from kvass.engine.offers import OfferMaker
+from kvass.engine.planner import Planner
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_scheduler_lora import train
 from tests.support.vllm.pairs import CHUNK, draw
@@ -128,7 +129,7 @@ def test_the_comparison_sees_what_is_missing(
 
     assert hits(7) == (288, 288)
     if without == "blocks":
-        monkeypatch.setattr(b.client.session.welcome, "features", ())
+        monkeypatch.setattr(Planner, "_in_blocks", False)
     else:
         monkeypatch.setattr(OfferMaker, "tail", lambda *_: 0)
     assert hits(8) == (CHUNK, 288)

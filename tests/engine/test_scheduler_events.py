@@ -269,18 +269,6 @@ def test_lost_messages(
         a.settle(lambda: known(prompts[0], ["CPU"]) == 96, "a load tells it")
 
 
-def test_a_daemon_that_cannot_tell_costs_the_events_and_nothing_else(
-    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    monkeypatch.setattr("kvass.client.session.FEATURES", ())
-    a = engine()
-    a.generate("a", prompt(0))
-    assert daemon.status()["rows"] == 3
-    assert a.rows() == 0
-    assert "cannot tell which rows" in caplog.text
-    assert not daemon.status()["messages"].get("removals")
-
-
 def test_without_kv_events_nothing_is_asked(daemon: Daemon) -> None:
     one = StubModelEngine(daemon.socket, daemon)
     one.wait_connected()

@@ -401,10 +401,9 @@ def test_a_load_that_cannot_be_handed_over_fails() -> None:
 
 def test_what_is_still_loading_when_its_request_is_aborted_is_not_stored() -> None:
     """The engine has the first chunk itself, so that nothing of the prompt counts as stored."""
-    client, world = stored()
+    client, world = stored(tails=True)
     world.add("first", PROMPT[:33], max_tokens=1)
     world.run(client)
-    client.knows_blocks = True
     client.reserves.clear()
     request = world.add("b", PROMPT)
     output, work = world.schedule()

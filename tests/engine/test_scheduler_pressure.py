@@ -33,9 +33,8 @@ class Restless(FakeClient):
     """A daemon that has some lookups wait, and answers reserves late, or never."""
 
     def __init__(self, draw: random.Random) -> None:
-        super().__init__()
+        super().__init__(tails=draw.random() < 0.5)
         self._draw = draw
-        self.knows_blocks = draw.random() < 0.5
         self.late = draw.choice([0, 0, 1, 3])
         self.silent = draw.random() < 0.1
 

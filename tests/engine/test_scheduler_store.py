@@ -53,8 +53,7 @@ def test_a_prompt_is_stored_in_the_step_that_computes_it(asynchronous: bool) -> 
 
 
 def test_only_a_step_that_computes_nothing_waits_for_its_grant() -> None:
-    client, world = rig()
-    client.knows_blocks = True
+    client, world = rig(tails=True)
     world.add("a", range(50), max_tokens=34)
     world.run(client)
     assert client.waits == [False, False, True], "a prompt, a chunk, and a tail after the end"
@@ -116,8 +115,7 @@ def test_steps_that_are_not_looked_at_change_nothing(
     quiet = StorePlanner._goes_on
 
     def history(shortcut: bool) -> tuple[list[Any], int]:
-        chance, went, (client, world) = random.Random(seed), 0, rig()
-        client.knows_blocks = seed % 2 == 0
+        chance, went, (client, world) = random.Random(seed), 0, rig(tails=seed % 2 == 0)
 
         def goes_on(planner: StorePlanner, step: Any) -> bool:
             nonlocal went
@@ -179,8 +177,8 @@ def test_a_state_that_comes_between_two_chunks_is_looked_at(
 
 
 def test_a_tail_of_which_the_daemon_gave_no_answer_is_offered_again() -> None:
-    client, world = rig()
-    client.knows_blocks = client.missing = True
+    client, world = rig(tails=True)
+    client.missing = True
     world.add("a", range(BLOCK + 1), max_tokens=8)
     world.step()
     client.missing = False
@@ -197,8 +195,7 @@ def test_a_tail_that_a_step_has_no_room_for_is_offered_in_a_later_one(
 ) -> None:
     """Each prompt has two chunks and a block more: an item with seven hashes."""
     monkeypatch.setattr(offers, limit, 8 if limit == "KEYS_PER_STEP" else 1)
-    client, world = rig()
-    client.knows_blocks = True
+    client, world = rig(tails=True)
     for number in range(3):
         world.add(str(number), range(1000 * number, 1000 * number + 84), max_tokens=8)
     world.run(client)
@@ -208,8 +205,7 @@ def test_a_tail_that_a_step_has_no_room_for_is_offered_in_a_later_one(
 
 def test_a_tail_whose_chunk_is_complete_meanwhile_is_waited_for_no_more() -> None:
     """Else each later step of the request would be looked at."""
-    client, world = rig()
-    client.knows_blocks = True
+    client, world = rig(tails=True)
     client.missing = True
     world.add("a", range(BLOCK + 1), max_tokens=60)
     world.step()
@@ -557,8 +553,7 @@ def test_a_preempted_request_is_stored_from_the_blocks_that_it_had() -> None:
 def test_a_request_that_ends_while_it_loads_leaves_nothing() -> None:
     """It was preempted amid its prompt, and loads into new blocks what it had computed before, and
     more: until the load is over these blocks may hold anything."""
-    client, world = rig(batched=80)
-    client.knows_blocks = True
+    client, world = rig(batched=80, tails=True)
     request = world.add("a", range(200))
     world.step()
     client.commit(list(client.writing))
@@ -584,8 +579,7 @@ def test_what_many_ended_requests_leave_fits_a_message(
         monkeypatch.setattr(offers, limit, 8)
     else:
         monkeypatch.setattr(stores, limit, 2)
-    client, world = rig()
-    client.knows_blocks = True
+    client, world = rig(tails=True)
     for name in "abc":
         world.add(name, range(84), max_tokens=30)
     world.run(client)
@@ -604,8 +598,8 @@ def test_what_many_ended_requests_leave_fits_a_message(
 @pytest.mark.parametrize("tails", [True, False])
 def test_what_waited_longest_for_its_grant_is_kept_when_too_much_waits(tails: bool) -> None:
     """A daemon that answers eight steps late, and a quarter of the pool is four prompts."""
-    client, world = rig(blocks=65, batched=64)
-    client.late, client.patience, client.knows_blocks = 8, 100, tails
+    client, world = rig(blocks=65, batched=64, tails=tails)
+    client.late, client.patience = 8, 100
     counted = Counter[str]()
     take = world.connector.get_kv_connector_stats
 
@@ -625,8 +619,8 @@ def test_what_waited_longest_for_its_grant_is_kept_when_too_much_waits(tails: bo
 
 
 def test_what_ends_while_a_daemon_that_refused_is_not_asked_is_offered_then() -> None:
-    client, world = rig()
-    client.knows_blocks = client.missing = True
+    client, world = rig(tails=True)
+    client.missing = True
     world.add("a", range(64), max_tokens=60)
     for _ in range(4):
         world.step()
@@ -667,8 +661,8 @@ def test_without_an_answer_the_blocks_come_back(asynchronous: bool, what: str) -
 
 def test_a_tail_without_an_answer_is_offered_again() -> None:
     """A short prompt has nothing else to store."""
-    client, world = rig()
-    client.knows_blocks = client.silent = True
+    client, world = rig(tails=True)
+    client.silent = True
     world.add("a", range(16), max_tokens=12)
     while not client.given_up:
         world.step()
@@ -676,18 +670,6 @@ def test_a_tail_without_an_answer_is_offered_again() -> None:
     asked = len(client.reserves)
     world.run(client)
     assert [len(item.blocks) // 32 for items in client.reserves[asked:] for item in items] == [1]
-    assert all_free(world)
-
-
-def test_an_older_daemon_is_not_offered_a_tail() -> None:
-    """It took the place of one that takes tails, and would be asked for nothing in every step."""
-    client, world = rig()
-    client.knows_blocks = client.missing = True
-    world.add("a", range(16), max_tokens=12)
-    world.step()
-    client.knows_blocks = client.missing = False
-    world.run(client)
-    assert [len(items) for items in client.reserves] == [1], "the one without an answer"
     assert all_free(world)
 
 
@@ -730,8 +712,7 @@ def test_when_blocks_are_short_a_grant_of_the_next_step_is_awaited() -> None:
 def test_when_blocks_are_short_nobody_waits_for_the_digest_of_an_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    client, world = rig(blocks=8)
-    client.knows_blocks = True
+    client, world = rig(blocks=8, tails=True)
     world.add("gone", range(1000, 1032), max_tokens=1)
     a = world.add("a", range(80), max_tokens=20)
     known = OfferMaker.adapter_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Self
 
 from kvass.client.endpoint import Endpoint
-from kvass.errors import Incompatible
 from kvass.messages import (
     Clear,
     Cleared,
@@ -58,9 +57,7 @@ class Client(Endpoint):
 
     def empty_tier(self, tier: str, *, timeout_s: float = 30.0) -> None:
         """Forget all records of the tier of that name (``kvass status``). Raises as ``call``;
-        ``Refused`` if there is none, or it could not, ``Incompatible`` for an older daemon."""
-        if "one_tier" not in self.connect(timeout_s).features:
-            raise Incompatible("this daemon cannot empty one tier: install a newer kvass there")
+        ``Refused`` if there is none, or it could not."""
         self.call(EmptyTier(tier=tier), timeout_s)
 
     def prefetch(
@@ -85,7 +82,5 @@ class Client(Endpoint):
 
     def set_quota(self, quota: Quota, *, remove: bool = False, timeout_s: float = 5.0) -> None:
         """Give a tenant this quota from now on, or none (``remove``). Raises as ``call``;
-        ``Refused`` if it cannot be, ``Incompatible`` for a daemon without quotas."""
-        if "quotas" not in self.connect(timeout_s).features:
-            raise Incompatible("this daemon knows no quotas: install a newer kvass there")
+        ``Refused`` if it cannot be."""
         self.call(SetQuota(quota=quota, remove=remove), timeout_s)

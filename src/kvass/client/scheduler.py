@@ -150,12 +150,6 @@ class SchedulerClient(Endpoint):
         """Whether a daemon is there that answers within ``LATE_S`` and knows of every reset."""
         return self.connected and not self._reset.pending and self.silent_s <= LATE_S
 
-    @property
-    def knows_blocks(self) -> bool:
-        """Whether a daemon is there that serves and stores parts of chunks."""
-        session = self.session  # read once: it may be lost at any time
-        return session is not None and "blocks" in session.welcome.features
-
     def new_step(self) -> None:
         """A scheduler step begins: a new wait budget, late replies are settled, resets go on."""
         self._left_s = self._step_wait_s
@@ -189,8 +183,7 @@ class SchedulerClient(Endpoint):
         again until ``take`` or ``settle``; for another ``first``, or with less than half its time
         left, it is released and looked up again. ``prefill_tokens_s``: what the engine computes
         per second, or 0; loading has to be faster. With ``blocks`` a match may end inside of a
-        chunk (``knows_blocks``). If it ends between chunk ``first`` and the last one, that takes a
-        second lookup.
+        chunk. If it ends between chunk ``first`` and the last one, that takes a second lookup.
         """
         if self._reset.pending:
             return None
@@ -277,9 +270,9 @@ class SchedulerClient(Endpoint):
             return 0.0
         digests = message.digests[: session.welcome.limits.keys_per_message * width]
         chunks = len(digests) // max(1, width)
-        if blocks is not None and self.knows_blocks:
+        if blocks is not None:
             message.blocks = blocks(chunks)
-            if "first_blocks" in session.welcome.features and message.first < chunks:
+            if message.first < chunks:
                 message.first_blocks = blocks(message.first)
         if (message.first >= chunks or message.again) and not message.blocks:
             return 0.0

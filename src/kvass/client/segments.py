@@ -114,7 +114,7 @@ class SegmentClient:
         session = self._scheduler.session
         if session is None or not self._scheduler.answering:
             return None
-        return session.welcome.limits if "segments" in session.welcome.features else None
+        return session.welcome.limits
 
     def _reply(self, session: DaemonSession, seq: int) -> FromDaemon | None:
         """What the daemon says; ``None``: nothing yet."""

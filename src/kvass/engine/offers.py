@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvass.client.scheduler import SchedulerClient
 from kvass.engine.adapters import Adapters, Named, NoSalt
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import RequestState
@@ -86,13 +85,11 @@ class OfferMaker:
     def __init__(
         self,
         setup: EngineSetup,
-        client: SchedulerClient,
         spans: Spans,
         adapters: Adapters,
         pool: BlockPool,
     ) -> None:
         self._setup = setup
-        self._client = client
         self._spans = spans
         self._adapters = adapters
         self._pool = pool
@@ -132,7 +129,7 @@ class OfferMaker:
     def blocks(self, state: RequestState, computed: int) -> int:
         """The blocks that are computed and have a hash, if parts of chunks are stored; else 0."""
         each = self._setup.chunk_blocks
-        if not each or not self._client.knows_blocks:
+        if not each:
             return 0
         return min(computed * each // self._setup.chunk_tokens, state.request.hashed_blocks)
 
@@ -181,7 +178,7 @@ class OfferMaker:
         hashes, width = state.digests(ready, salt)
         runs = self._spans.runs(table, states, since, ready)
         there = tail > 0 and tail // each == ready and min(map(len, table)) >= tail
-        if not there or not self._client.knows_blocks:
+        if not there:
             tail = 0
         if tail:
             table = [ids[:tail] for ids in table]
@@ -191,7 +188,7 @@ class OfferMaker:
         for begin, end, mask in runs:
             item = ReserveItem(name, hashes[: end * width], begin, mask, state.request.tenant)
             last = 0
-            if each and self._client.knows_blocks and (end - begin) * each <= BLOCKS_PER_ITEM:
+            if each and (end - begin) * each <= BLOCKS_PER_ITEM:
                 last = tail if end == ready else 0
                 item.blocks, width = state.block_digests(begin * each, last or end * each, salt)
                 end += last > 0

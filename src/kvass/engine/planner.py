@@ -174,8 +174,8 @@ class Planner:
 
     @property
     def _in_blocks(self) -> bool:
-        """Whether a hit may end inside of a chunk, now."""
-        return self._setup.chunk_blocks > 0 and self._client.knows_blocks
+        """Whether a hit may end inside of a chunk."""
+        return self._setup.chunk_blocks > 0
 
     def _tokens(self, chunks: int, blocks: int = 0) -> int:
         each = self._setup.chunk_tokens

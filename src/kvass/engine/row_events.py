@@ -20,7 +20,6 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.session import DaemonSession
-from kvass.engine.boundary import log
 from kvass.engine.protocols import Request
 from kvass.engine.traffic import EngineTraffic
 from kvass.errors import Unavailable
@@ -78,8 +77,7 @@ class RowEvents:
         """By group: what the message on its way asks for."""
         self._asked_s = self._stepping_s = 0.0
         self._served_s = time.monotonic()
-        """When there was last a daemon that can tell."""
-        self._warned = False
+        """When there was last a daemon."""
 
     # ------------------------------------------------------------ rows
 
@@ -124,7 +122,7 @@ class RowEvents:
     def poll(self) -> None:
         """Take in the daemon's answer, and ask again when it is time."""
         session, now_s = self._client.session, time.monotonic()
-        if session is None or not self._tells(session):
+        if session is None:
             self._session = None
             if now_s - self._served_s > AWAY_S:
                 self._withdraw(list(islice(self._announced, CHECKED)))
@@ -137,13 +135,6 @@ class RowEvents:
         pause_s = BUSY_S if self._expected or self._doubted else IDLE_S
         if now_s - self._asked_s >= pause_s:
             self._ask(session, now_s)
-
-    def _tells(self, session: DaemonSession) -> bool:
-        tells = "removals" in session.welcome.features
-        if not tells and not self._warned:
-            log.warning("KV events: this daemon cannot tell which rows it has; update it")
-            self._warned = True
-        return tells
 
     def _ask(self, session: DaemonSession, now_s: float) -> None:
         most = min(CHECKED, session.welcome.limits.keys_per_message)

@@ -62,7 +62,7 @@ class StorePlanner:
             setup, client, spans, requests, pool, traffic, self._granted, when_answered
         )
         self._ended = EndedRequests(pool, self._reserves.lost)
-        self._offers = OfferMaker(setup, client, spans, adapters, pool)
+        self._offers = OfferMaker(setup, spans, adapters, pool)
         self._each = max(1, setup.chunk_blocks)
         self._number = 0
         self._names: Set[str] = frozenset()

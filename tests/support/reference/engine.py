@@ -381,8 +381,8 @@ class Reference:
         return [e.message for e in effects if isinstance(e, Send) and e.session == session]
 
     def ask(self, session: int, message: Any) -> Any:
-        """The only reply."""
-        (reply,) = self.step(session, message)
+        """The only reply, which may come after a ``Promoting``."""
+        (reply,) = [r for r in self.step(session, message) if not isinstance(r, m.Promoting)]
         return reply
 
     def open(self, name: str, rank: int) -> int:

@@ -123,8 +123,7 @@ class SimulatedEngine:
 
     def connect(self, process: Process) -> ClientConnection:
         peer = process.peer = self.world.connect()
-        features = ("promoting",) if peer.session % 2 else ()
-        hello = m.Hello(seq=1, features=features, clock_s=self.world.now)
+        hello = m.Hello(seq=1, clock_s=self.world.now)
         hello.wants_arena = process.rank >= 0
         peer.sent.append(hello)
         peer.ask(self._register(process.rank))

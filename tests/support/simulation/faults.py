@@ -75,7 +75,7 @@ def _act_as_stranger(sim: World) -> None:
     if len(sim.strangers) < sim.crowd and rng.random() < 0.4:
         sim.strangers.append(sim.connect(uid=rng.choice([1, 2])))
         if rng.random() < 0.9:
-            sim.strangers[-1].sent.append(m.Hello(seq=1, features=m.FEATURES, clock_s=sim.now))
+            sim.strangers[-1].sent.append(m.Hello(seq=1, clock_s=sim.now))
     if not sim.strangers:
         return
     peer = rng.choice(sim.strangers)

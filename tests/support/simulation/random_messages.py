@@ -34,7 +34,7 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "client": ("", "stranger"),
     "clock_s": (1000.0, 1000.0, 0.0, 1e9),
     "everything": (*[False] * 19, True),
-    "features": ((), ("x", "promoting")),
+    "features": ((), ("x", "y")),
     "groups": (1, 1, 1, 3, 0, -1, 1 << 62),
     "instance": ("",),
     "namespace": (b"", b"x", bytes(32)),

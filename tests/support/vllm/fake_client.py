@@ -22,11 +22,15 @@ class FakeClient:
       ``most_items``: all items but the first so many are put off.
     - ``deaf``: ``handed_over`` fails. ``pending``: so many lookups are told to ask again.
     - ``deadline_s``: until when granted rows may be written.
+    - ``tails``: hits may end inside of a chunk, and tails are stored (``SchedulerHarness``).
     """
 
-    def __init__(self, socket: str = "", registration: Register | None = None) -> None:
+    def __init__(
+        self, socket: str = "", registration: Register | None = None, *, tails: bool = False
+    ) -> None:
+        self.tails = tails
         self.registration = registration
-        self.connected, self.knows_blocks = True, False
+        self.connected = True
         self.rows: set[bytes] = set()
         self.boot = b"boot"
         self.deadline_s = 1e12

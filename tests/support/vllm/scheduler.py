@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 CLIENT = "kvass.engine.planner.SchedulerClient"
+CHUNK_BLOCKS = "kvass.connectors.vllm.configuration.chunk_blocks"
 BLOCK = 16
 CHUNK = 32
 """Tokens of a chunk: two blocks, so that a local hit can end inside a chunk."""
@@ -227,9 +228,9 @@ def inert_reason(config: Any, caches: Any) -> str:
     return found.reason
 
 
-def rig(**options: Any) -> tuple[FakeClient, SchedulerHarness]:
+def rig(*, tails: bool = False, **options: Any) -> tuple[FakeClient, SchedulerHarness]:
     """A harness with a client of its own; ``options`` as for ``SchedulerHarness``."""
-    client = FakeClient()
+    client = FakeClient(tails=tails)
     return client, SchedulerHarness(client, **options)
 
 
@@ -259,7 +260,11 @@ class SchedulerHarness:
         kind: Any = AsyncScheduler if asynchronous else Scheduler
         if config.scheduler_config.scheduler_cls is not None:
             kind = config.scheduler_config.get_scheduler_cls()
-        with mock.patch(CLIENT, return_value=client) if client is not None else nullcontext():
+        with ExitStack() as fakes:
+            if client is not None:
+                fakes.enter_context(mock.patch(CLIENT, return_value=client))
+            if isinstance(client, FakeClient) and not client.tails:
+                fakes.enter_context(mock.patch(CHUNK_BLOCKS, return_value=0))
             self.scheduler: Any = kind(
                 vllm_config=config,
                 kv_cache_config=caches,

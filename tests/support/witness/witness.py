@@ -148,9 +148,8 @@ class Witness:
     def _check_promoting(
         self, session: int, message: m.Message, told: list[m.FromDaemon], waits: bool
     ) -> None:
-        """Who knows ``Promoting`` is told, once, that tiers are at work on what waits for them."""
-        asked = isinstance(message, m.Lookup | m.Prefetch)
-        due = asked and "promoting" in self.sessions.sessions[session].features
+        """An asker hears, once, that tiers or writers are at work on what waits for them."""
+        due = isinstance(message, m.Lookup | m.Prefetch)
         seqs = [r.seq for r in told if isinstance(r, m.Promoting)]
         if seqs != [message.seq] * len(seqs) or not (due and waits) <= len(seqs) <= due:
             raise BrokenLawError(f"law 11: Promoting went to {seqs}, asked was {message}")

@@ -204,15 +204,12 @@ class KVStore:
         """Store all whole blocks after the first ``loaded`` tokens; how many tokens were new."""
         each, blocks, stored = self._rows.chunk_blocks, len(known), 0
         chunks = blocks // each
-        if not self._client.knows_blocks:
-            blocks = chunks * each
         first = loaded // BLOCK // each
         while max(first * each, loaded // BLOCK) < blocks:
             end = min(chunks, first + max(1, BLOCKS_PER_RESERVE // each))
             last = blocks if end == chunks else end * each
             item = ReserveItem(name, known.of_chunks(end, each), first, 1, tenant)
-            if self._client.knows_blocks:
-                item.blocks = known.of_blocks(first * each, last)
+            item.blocks = known.of_blocks(first * each, last)
             self._client.new_step()
             granted = self._client.reserve([item], WIDTH)
             if granted is None:

@@ -32,8 +32,7 @@ def begin(state: State, promotion: Promotion, writing: bool) -> bool:
         state.counters["lookups_not_waited"] += 1
         return False
     state.promotions.add(promotion)
-    if "promoting" in state.sessions[promotion.session].features:
-        state.send(promotion.session, Promoting(seq=promotion.seq))
+    state.send(promotion.session, Promoting(seq=promotion.seq))
     for home in promotion.homes:
         home[repeated(promotion.keys)] = DUPLICATE
     if writing:
