@@ -8,7 +8,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.core.effects import TierProbe
-from kvass.core.handlers import writing
+from kvass.core.handlers import granting
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import BOOT, WIDTH, Engine, Rig, digests
 from tests.core.tier_rig import TierRig
@@ -224,6 +224,6 @@ def test_tiers_are_asked_for_the_chunks_that_are_looked_at(kind: Any) -> None:
 def test_a_reserve_of_many_layer_groups_decides_fewer_chunks_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writing, "ROWS_A_STEP", 4)
+    monkeypatch.setattr(granting, "ROWS_A_STEP", 4)
     grant = engine(FULL, FULL).reserve(*"abcde", groups=3)
     assert (grant.chunks, grant.later) == ((0, 1), 2)

@@ -8,7 +8,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.core.effects import Send, TierLoad, TierProbe, TierStore
-from kvass.core.handlers import clearing, writing
+from kvass.core.handlers import clearing, granting, reserve_items
 from kvass.core.rows import index, row_classes
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, RESERVE_S, WIDTH, Engine, Rig, digests, layout
@@ -197,8 +197,8 @@ def test_a_move_of_many_reservations_goes_on_in_slices(few: Rig) -> None:
 def test_a_reserve_that_would_take_long_is_decided_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writing, "COST_A_STEP", 3 * writing.COST_OF_AN_ITEM)
-    monkeypatch.setattr(writing, "ROWS_A_STEP", 4)
+    monkeypatch.setattr(reserve_items, "COST_A_STEP", 3 * reserve_items.COST_OF_AN_ITEM)
+    monkeypatch.setattr(granting, "ROWS_A_STEP", 4)
     rig = Rig(pages=64, extent=4, instance_write_share=1.0)
     e = rig.engine()
     items = [m.ReserveItem(request="r", digests=digests(f"{i}a", f"{i}b")) for i in range(5)]

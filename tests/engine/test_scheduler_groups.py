@@ -52,10 +52,10 @@ FEW_KEYS = (
     "-c",
     "import sys\n"
     "from kvass.cli.main import main\n"
-    "from kvass.core.handlers import writing\n"
+    "from kvass.core.handlers import granting\n"
     "from kvass.daemon import main as daemon\n"
     "from kvass.types import Limits\n"
-    "real, writing.ROWS_A_STEP = daemon.CoreConfig, 16\n"
+    "real, granting.ROWS_A_STEP = daemon.CoreConfig, 16\n"
     "few = Limits(keys_per_message=32)\n"
     "daemon.CoreConfig = lambda **fields: real(**{**fields, 'limits': few})\n"
     "sys.exit(main())",

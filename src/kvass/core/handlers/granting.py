@@ -1,0 +1,174 @@
+"""Granting an item of a ``Reserve``: rows for the chunks that L1 lacks.
+
+An instance has at most its share of L1 reserved (law 12). A row of a prompt is never evicted to
+make room for another row of that prompt (law 6).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.core.clients.registry import Instance
+from kvass.core.handlers.reserve_items import Item
+from kvass.core.matching.coverage import first_chunk
+from kvass.core.rows.index import ABSENT, repeated
+from kvass.core.rows.row_classes import Namespace, RowClass
+from kvass.core.rows.row_table import ClassRows
+from kvass.core.state import State
+from kvass.messages import Grant
+from kvass.types import I64Array
+
+ROWS_A_STEP: Final = 512
+"""How many rows of an item one step decides, but no less than one chunk's. Later steps decide the
+others."""
+
+Found = tuple[int, I64Array]
+"""The rows that one class has of a prompt: a chunk, and the row (or ``ABSENT``) of each chunk from
+there on."""
+
+
+def grant(
+    state: State, instance: Instance, ns: Namespace, item: Item, protect: int, used: list[Found]
+) -> Grant:
+    """Allocate WRITING rows for the chunks of ``item`` that have none, as many as fit.
+
+    ``used``: what ``touch`` found of the item. Rows with a stamp of ``protect`` or later are not
+    evicted.
+    """
+    chunks_a_step = max(1, ROWS_A_STEP // len(ns.classes))
+    until = min(item.first + chunks_a_step, len(item.keys))
+    later = until if until < len(item.keys) else -1
+    lacking = _lacking(ns, item, until, used)
+    within = int(lacking.any(axis=0).sum())
+    if _cut(lacking, item.classes, _allowance(state, instance)):
+        absent, within = within, int(lacking.any(axis=0).sum())
+        state.counters["not_granted_quota"] += absent - within
+    wanted = [each.nonzero()[0] + item.first for each in lacking]
+    if not any(map(len, wanted)):
+        return Grant(later=later)
+    state.counters["chunks_wanted"] += within
+    wanted, rows = _allocate(state, item, wanted, until, protect)
+    new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
+    _touch_new(state, ns, used, new)
+    parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
+    if not parts:
+        state.counters["not_granted_no_room"] += within
+        return Grant()
+    writers = set(instance.writers)
+    reservation = state.settlement.reserve(instance.id, item.request, parts, writers)
+    which = tuple(tuple(w.tolist()) for w in wanted)
+    chunks = tuple(sorted({c for each in which for c in each}))
+    state.counters["chunks_granted"] += len(chunks)
+    state.counters["not_granted_no_room"] += within - len(chunks)
+    return Grant(
+        reservation=reservation.id,
+        chunks=chunks,
+        slots=tuple(map(state.store.slots, rows)),
+        which=() if all(each == chunks for each in which) else which,
+        later=later,
+    )
+
+
+def _allocate(
+    state: State, item: Item, wanted: list[I64Array], until: int, protect: int
+) -> tuple[list[I64Array], list[I64Array]]:
+    """WRITING rows for the chunks ``wanted`` of each class, as many chunks as there is room for.
+
+    Returns the chunks that got rows, and the rows, per class. The rows' blocks are noted.
+    """
+    rows, end = state.store.allocate(
+        item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.tenant)
+    )
+    for i, w in enumerate(wanted if end < until else ()):
+        n = int(w.searchsorted(end))  # a chunk after one without a row is of no use
+        state.store.discard(rows[i][n:])
+        state.store.free(rows[i][n:])
+        wanted[i], rows[i] = w[:n], rows[i][:n]
+    if item.prints is not None:
+        for c, w, r in zip(item.classes, wanted, rows, strict=True):
+            ends = len(w) > 0 and w[-1] == len(item.keys) - 1
+            state.store.note_blocks(c, r, item.prints[w - item.first], item.tail * ends)
+            state.counters["tails_granted"] += bool(item.tail and ends and c is item.classes[0])
+    return wanted, rows
+
+
+def touch(state: State, ns: Namespace, item: Item) -> list[Found]:
+    """Find the rows of the item's prompt, and mark them as used now.
+
+    Of windows and states these are the chunks from ``item.first`` on, and what a hit of the whole
+    prompt needs.
+    """
+    used = find(ns, item)
+    for c, (_, found) in zip(ns.classes, used, strict=True):
+        state.store.touch(c, found[found != ABSENT])
+    return used
+
+
+def find(ns: Namespace, item: Item) -> list[Found]:
+    """The rows of the item's prompt, per class."""
+    used = []
+    for c in ns.classes:
+        begin = min(item.first, first_chunk(c.spec.layout, len(item.keys), ns.chunk_tokens))
+        used.append((begin, c.index.find(item.keys[begin:])))
+    return used
+
+
+def _touch_new(
+    state: State, ns: Namespace, used: list[Found], new: dict[int, tuple[I64Array, I64Array]]
+) -> None:
+    """Mark the rows of the prompt as used once more, together with the ``new`` ones.
+
+    The new rows are deeper in the prompt, so they must be older than the others. ``new``: by class
+    the chunks and the rows. No row of ``used`` was evicted meanwhile, because they are protected.
+    """
+    for c, (begin, found) in zip(ns.classes, used, strict=True):
+        if c.id in new:
+            chunks, rows = new[c.id]
+            found[chunks - begin] = rows
+        state.store.touch(c, found[found != ABSENT])
+
+
+def _lacking(ns: Namespace, item: Item, until: int, used: list[Found]) -> npt.NDArray[np.bool_]:
+    """Which of the rows that ``item`` asks for do not exist yet.
+
+    bool, a line per class of the item, a column per chunk in ``[item.first, until)``. A window or a
+    state is worth writing only where the full rows of its chunk exist, or are written with it.
+    """
+    keys = item.keys[item.first : until]
+    absent = np.array([rows[item.first - at : until - at] == ABSENT for at, rows in used])
+    if item.tail and item.prints is not None and until == len(item.keys):
+        last = item.prints[-1, : item.tail]
+        absent[:, -1] &= [
+            c.blocks is None or c.blocks.longest(last)[0] < item.tail for c in ns.classes
+        ]
+    groups = [c.spec.group for c in item.classes]
+    lacking = np.zeros(absent.shape, np.bool_)
+    lacking[groups] = absent[groups]
+    columns = np.logical_or.reduce(lacking).nonzero()[0]
+    if len(columns) > 1:  # a key that is named twice is written once
+        lacking[:, columns[repeated(keys[columns])]] = False
+    full = np.array([c.spec.layout.kind == "full" for c in ns.classes])
+    if not full.all():
+        lacking[~full] &= (~absent | lacking)[full].all(axis=0)
+    return lacking[groups]
+
+
+def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int) -> bool:
+    """Remove the chunks from ``lacking`` that exceed ``allowance`` bytes. False: all fit."""
+    sizes = [c.spec.row_bytes for c in classes]
+    if sum(sizes) * lacking.shape[1] <= allowance:
+        return False
+    bytes_upto = np.cumsum(np.array(sizes, np.int64) @ lacking)
+    lacking[:, int(np.searchsorted(bytes_upto, allowance, side="right")) :] = False
+    return True
+
+
+def _allowance(state: State, instance: Instance) -> int:
+    """How many more bytes the instance may reserve (law 12)."""
+    limits = state.config.limits
+    if len(state.reservations.of(instance.id)) >= limits.reservations_per_instance:
+        return 0
+    return max(0, state.quota - state.reservations.bytes_of.get(instance.id, 0))
