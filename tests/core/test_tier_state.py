@@ -21,7 +21,7 @@ def test_a_speed_is_measured_over_the_time_in_which_a_tier_loads() -> None:
     speed.begin(100, now=10.0)
     speed.begin(100, now=10.0)
     speed.end(100, good=100, now=12.0)
-    speed.end(100, good=0, now=14.0)
+    speed.end(100, good=0, now=13.0)
     assert speed.bytes_s == 50.0, "the second load brought nothing"
     assert speed.seconds(100) == 2.0
     speed.begin(100, now=50.0)
