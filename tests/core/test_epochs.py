@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvass import messages as m
-from kvass.core.effects import EpochIs, TierEpoch, TierReport
+from kvass.core.effects import (
+    EpochIs,
+    Faulted,
+    TierEpoch,
+    TierProbe,
+    TierReport,
+    TierStore,
+)
 from kvass.core.tiers.epochs import LOOK_AGAIN_S, to_note
 from tests.core.rig import Engine
 from tests.core.tier_rig import TierRig, another_boot
@@ -177,3 +184,87 @@ def test_a_wrong_clock_leaves_room_for_clears(clock_s: float) -> None:
 def test_a_note_whose_counter_cannot_grow_is_damaged() -> None:
     fresh = to_note(asked(), (1 << 64) - 1, NOW_S)
     assert fresh >> 32 == NOW_S
+
+
+def test_a_cleared_tier_is_not_used_until_it_has_noted_it(rig: TierRig) -> None:
+    e = rig.ready()
+    rig.only_in_tiers(e, "a")
+    rig.say(e.scheduler, m.Clear(seq=11))
+    rig.begin(e, "a")
+    e.store("b")
+    assert not rig.open_ops(TierProbe)
+    assert not rig.open_ops(TierStore)
+    rig.settle()
+    assert [r.chunks for r in rig.replies(e.scheduler) if isinstance(r, m.Matched)] == [0]
+    assert len({one[1] for one in rig.shelves[0]}) == 2  # the new row's epoch is another
+
+
+def test_an_epoch_that_was_asked_for_before_a_clear_is_not_used_after_it(rig: TierRig) -> None:
+    """The clear's own question fails, and the older one is answered after that."""
+    e = rig.ready()
+    rig.only_in_tiers(e, "a")
+    again = another_boot(rig)
+    e = again.engine()
+    again.say(e.scheduler, m.Clear(seq=11))
+    first, renewal = again.open_ops(TierEpoch)
+    again.down = True
+    again.answer(renewal)
+    again.down = False
+    again.answer(first)
+    for _ in range(3):
+        assert [r.chunks for r in again.look_up(e, "a") if isinstance(r, m.Matched)] == [0]
+        again.wait(1.0)
+    assert again.notes[0][e.namespace] != first.fresh
+
+
+def test_a_worker_that_must_go_hears_no_more_of_its_clear(rig: TierRig) -> None:
+    """It owes a commit, so its session lives on, half-closed."""
+    e = rig.ready()
+    e.begin("a")
+    rig.say(e.workers[0], m.Clear(seq=11))
+    rig.step(Faulted(e.workers[0], "bad_frame", "garbage"))
+    rig.replies(e.workers[0])
+    rig.settle()
+    assert rig.replies(e.workers[0]) == []
+
+
+def test_a_clear_that_a_tier_does_not_note_is_refused_and_owed(rig: TierRig) -> None:
+    e = rig.ready()
+    rig.only_in_tiers(e, "a")
+    rig.down = True
+    rig.say(e.scheduler, m.Clear(seq=11))
+    rig.settle()
+    (refused,) = rig.replies(e.scheduler)
+    assert (refused.seq, refused.code) == (11, "tier_down")
+    rig.down = False
+    assert rig.look_up(e, "a")[0].chunks == 0  # not asked again yet
+    rig.wait(1.0)
+    rig.look_up(e, "a")
+    assert rig.look_up(e, "a")[0].chunks == 0  # the tier goes by a fresh epoch now
+    rig.only_in_tiers(e, "a")
+    assert rig.look_up(e, "a")[0].chunks == 1
+
+
+def test_an_epoch_outlives_the_daemon_and_a_lost_one_matches_nothing(rig: TierRig) -> None:
+    e = rig.ready()
+    rig.only_in_tiers(e, "a")
+    again = another_boot(rig)
+    e = again.ready()
+    assert again.look_up(e, "a")[0].chunks == 1
+    third = TierRig(core={"boot": b"a third boot 456"})
+    third.shelves = rig.shelves
+    assert third.look_up(third.ready(), "a")[0].chunks == 0
+
+
+def test_a_tier_that_cannot_tell_its_epoch_is_not_used(rig: TierRig) -> None:
+    rig.down = True
+    e = rig.ready()
+    e.store("a")
+    assert not rig.asked
+    assert rig.look_up(e, "a", "b")[0].chunks == 1
+    rig.down = False
+    rig.wait(1.0)
+    rig.look_up(e, "a", "b")
+    rig.settle()
+    rig.forget_l1()
+    assert rig.look_up(e, "a", "b")[0].chunks == 1  # what was queued went there after all

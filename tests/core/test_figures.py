@@ -17,7 +17,7 @@ from kvass.core.histogram import BOUNDS, Histogram
 from kvass.core.rows.use_times import STEP_S, UseTimes
 from kvass.types import PAGE
 from tests.core.rig import LEASE_S, Rig
-from tests.core.test_promote import measured
+from tests.core.test_plan import measured
 from tests.core.tier_rig import TierRig
 
 

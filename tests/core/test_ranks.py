@@ -1,4 +1,4 @@
-"""Rows A1-A7, B3 and B5: one lease for many readers, one shard for many ranks, stages in one row.
+"""Engines of many ranks: one lease for many readers, one shard for many ranks, stages in one row.
 
 ``world`` is a complete engine of a ``ParallelStrategy``: under MLA the ranks of a tensor group hold
 one shard, which the first of them writes.
@@ -55,7 +55,7 @@ def rig() -> Rig:
 
 
 @pytest.mark.parametrize("strategy", MLA, ids=str)
-def test_a1_a_shared_shard_is_read_by_every_rank_under_one_lease(
+def test_a_shared_shard_is_read_by_every_rank_under_one_lease(
     rig: Rig, strategy: ParallelStrategy
 ) -> None:
     e = world(rig, strategy)
@@ -73,7 +73,7 @@ def test_a1_a_shared_shard_is_read_by_every_rank_under_one_lease(
 
 
 @pytest.mark.parametrize("replicas", [1, 2], ids=["dense", "mla"])
-def test_a2_four_engines_of_tp_2_do_not_count_eight(rig: Rig, replicas: int) -> None:
+def test_a_lease_waits_for_the_readers_of_its_own_engine_only(rig: Rig, replicas: int) -> None:
     strategy = ParallelStrategy(2, 1, replicas=replicas)
     engines = [world(rig, strategy, f"e{i}") for i in range(4)]
     assert len({e.namespace for e in engines}) == 1
@@ -99,7 +99,7 @@ def test_a2_four_engines_of_tp_2_do_not_count_eight(rig: Rig, replicas: int) -> 
         ((0, 1, 0), "name each rank once"),
     ],
 )
-def test_a4_readers_that_cannot_be_are_refused_and_take_nothing(
+def test_impossible_readers_are_refused_and_nothing_is_pinned(
     rig: Rig, readers: tuple[int, ...], says: str
 ) -> None:
     e = world(rig, ParallelStrategy(2))
@@ -112,7 +112,7 @@ def test_a4_readers_that_cannot_be_are_refused_and_take_nothing(
     assert e.lookup("a", readers=(0, 1)).lease, "the session goes on"
 
 
-def test_a4_readers_up_to_the_limit_are_taken() -> None:
+def test_as_many_readers_as_the_limit_are_accepted() -> None:
     strategy = ParallelStrategy(MAX_RANKS, 1, replicas=MAX_RANKS)
     rig = Rig()
     e = world(rig, strategy)
@@ -126,7 +126,7 @@ def test_a4_readers_up_to_the_limit_are_taken() -> None:
 
 
 @pytest.mark.parametrize("strategy", [*MLA, *DENSE, *GQA], ids=str)
-def test_a5_a_lookup_past_a_gap_pins_only_the_run_before_it_for_all_readers(
+def test_a_lookup_past_a_gap_pins_only_the_run_before_it_for_all_readers(
     rig: Rig, strategy: ParallelStrategy
 ) -> None:
     e = world(rig, strategy)
@@ -144,7 +144,7 @@ def test_a5_a_lookup_past_a_gap_pins_only_the_run_before_it_for_all_readers(
 
 
 @pytest.mark.parametrize("strategy", [*MLA, *DENSE], ids=str)
-def test_a7_releasing_without_reading_gives_back_exactly_what_the_lookup_took(
+def test_releasing_without_reading_unpins_exactly_what_the_lookup_pinned(
     rig: Rig, strategy: ParallelStrategy
 ) -> None:
     e = world(rig, strategy)
@@ -164,7 +164,7 @@ def test_a7_releasing_without_reading_gives_back_exactly_what_the_lookup_took(
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_b3_under_mla_the_messages_of_a_store_do_not_grow_with_tp(tp: int, pp: int) -> None:
+def test_under_mla_the_messages_of_a_store_do_not_grow_with_tp(tp: int, pp: int) -> None:
     rig, strategy = Rig(pages=256), ParallelStrategy(tp, pp, replicas=tp)
     e = world(rig, strategy)
     before = dict(rig.status["messages"])
@@ -176,7 +176,7 @@ def test_b3_under_mla_the_messages_of_a_store_do_not_grow_with_tp(tp: int, pp: i
     assert e.holds(*range(8)) == 8
 
 
-def test_b3_a_commit_of_a_rank_that_does_not_write_settles_nothing(rig: Rig) -> None:
+def test_a_commit_of_a_rank_that_does_not_write_changes_nothing(rig: Rig) -> None:
     strategy = ParallelStrategy(4, 1, replicas=4)
     e = world(rig, strategy)
     grant = e.begin("a")
@@ -189,7 +189,7 @@ def test_b3_a_commit_of_a_rank_that_does_not_write_settles_nothing(rig: Rig) -> 
 
 
 @pytest.mark.parametrize("strategy", [*MLA, *DENSE, *GQA, ParallelStrategy(1, 4)], ids=str)
-def test_b5_a_chunk_counts_only_when_every_stage_has_committed(
+def test_a_chunk_is_ready_only_when_every_pipeline_stage_has_committed(
     rig: Rig, strategy: ParallelStrategy
 ) -> None:
     e = world(rig, strategy)
@@ -201,7 +201,7 @@ def test_b5_a_chunk_counts_only_when_every_stage_has_committed(
 
 
 @pytest.mark.parametrize("how", ["dies", "aborts", "is late"])
-def test_b5_a_stage_that_never_comes_discards_the_row_of_all(rig: Rig, how: str) -> None:
+def test_a_pipeline_stage_that_never_commits_discards_the_rows_of_all(rig: Rig, how: str) -> None:
     strategy = ParallelStrategy(1, 4)
     e = world(rig, strategy)
     grant = e.begin("a", "b")
@@ -222,7 +222,7 @@ def test_b5_a_stage_that_never_comes_discards_the_row_of_all(rig: Rig, how: str)
         assert e.holds("a", "b") == 2
 
 
-def test_b5_stages_weigh_what_their_own_layers_take(rig: Rig) -> None:
+def test_the_shards_of_a_stage_have_the_size_of_its_own_layers(rig: Rig) -> None:
     strategy, terms = ParallelStrategy(1, 2), ("e", {"model": "m"}, 16)
     scheduler = rig.open()
     rig.ask(scheduler, strategy.register(*terms))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvass import messages as m
-from tests.core.rig import BOOT, LEASE_S, WIDTH, Rig, digests, layout
+from tests.core.rig import BOOT, WIDTH, Rig, digests, layout
+from tests.core.tier_rig import TierRig, prefetch
 
 NOTHING_HELD = (0, 0)
 
@@ -45,45 +46,11 @@ def test_a_chunk_needs_its_row_in_every_group(rig: Rig) -> None:
     assert [len(s) for s in found.slots] == [2, 2]
 
 
-def test_every_named_reader_owes_one_release(rig: Rig) -> None:
-    e = rig.engine(ranks=3)
-    e.store("a")
-    lease = e.lookup("a", readers=(0, 2)).lease
-    e.hand_over(leases=(lease,))
-    assert e.release(lease, 1) == []
-    e.release(lease, 0)
-    assert held(rig)[0] == 1
-    e.release(lease, 2)
-    assert held(rig) == NOTHING_HELD
-
-
-def test_a_second_release_by_one_rank_changes_nothing(rig: Rig) -> None:
-    e = rig.engine(ranks=2)
-    e.store("a")
-    lease = e.lookup("a", readers=(0, 1)).lease
-    e.hand_over(leases=(lease,))
-    assert e.release(lease, 0) == e.release(lease, 0) == []
-    assert held(rig)[0] == 1
-
-
 def test_without_readers_rank_0_owes_it(rig: Rig) -> None:
     e = rig.engine(ranks=2)
     e.store("a")
     e.release(e.lookup("a").lease, 0)
     assert held(rig) == NOTHING_HELD
-
-
-def test_a_lease_lapses_at_its_deadline_and_a_late_release_is_no_error(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a")
-    found = e.lookup("a")
-    assert found.deadline_s == rig.now + LEASE_S == rig.machine.next_deadline()
-    rig.wait(LEASE_S - 0.01)
-    assert held(rig) == (1, 1)
-    rig.wait(0.01)
-    assert held(rig) == NOTHING_HELD
-    assert e.release(found.lease) == []
-    assert rig.count("lapsed_leases") == 1
 
 
 def test_after_the_handover_the_scheduler_gives_nothing_back(rig: Rig) -> None:
@@ -93,77 +60,6 @@ def test_after_the_handover_the_scheduler_gives_nothing_back(rig: Rig) -> None:
     e.hand_over(leases=(lease,))
     (error,) = e.give_back(lease)
     assert error.code == "bad_rank"
-    assert held(rig) == (1, 1)
-
-
-def test_losing_the_scheduler_cancels_only_what_was_not_handed_over(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a")
-    kept, _ = e.lookup("a").lease, e.lookup("a").lease
-    e.hand_over(leases=(kept,))
-    rig.lose(e.scheduler)
-    assert held(rig) == (1, 1)
-    e.release(kept)
-    assert held(rig) == NOTHING_HELD
-
-
-def test_losing_a_rank_releases_for_it(rig: Rig) -> None:
-    e = rig.engine(ranks=2)
-    e.store("a")
-    lease = e.lookup("a", readers=(0, 1)).lease
-    e.hand_over(leases=(lease,))
-    rig.lose(e.workers[1])
-    assert held(rig)[0] == 1
-    e.release(lease, 0)
-    assert held(rig) == NOTHING_HELD
-
-
-def test_a_digest_named_twice_is_pinned_once_per_lease(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a")
-    e.release(e.lookup("a", "a").lease)
-    assert rig.gauge("rows", "pins") == (1, 0)
-
-
-# ---------------------------------------------------------------- refusals
-
-
-def test_a_lease_of_another_instance_is_not_yours(rig: Rig) -> None:
-    one, two = rig.engine("one"), rig.engine("two")
-    one.store("a")
-    lease = one.lookup("a").lease
-    assert [x.code for x in two.release(lease)] == ["not_yours"]
-    assert [x.code for x in two.give_back(lease)] == ["not_yours"]
-    assert [x.code for x in two.hand_over(leases=(lease,))] == ["not_yours"]
-    assert held(rig) == (1, 1)
-
-
-def test_a_rank_speaks_for_itself_only(rig: Rig) -> None:
-    e = rig.engine(ranks=2)
-    e.store("a")
-    lease = e.lookup("a", readers=(0, 1)).lease
-    assert rig.code(e.workers[0], m.Release(boot=BOOT, lease=lease, rank=1)) == "bad_rank"
-    assert rig.code(e.workers[0], m.Release(boot=BOOT, lease=lease)) == "bad_rank"
-    assert rig.code(e.workers[0], m.HandedOver(boot=BOOT, leases=(lease,))) == "bad_rank"
-    assert held(rig)[0] == 1
-
-
-def test_a_lease_that_was_never_given_is_unknown(rig: Rig) -> None:
-    e = rig.engine()
-    assert [x.code for x in e.release(77)] == ["unknown_lease"]
-    assert [x.code for x in e.release(0)] == ["unknown_lease"]
-    assert [x.code for x in e.release(-1)] == ["unknown_lease"]
-
-
-def test_another_boot_is_refused(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a")
-    lease = e.lookup("a").lease
-    for message in (
-        m.Release(boot=b"old", lease=lease, rank=-1),
-        m.HandedOver(boot=b"old", leases=(lease,)),
-    ):
-        assert rig.code(e.scheduler, message) == "wrong_boot"
     assert held(rig) == (1, 1)
 
 
@@ -213,3 +109,40 @@ def test_a_lookup_before_all_ranks_registered_is_a_miss(rig: Rig) -> None:
     rig.register(scheduler, ranks=2)
     message = m.Lookup(seq=3, request="r", digests=digests("a"), width=WIDTH)
     assert rig.ask(scheduler, message).chunks == 0
+
+
+def test_a_prefetch_holds_nothing() -> None:
+    rig = TierRig()
+    e = rig.ready()
+    rig.only_in_tiers(e, "a", "b")
+    looker = rig.open()
+    rig.replies(looker)
+    rig.say(looker, prefetch(e, "a", "b"))
+    rig.settle()
+    assert [(r.seq, r.chunks) for r in rig.replies(looker)] == [(5, 2)]
+    assert rig.quiet()
+    rig.begin(e, "a", "b")
+    assert rig.replies(e.scheduler)[0].chunks == 2
+
+
+def test_prefetching_for_others_is_forbidden() -> None:
+    rig = TierRig()
+    e = rig.ready()
+    assert rig.code(e.scheduler, prefetch(e, "a")) == "forbidden"
+    unknown = m.Prefetch(seq=5, request="p", digests=digests("a"), width=WIDTH, namespace=bytes(32))
+    assert rig.code(rig.open(), unknown) == "bad_value"
+    assert rig.code(e.workers[0], m.Prefetch(seq=5, request="p", digests=b"")) == "bad_rank"
+
+
+def test_the_rest_of_a_prompt_is_waited_for_its_share_of_the_time() -> None:
+    rig = TierRig(pages=256)
+    e = rig.ready()
+    for start in range(0, 100, 10):
+        e.store(*range(start, start + 10))
+        rig.settle()
+    rig.begin(e, *range(101), budget_ms=16_160.0, prefill_tokens_s=100.0)
+    assert rig.machine.state.promotions.next_due == pytest.approx(rig.now + 0.16)
+    rig.wait(0.2)
+    assert [r.chunks for r in rig.replies(e.scheduler)] == [100]
+    rig.begin(e, *range(200, 300), budget_ms=20_000.0, prefill_tokens_s=100.0)
+    assert rig.machine.state.promotions.next_due == pytest.approx(rig.now + 20)

@@ -9,7 +9,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.blend.match import entry_bytes
-from kvass.core.effects import Received, TierReport, TiersAre
+from kvass.core.effects import Received, TiersAre
 from kvass.core.event_lines import line, parse
 from kvass.core.handlers import segments
 from kvass.types import PAGE, GroupLayout, RankLayout
@@ -328,22 +328,6 @@ def test_an_evicted_chunk_that_a_tier_has_is_found_and_promoted() -> None:
     assert found(engine, "old") == digests("old")
     matched = rig.look_up(engine, "old")[-1]
     assert (matched.chunks, rig.count("promoted_chunks")) == (1, 1)
-
-
-def test_a_chunk_that_no_tier_has_any_more_is_found_no_more() -> None:
-    rig, engine = evicted()
-    rig.shelves[0].clear()
-    assert found(engine, "old") == digests("old")
-    assert rig.look_up(engine, "old")[-1].chunks == 0
-    assert found(engine, "old") == b""
-
-
-def test_a_tier_that_is_down_takes_no_entry_along() -> None:
-    rig, engine = evicted()
-    rig.step(TierReport(0, {"up": False}))
-    rig.down = True
-    rig.look_up(engine, "old")
-    assert found(engine, "old") == digests("old")
 
 
 def test_a_clear_ends_entries_whose_rows_are_in_a_tier_only() -> None:

@@ -58,7 +58,7 @@ def test_version_ranges_that_do_not_meet_end_the_session(rig: Rig, low: int, hig
 
 
 @pytest.mark.parametrize(("low", "meets"), [(1, 1), (2, None)])
-def test_a8_who_names_no_range_speaks_protocol_1_whatever_the_daemon_does(
+def test_a_client_that_names_no_version_range_speaks_protocol_1(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, low: int, meets: int | None
 ) -> None:
     """A range that is not said means what it meant when there was one protocol only."""

@@ -318,14 +318,6 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
     assert rig.status["tenants"] == before
 
 
-def test_only_the_daemons_user_changes_quotas() -> None:
-    rig = Rig()
-    e = rig.engine(own=True)
-    ask = m.SetQuota(seq=3, quota=quota("a"))
-    assert rig.code(e.scheduler, ask) == "forbidden"
-    assert rig.code(rig.open(own=False), ask) == "forbidden"
-
-
 def test_quotas_that_cannot_be_stop_the_start() -> None:
     with pytest.raises(Refused, match="L1 has"):
         divided(quota("a", reserved=20), quota("b", reserved=20))

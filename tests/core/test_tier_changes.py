@@ -157,29 +157,6 @@ def test_a_tier_whose_store_may_be_another_tells_its_epochs_anew() -> None:
     assert {epoch for _, epoch, _, _ in rig.shelves[0]} == set(rig.notes[0].values())
 
 
-def test_one_tier_is_emptied_and_l1_and_the_others_stay() -> None:
-    rig = TierRig(tiers=2)
-    e = rig.ready()
-    e.store("a")
-    rig.settle()
-    looker = rig.open()
-    for _ in range(2):
-        rig.say(looker, m.EmptyTier(seq=5, tier="tier1"))
-    assert [one.code for one in rig.replies(looker) if isinstance(one, m.Error)] == ["limit"]
-    rig.settle()
-    assert rig.replies(looker) == [m.Cleared(seq=5)]
-    assert [len(shelf) for shelf in rig.shelves] == [1, 0]
-    assert e.holds("a") == 1
-    assert rig.code(looker, m.EmptyTier(seq=6, tier="tier9")) == "bad_value"
-    assert rig.code(e.scheduler, m.EmptyTier(seq=6, tier="tier1")) == "forbidden"
-    rig.down = True
-    rig.say(looker, m.EmptyTier(seq=7, tier="tier0"))
-    rig.settle()
-    (refused,) = rig.replies(looker)[-1:]
-    assert (refused.code, refused.text) == ("tier_down", "tier0 could not be emptied: say it again")
-    assert len(rig.shelves[0]) == 1
-
-
 def test_an_engine_of_its_own_generation_still_uses_no_tier() -> None:
     rig = TierRig(tiers=0)
     e = rig.ready()

@@ -27,6 +27,8 @@ from kvass.core.effects import (
 from kvass.core.tiers.epochs import to_note
 from tests.core.rig import WIDTH, Engine, Rig, digests
 
+BUDGET_S = 0.1
+"""How long a lookup waits if it does not say how long."""
 Asked = TypeVar("Asked", TierProbe, TierLoad, TierStore, TierEpoch, TierClear)
 Record = tuple[bytes, int, int, bytes]
 
@@ -53,6 +55,10 @@ class TierRig(Rig):
             elif isinstance(effect, Send) and not isinstance(effect.message, m.Promoting):
                 self.said.append((effect.session, effect.message))
         return effects
+
+    def quiet(self) -> bool:
+        """Whether no lease, pin, load or promotion is open."""
+        return self.gauge("leases", "pins", "rows_loading", "promotions") == (0, 0, 0, 0)
 
     def flushing(self) -> bool:
         return self.machine.flushing
@@ -131,6 +137,11 @@ class TierRig(Rig):
         """L1 loses what it holds, and the tiers do not."""
         self.machine.state.classes.clear(self.machine.state.namespaces.values())
         self.machine.state.room.reclaim()
+
+
+def prefetch(engine: Engine, *chunks: object) -> m.Prefetch:
+    """A prefetch by whoever is no engine."""
+    return m.Prefetch("p", digests(*chunks), WIDTH, namespace=engine.namespace, seq=5)
 
 
 def names(records: Records) -> list[Record]:

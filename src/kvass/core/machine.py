@@ -1,12 +1,9 @@
-"""``CacheMachine``: everything the daemon knows, and the one way in which it changes.
+"""``CacheMachine``: the state of the cache, and ``step``, the only function that changes it.
 
-``step(event, now) -> effects`` is pure; ``now`` never goes back; every request is answered exactly
-once, refusals included (law 11), and a refused message changed nothing.
+``step(event, now) -> effects`` is pure, and ``now`` never decreases (law 1). Every request is
+answered exactly once. A refused message is answered by an error and changes nothing (law 11).
 
-Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
-``row_classes``, ``row_states``, ``row_room``. Leases and reservations: ``settlement``. What
-messages do: ``reading``, ``promote``, ``segments``, ``writing``, ``clearing``. Tiers: ``flush``,
-``epochs``, ``tier_changes``.
+``_MESSAGES`` has the handler of each message, ``_EVENTS`` that of each event.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from kvass.core import effects, invariants
 from kvass.core import status as fields
 from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Effect, Event, SessionId
-from kvass.core.handlers import admission, clearing, reading, reserving, segments, sessions, writing
+from kvass.core.handlers import admission, clearing, reading, segments, sessions, writing
 from kvass.core.pending.ledger import soonest
 from kvass.core.pending.tier_operations import Asking
 from kvass.core.rows.row_classes import Namespace
@@ -40,7 +37,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.IndexChunks: segments.index_chunks,
     messages.FindSegments: segments.find_segments,
     messages.Release: reading.release,
-    messages.Reserve: reserving.reserve,
+    messages.Reserve: writing.reserve,
     messages.Commit: writing.commit,
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
@@ -79,7 +76,7 @@ def _tick(state: State, event: effects.Tick) -> None:
     sessions.end_silent(state)
     epochs.read_again(state)
     if state.clears:
-        clearing.go_on(state)
+        clearing.clear_more(state)
     else:
         state.room.reclaim()
         state.classes.warm()
@@ -124,13 +121,16 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
 
 
 class CacheMachine:
-    """The cache's state; one thread owns it."""
+    """The state of the cache. Only one thread may use it."""
 
     def __init__(self, config: CoreConfig) -> None:
         self.state = State(config)
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        """Apply ``event`` at CLOCK_MONOTONIC ``now`` (seconds); returns what the daemon must do."""
+        """Apply ``event`` at ``now``, which is CLOCK_MONOTONIC in seconds.
+
+        Returns the effects that the daemon must carry out.
+        """
         assert now >= self.state.now, "time went back"
         state = self.state
         state.now, state.out = now, []
@@ -148,61 +148,76 @@ class CacheMachine:
         return state.out
 
     def next_deadline(self) -> float | None:
-        """When a ``Tick`` is due, if nothing happens before. Asked after every message."""
+        """When the daemon must send a ``Tick`` if no other event comes before; ``None``: never.
+
+        The daemon calls this after every event.
+        """
         state = self.state
         if state.room.unfinished or state.promotions.going or state.clears:
-            return state.now  # a slice of work is left to do
+            return state.now  # this step has left work for the next one
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
         if not (state.tiers.all or state.promotions.all):
             return due
         return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
     def registered(self, session: SessionId) -> Register | None:
-        """As what a session has registered."""
+        """The ``Register`` of a session; ``None`` if it has not registered."""
         known = self.state.sessions.get(session)
         return None if known is None else known.registered
 
     def namespace(self, session: SessionId) -> Namespace | None:
-        """The namespace of a session's instance; None while ranks are missing, and if nothing that
-        the session says is done any more."""
-        who, known = self.registered(session), self.state.sessions.get(session)
-        if who is None or known is None or known.ending:
+        """The namespace of a session's instance.
+
+        ``None`` while ranks of the instance are missing, and for a session that is ending.
+        """
+        terms, known = self.registered(session), self.state.sessions.get(session)
+        if terms is None or known is None or known.ending:
             return None
-        return self.state.namespace_of(self.state.instances[who.instance])
+        return self.state.namespace_of(self.state.instances[terms.instance])
 
     def owes(self, session: SessionId) -> bool:
-        """Whether a session is a worker's that may still read or write the arena."""
-        who = self.registered(session)
-        return who is not None and self.state.settlement.owes(who.instance, who.rank)
+        """Whether the session is of a worker that may still read or write the arena."""
+        terms = self.registered(session)
+        return terms is not None and self.state.settlement.owes(terms.instance, terms.rank)
 
     @property
     def flushing(self) -> bool:
-        """Whether tiers take what they were promised, or will once they have told an epoch."""
+        """Whether a tier is storing rows, or will store queued rows once it has told its epoch."""
         tiers, ops = self.state.tiers.all, self.state.tiers.ops.values()
         return any(tier.storing_bytes for tier in tiers) or any(
             isinstance(op, Asking) and tiers[op.tier].queue for op in ops
         )
 
     def unflushed(self) -> list[tuple[str, int]]:
-        """Of a daemon that ends: tiers, and how many rows each was promised and has not taken."""
+        """The tiers that have not stored all rows queued for them, and how many rows are left.
+
+        The daemon asks when it stops.
+        """
         left = [(t.name, flush.rows_left(self.state, t)) for t in self.state.tiers.used]
         return [(name, rows) for name, rows in left if rows]
 
     def tier_number(self, name: str, taken: Container[int]) -> int:
-        """The number of a tier of that name that is added, not one of ``taken``: a removed one's,
-        or the next."""
+        """The number for a tier of that name that is added.
+
+        It is the number of a removed tier of that name, or the next new one. It is none of
+        ``taken``.
+        """
         every = self.state.tiers.all
         removed = (t.number for t in every if t.name == name and not t.place)
         return next(n for n in chain(removed, count(len(every))) if n not in taken)
 
     @property
     def quotas(self) -> frozenset[Quota]:
-        """All that are in force."""
+        """All quotas that are in force."""
         return frozenset(t.quota for t in self.state.tenants.all.values() if t.listed)
 
     def status(self) -> dict[str, Any]:
         return fields.status(self.state)
 
     def validate(self) -> None:
-        """Assert every law that shows in the state; for tests and the simulator."""
+        """Check the laws that the state shows. It is for tests and the simulator.
+
+        Raises:
+            AssertionError: the state breaks a law.
+        """
         invariants.validate(self.state)

@@ -1,1 +1,1 @@
-"""What each message does. A message that is refused changes nothing."""
+"""The handlers of messages. A message that is refused changes nothing (law 11)."""

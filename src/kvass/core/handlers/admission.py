@@ -1,7 +1,7 @@
-"""Registration: a session becomes one (instance, rank), a complete instance gets its namespace.
+"""Registration: a session becomes one (instance, rank), and a complete instance gets a namespace.
 
-A refused ``Register`` changes nothing. When an instance moves to another generation, nothing that
-it was writing is published.
+A refused ``Register`` changes nothing. When an instance moves to another generation, no row that it
+is writing becomes READY.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ from kvass.messages import Register, Registered
 from kvass.types import MAX_GROUPS, SCHEDULER, RankLayout
 
 _LIKE: Final = 16
-"""A new namespace is compared with so many others of its model."""
+"""How many namespaces of its model a new namespace is compared with."""
 GROUPS: Final = 2
-"""At the limit of namespaces so many layer groups each, on average. In a status each takes 1 or
-2 us, and a status is one step."""
+"""How many layer groups a namespace may have on average when there are as many as may be. In a
+status each group takes 1 or 2 us, and a status is one step."""
 
 
 def register(state: State, session: ClientSession, msg: Register) -> Registered:
-    """Admit a session. If it registers again with the same values, it is only answered again; with
-    another generation its instance moves."""
+    """Admit a session.
+
+    If it registers again with the same values, only the reply is sent again. If it registers with
+    another generation, its instance moves to that.
+    """
     terms = msgspec.structs.replace(msg, seq=0, layout=None)
     before = session.registered
     if before is None:
@@ -62,7 +65,10 @@ def register(state: State, session: ClientSession, msg: Register) -> Registered:
 def _admit(
     state: State, session: ClientSession, terms: Register, layout: RankLayout | None
 ) -> None:
-    """``layout``: of ``terms``, which are kept without it."""
+    """Check the terms, and make the session the instance's scheduler or rank.
+
+    ``layout``: the layout of the ``Register``. ``terms``: the rest of it.
+    """
     check_register(terms, layout, state.config.limits)
     state.session_limits.check(session)
     instance = state.instances.get(terms.instance) or Instance(id=terms.instance, terms=terms)
@@ -94,7 +100,7 @@ def _admit(
 
 
 def _leave(state: State, instance: Instance) -> None:
-    """The instance moves to another generation. Rows of its private one are of no use any more."""
+    """End the instance's use of its namespace. A private namespace without users is cleared."""
     state.settlement.lost(instance.id, MOVED)
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
@@ -103,7 +109,7 @@ def _leave(state: State, instance: Instance) -> None:
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
-    """The id of the namespace that a complete instance's bytes belong to, made if it is new."""
+    """The id of a complete instance's namespace. The namespace is made if it is new."""
     if not instance.covers_all_shards(instance.writers):
         written = {instance.workers[rank].shard for rank in instance.writers}
         lacking = sorted(set(range(instance.terms.world_size)) - written)
@@ -142,8 +148,11 @@ def _namespace_for(state: State, instance: Instance) -> int:
 
 
 def _make_place(state: State, groups: int) -> None:
-    """Have a place for a namespace of so many layer groups. Some namespaces go whose slots are all
-    free, and at a limit those that were used longest ago. One that a live instance has stays."""
+    """Make sure that a namespace of so many layer groups may be added.
+
+    Drops some namespaces without rows. At a limit, drops those that were used longest ago. No
+    namespace of a live instance is dropped. Raises ``Refused`` if there is no place.
+    """
     live = {i.namespace for i in state.instances.values()}
     idle = [ns for ns in state.namespaces.values() if ns.id not in live]
     empty = (ns for ns in idle if not any(c.in_use for c in ns.classes))
@@ -162,7 +171,7 @@ def _make_place(state: State, groups: int) -> None:
 
 
 def _latest_first(state: State, idle: list[Namespace]) -> list[Namespace]:
-    """Those of ``idle`` that are still there and that nobody reads or writes, by their last use."""
+    """The namespaces of ``idle`` that nobody reads or writes, the most recently used first."""
     uses = state.classes.sets.last_uses()
     last = {
         ns.id: max(uses.get(t.id, NEVER) for c in ns.classes for t in c.of_tenants.values())

@@ -1,7 +1,7 @@
 """Checks of the values in a message, before anything changes.
 
-They raise ``Refused``, whose text says what to do. They change nothing, but for what is settled
-already: if a lost session owed what a message names, that ends first.
+They raise ``Refused``, whose text says what to do. They change nothing, with one exception: if a
+lost session owed the lease or reservation that a message names, that ends first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def own_rank(session: ClientSession, rank: int) -> int:
-    """``rank``, if it is the session's own: nobody speaks for another."""
+    """``rank``, if it is the session's own rank (law 2)."""
     if session.registered is None:
         raise Refused("not_registered", "send Register first")
     own = session.registered.rank
@@ -57,14 +57,14 @@ def known_ranks(field: str, ranks: tuple[int, ...], instance: Instance) -> set[i
 
 
 def check_request(request: str, limits: Limits) -> None:
-    """A request's id: not empty (law 2), not endless (law 12)."""
+    """Check that a request's id is not empty (law 2) and not too long (law 12)."""
     if not request or len(request) > limits.request_id_bytes:
         most = limits.request_id_bytes
         raise Refused("bad_value", f"request: give a non-empty id of at most {most} characters")
 
 
 def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Array:
-    """A blob of digests as an array of keys; ``first`` must lie within them."""
+    """The digests of a message as an array of keys. ``first`` must be one of them, or the end."""
     if not 8 <= width <= 32 or len(digests) % width:
         text = f"digests: {len(digests)} bytes are no multiple of width {width} in 8..32"
         raise Refused("bad_value", text)
@@ -77,8 +77,10 @@ def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Arr
 
 
 def most_keys(state: State, ns: Namespace) -> int:
-    """So many keys of a prompt are looked at: each is looked for in every layer group, and to look
-    for more takes one step too long."""
+    """How many keys of a prompt are looked up at most.
+
+    Each key is looked up in every layer group. With more keys a step would take too long.
+    """
     return state.config.limits.keys_per_message // len(ns.classes)
 
 
@@ -90,7 +92,7 @@ def open_lease(state: State, session: ClientSession, boot: bytes, an_id: int) ->
 def open_reservation(
     state: State, session: ClientSession, boot: bytes, an_id: int
 ) -> Reservation | None:
-    """The session's reservation of this boot, or ``None`` if it was settled."""
+    """The session's reservation of this boot, or ``None`` if it ended."""
     return _open(state, session, boot, an_id, state.reservations, "unknown_reservation")
 
 
@@ -107,7 +109,7 @@ def _open(
         raise Refused("wrong_boot", "this names another daemon's life: drop it")
     if not state.settlement.issued(an_id):
         raise Refused(unknown, f"number {an_id} was never given")
-    state.settlement.settle(an_id)
+    state.settlement.carry_out_losses_of(an_id)
     entry = ledger.all.get(an_id)
     if entry is not None and entry.instance != instance.id:
         raise Refused("not_yours", f"number {an_id} is another instance's")
@@ -115,7 +117,7 @@ def _open(
 
 
 def named_namespace(state: State, digest: bytes) -> Namespace:
-    """The namespace that a session that only looks names."""
+    """The namespace of that digest. Sessions that have not registered name one by its digest."""
     if digest not in state.by_digest:
         raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
     return state.namespaces[state.by_digest[digest]]

@@ -1,4 +1,8 @@
-"""What is said of the cache as a whole: clearing namespaces, emptying a tier, and quotas."""
+"""The messages of administrators: clearing namespaces, emptying a tier, and quotas.
+
+A function per message. It returns the reply (``None``: it comes later) or raises ``Refused`` before
+it changed anything.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +18,27 @@ from kvass.errors import Refused
 from kvass.messages import Clear, EmptyTier, QuotaSet, SetQuota
 
 MOST_CLEARS: Final = 64
-"""So many clears of everything may be unfinished at a time."""
+"""How many clears of everything may be unfinished at a time."""
 
 
 def clear(state: State, session: ClientSession, msg: Clear) -> None:
-    """Namespaces stop matching, some now and the others in later steps. It is answered when all
-    have, and when the tiers have taken note."""
+    """Clear namespaces: some in this step, the others in later steps.
+
+    The reply comes when all are cleared and the tiers have noted it.
+    """
     clearing = Clearing(session.id, msg.seq, _to_clear(state, session, msg), msg.tiers)
     state.clears.append(clearing)
     _clear_some(state, clearing)
     state.room.reclaim()
 
 
-def go_on(state: State) -> None:
-    """The next namespaces of the oldest clear that is not done; there must be one."""
+def clear_more(state: State) -> None:
+    """Clear the next namespaces of the oldest clear that is not done. There must be one."""
     _clear_some(state, state.clears[0])
 
 
 def _clear_some(state: State, clearing: Clearing) -> None:
-    """Clear one namespace at least, and no more after ``slice_ends`` classes and tiers' notes."""
+    """Clear at least one namespace, and stop after ``slice_ends`` classes and notes of tiers."""
     chosen, left, cost = list[Namespace](), clearing.left, 0
     while left and cost < state.config.slice_ends:
         ns = left.pop()
@@ -72,7 +78,7 @@ def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespac
 
 
 def empty_tier(state: State, session: ClientSession, msg: EmptyTier) -> None:
-    """It is answered when the tier has forgotten all. L1 keeps what it has."""
+    """Delete all records of a tier. L1 keeps its rows. The reply comes when the tier is empty."""
     if session.registered is not None:
         raise Refused("forbidden", "an engine empties no tier")
     chosen = [tier for tier in state.tiers.used if tier.name == msg.tier]
@@ -86,7 +92,7 @@ def empty_tier(state: State, session: ClientSession, msg: EmptyTier) -> None:
 
 
 def set_quota(state: State, session: ClientSession, msg: SetQuota) -> QuotaSet:
-    """A tenant's quota is another one from now on, or none."""
+    """Change a tenant's quota, or remove it."""
     if session.registered is not None or not session.own:
         raise Refused("forbidden", "quotas are changed by the daemon's own user, not by an engine")
     if msg.remove:

@@ -1,53 +1,43 @@
-"""What is granted of one item of a ``Reserve``: rows for the chunks that nobody has yet.
+"""Granting an item of a ``Reserve``: rows for the chunks that L1 lacks.
 
-Laws of this file:
-
-- A chunk's row is granted once: not while it is there or being written, and not twice in a message.
-- The prompt that an item names is in use, so nothing of it makes room for the rest of it (law 6).
+An instance has at most its share of L1 reserved (law 12). A row of a prompt is never evicted to
+make room for another row of that prompt (law 6).
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvass.core.clients.registry import Instance
+from kvass.core.handlers.reserve_items import Item
 from kvass.core.matching.coverage import first_chunk
 from kvass.core.rows.index import ABSENT, repeated
 from kvass.core.rows.row_classes import Namespace, RowClass
 from kvass.core.rows.row_table import ClassRows
 from kvass.core.state import State
 from kvass.messages import Grant
-from kvass.types import I64Array, U64Array
+from kvass.types import I64Array
 
 ROWS_A_STEP: Final = 512
-"""So many rows of an item one step decides at most, or a chunk: others wait for it."""
-Used = tuple[int, I64Array]
-"""Of one class: a chunk, and the rows from there on (or ``ABSENT``) that a prompt has."""
+"""How many rows of an item one step decides, but no less than one chunk's. Later steps decide the
+others."""
 
-
-class Item(NamedTuple):
-    """A ``ReserveItem`` that was checked. ``classes``: of the groups whose rows it asks for.
-
-    ``prints[i]``: of chunk ``first + i``, if its blocks are known. ``tail``: of the last chunk only
-    so many blocks are written, unless it is 0; then its key is the hash of the last of them.
-    """
-
-    request: str
-    first: int
-    keys: U64Array
-    classes: list[RowClass]
-    tenant: str
-    prints: U64Array | None = None
-    tail: int = 0
+Found = tuple[int, I64Array]
+"""The rows that one class has of a prompt: a chunk, and the row (or ``ABSENT``) of each chunk from
+there on."""
 
 
 def grant(
-    state: State, instance: Instance, ns: Namespace, item: Item, protect: int, used: list[Used]
+    state: State, instance: Instance, ns: Namespace, item: Item, protect: int, used: list[Found]
 ) -> Grant:
-    """WRITING rows for the chunks of ``item`` that nobody has, as far as they fit."""
+    """Allocate WRITING rows for the chunks of ``item`` that have none, as many as fit.
+
+    ``used``: what ``touch`` found of the item. Rows with a stamp of ``protect`` or later are not
+    evicted.
+    """
     chunks_a_step = max(1, ROWS_A_STEP // len(ns.classes))
     until = min(item.first + chunks_a_step, len(item.keys))
     later = until if until < len(item.keys) else -1
@@ -60,19 +50,7 @@ def grant(
     if not any(map(len, wanted)):
         return Grant(later=later)
     state.counters["chunks_wanted"] += within
-    rows, end = state.room.allocate(
-        item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.tenant)
-    )
-    for i, w in enumerate(wanted if end < until else ()):  # what lies behind a chunk that got no
-        n = int(w.searchsorted(end))  # row is of no use
-        state.rows.discard(rows[i][n:])
-        state.rows.free(rows[i][n:])
-        wanted[i], rows[i] = w[:n], rows[i][:n]
-    if item.prints is not None:
-        for c, w, r in zip(item.classes, wanted, rows, strict=True):
-            ends = len(w) > 0 and w[-1] == len(item.keys) - 1
-            state.rows.note_blocks(c, r, item.prints[w - item.first], item.tail * ends)
-            state.counters["tails_granted"] += bool(item.tail and ends and c is item.classes[0])
+    wanted, rows = _allocate(state, item, wanted, until, protect)
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
     _touch_new(state, ns, used, new)
     parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
@@ -94,10 +72,34 @@ def grant(
     )
 
 
-def touch(state: State, ns: Namespace, item: Item) -> list[Used]:
-    """The prompt that ``item`` names is in use, also by who asks to write the rest of it.
+def _allocate(
+    state: State, item: Item, wanted: list[I64Array], until: int, protect: int
+) -> tuple[list[I64Array], list[I64Array]]:
+    """WRITING rows for the chunks ``wanted`` of each class, as many chunks as there is room for.
 
-    Of windows and states that means what it asks to write, and what a hit of all of it needs.
+    Returns the chunks that got rows, and the rows, per class. The rows' blocks are noted.
+    """
+    rows, end = state.room.allocate(
+        item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.tenant)
+    )
+    for i, w in enumerate(wanted if end < until else ()):
+        n = int(w.searchsorted(end))  # a chunk after one without a row is of no use
+        state.rows.discard(rows[i][n:])
+        state.rows.free(rows[i][n:])
+        wanted[i], rows[i] = w[:n], rows[i][:n]
+    if item.prints is not None:
+        for c, w, r in zip(item.classes, wanted, rows, strict=True):
+            ends = len(w) > 0 and w[-1] == len(item.keys) - 1
+            state.rows.note_blocks(c, r, item.prints[w - item.first], item.tail * ends)
+            state.counters["tails_granted"] += bool(item.tail and ends and c is item.classes[0])
+    return wanted, rows
+
+
+def touch(state: State, ns: Namespace, item: Item) -> list[Found]:
+    """Find the rows of the item's prompt, and mark them as used now.
+
+    Of windows and states these are the chunks from ``item.first`` on, and what a hit of the whole
+    prompt needs.
     """
     used = find(ns, item)
     for c, (_, found) in zip(ns.classes, used, strict=True):
@@ -105,7 +107,8 @@ def touch(state: State, ns: Namespace, item: Item) -> list[Used]:
     return used
 
 
-def find(ns: Namespace, item: Item) -> list[Used]:
+def find(ns: Namespace, item: Item) -> list[Found]:
+    """The rows of the item's prompt, per class."""
     used = []
     for c in ns.classes:
         begin = min(item.first, first_chunk(c.spec.layout, len(item.keys), ns.chunk_tokens))
@@ -114,12 +117,12 @@ def find(ns: Namespace, item: Item) -> list[Used]:
 
 
 def _touch_new(
-    state: State, ns: Namespace, used: list[Used], new: dict[int, tuple[I64Array, I64Array]]
+    state: State, ns: Namespace, used: list[Found], new: dict[int, tuple[I64Array, I64Array]]
 ) -> None:
-    """Touch the same rows once more, with the new ones (by class the chunks and the rows): these
-    are deeper, so they must be older.
+    """Mark the rows of the prompt as used once more, together with the ``new`` ones.
 
-    Nothing of ``used`` has been evicted since it was touched: that is protected.
+    The new rows are deeper in the prompt, so they must be older than the others. ``new``: by class
+    the chunks and the rows. No row of ``used`` was evicted meanwhile, because they are protected.
     """
     for c, (begin, found) in zip(ns.classes, used, strict=True):
         if c.id in new:
@@ -128,11 +131,11 @@ def _touch_new(
         state.rows.touch(c, found[found != ABSENT])
 
 
-def _lacking(ns: Namespace, item: Item, until: int, used: list[Used]) -> npt.NDArray[np.bool_]:
-    """Which rows nobody has of those that ``item`` asks for: bool, per class of it, for the chunks
-    ``[item.first, until)``.
+def _lacking(ns: Namespace, item: Item, until: int, used: list[Found]) -> npt.NDArray[np.bool_]:
+    """Which of the rows that ``item`` asks for do not exist yet.
 
-    A window or a state is worth writing only where the chunk's full rows are, or will be.
+    bool, a line per class of the item, a column per chunk in ``[item.first, until)``. A window or a
+    state is worth writing only where the full rows of its chunk exist, or are written with it.
     """
     keys = item.keys[item.first : until]
     absent = np.array([rows[item.first - at : until - at] == ABSENT for at, rows in used])
@@ -145,7 +148,7 @@ def _lacking(ns: Namespace, item: Item, until: int, used: list[Used]) -> npt.NDA
     lacking = np.zeros(absent.shape, np.bool_)
     lacking[groups] = absent[groups]
     columns = np.logical_or.reduce(lacking).nonzero()[0]
-    if len(columns) > 1:  # a key said twice is written once
+    if len(columns) > 1:  # a key that is named twice is written once
         lacking[:, columns[repeated(keys[columns])]] = False
     full = np.array([c.spec.layout.kind == "full" for c in ns.classes])
     if not full.all():
@@ -154,7 +157,7 @@ def _lacking(ns: Namespace, item: Item, until: int, used: list[Used]) -> npt.NDA
 
 
 def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int) -> bool:
-    """Take out of ``lacking`` the chunks past ``allowance`` bytes; whether there may be any."""
+    """Remove the chunks from ``lacking`` that exceed ``allowance`` bytes. False: all fit."""
     sizes = [c.spec.row_bytes for c in classes]
     if sum(sizes) * lacking.shape[1] <= allowance:
         return False

@@ -1,4 +1,4 @@
-"""Lookup, prefetch, release; which rows left L1.
+"""The messages of a read: lookup, prefetch and release; and which rows have left L1.
 
 A function per message. It returns the reply (``None``: there is none, or it comes later) or raises
 ``Refused`` before it changed anything.
@@ -42,17 +42,17 @@ from kvass.messages import (
 from kvass.types import SCHEDULER, U64Array
 
 PREFETCH_S: Final = 60.0
-"""How long a prefetch may take that does not say."""
+"""How long a prefetch waits if it does not say how long."""
 GAPS_OF: Final = 8
-"""One lookup in so many tells how long what it hits was not used."""
+"""Of one lookup in so many it is measured how long the rows of its hit were not used."""
 MAX_WAIT_S: Final = 300.0
-"""No lookup waits longer, whatever it asks."""
+"""The longest that a lookup may wait, whatever it asks for."""
 
 
 def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
-    """Find and pin: the longest run of READY chunks from ``first``, under one lease.
+    """Pin the longest hit of READY rows from chunk ``first`` on, under one lease.
 
-    ``None``: the tiers may have more, or an engine is storing it, and the answer comes then.
+    ``None``: a tier may have more rows, or an engine is writing them. The reply comes later.
     """
     instance = scheduler_of(state, session)
     check_request(msg.request, state.config.limits)
@@ -102,10 +102,11 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:
-    """How long what L1, which has ``chunks``, lacks of ``asked`` chunks may take to come.
+    """How long the lookup waits for the chunks that L1 lacks: it has ``chunks`` of ``asked``.
 
-    As long as the asker says. If L1 has a part: as long as computing the rest takes (its share of
-    that time, if the asker does not know its speed), but no less than ``lookup_budget_ms``.
+    If L1 has none, that is the message's budget. If L1 has some, it is the time that computing the
+    others takes, but no less than ``lookup_budget_ms`` and no more than the budget. If the engine's
+    speed is not known, it is the lacking chunks' share of the budget.
     """
     least_s = state.config.timing.lookup_budget_ms / 1000
     wait_s = min(msg.budget_ms / 1000 or least_s, MAX_WAIT_S)
@@ -119,12 +120,12 @@ def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -
 
 
 def _speed(msg: Lookup) -> float:
-    """Tokens per second that the engine computes; 0: not known."""
+    """How many tokens per second the engine computes; 0: not known."""
     return msg.prefill_tokens_s if 0 < msg.prefill_tokens_s < math.inf else 0.0
 
 
 def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched | None:
-    """Promote what a lookup would; nothing is held for the asker."""
+    """Load the rows from tiers that a lookup would load. They are not pinned for the asker."""
     check_request(msg.request, state.config.limits)
     keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
     if session.registered is not None:
@@ -149,7 +150,7 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
 
 
 def _asker(session: ClientSession) -> str:
-    """Whose promotions a session's are: its instance's, or its own if it only looks."""
+    """Who owns a session's promotions: its instance, or the session if it has not registered."""
     return session.registered.instance if session.registered else f"session {session.id}"
 
 
@@ -196,7 +197,7 @@ def _promotion(
 
 
 def release(state: State, session: ClientSession, msg: Release) -> None:
-    """A rank is done reading, or the scheduler gives back what it never handed over."""
+    """A rank has finished reading, or the scheduler returns a lease that it did not hand over."""
     lease = open_lease(state, session, msg.boot, msg.lease)
     if lease is None:
         return  # a late release is no error
@@ -210,8 +211,10 @@ def release(state: State, session: ClientSession, msg: Release) -> None:
 
 
 def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
-    """Which rows of the session's namespace left L1, and which of those it names are READY. While
-    it has no namespace nothing is known."""
+    """Which rows of the session's namespace left L1, and which of the keys it names are READY.
+
+    Without a namespace, the reply says that notes were lost.
+    """
     instance, limits = scheduler_of(state, session), state.config.limits
     keys = [split_keys(each, msg.width, 0, limits) for each in (*msg.present, b"")][:-1]
     if sum(map(len, keys)) > AT_ONCE:

@@ -1,7 +1,7 @@
-"""Indexing chunks by their tokens, and finding them anywhere in a prompt (blend).
+"""The messages of blend: index chunks by their tokens, and find them anywhere in a prompt.
 
-A function per message. It returns the reply or raises ``Refused`` before it changed anything. Only
-namespaces whose groups are all ``full`` take part: of other groups a chunk alone is of no use.
+A function per message. It returns the reply or raises ``Refused`` before it changed anything. All
+groups of the namespace must be ``full``: of other groups, a chunk without its prefix is of no use.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvass.types import I64Array, U32Array, U64Array
 
 _WIDEST: Final = 8 * KEY_WORDS
 MOST_CHUNKS: Final = 1024
-"""The tokens of so many chunks are searched at most: each that is found takes a microsecond."""
+"""How many chunks' tokens are searched at most. Each chunk that is found takes a microsecond."""
 
 
 def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Indexed:
-    """Index those of the chunks that have a row in every group."""
+    """Index the chunks that have a row in every group."""
     ns = state.namespace_of(scheduler_of(state, session))
     space = _space(msg.space)
     keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
@@ -63,7 +63,7 @@ def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Inde
 
 
 def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Segments:
-    """Indexed chunks in a prompt, as far as they can be had now or from a tier."""
+    """Find indexed chunks in a prompt whose rows are READY, or LOADING, or may be in a tier."""
     ns = state.namespace_of(scheduler_of(state, session))
     space = _space(msg.space)
     tokens = _tokens(state, msg.tokens)
@@ -91,7 +91,7 @@ def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Se
 
 
 def _usable(state: State, ns: Namespace, matcher: ChunkMatcher, ids: I64Array) -> BoolArray:
-    """Which entries' chunks have a row in every group that is READY, or may come from a tier."""
+    """Which entries have, in every group, a row that is READY or LOADING or may be in a tier."""
     keys, usable = matcher.key[ids], np.ones(len(ids), np.bool_)
     in_tiers = epochs.in_tiers(state, ns)
     for c in ns.classes:

@@ -1,7 +1,7 @@
-"""Sessions as they come, say Hello, and go.
+"""Sessions: connect, Hello, and the end of a session.
 
-A session that may still write to the arena is never closed: it is half-closed, and its EOF is
-waited for (law 3).
+A session that may still write to the arena is never closed. It is half-closed, and the core waits
+for its EOF (law 3).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kvass.messages import FEATURES, PROTOCOL_MAX, PROTOCOL_MIN, Error, Hello, P
 from kvass.types import SCHEDULER
 
 CLOCK_SLACK_S: Final = 600.0
-"""A Hello may have waited this long in a queue; another time namespace is off by more, or ahead."""
+"""How long a Hello may have waited in a queue. The clock of another time namespace differs by more,
+or is ahead."""
 
 
 def opened(state: State, event: Opened) -> None:
@@ -43,14 +44,14 @@ def faulted(state: State, event: Faulted) -> None:
 
 
 def end(state: State, session: ClientSession, code: ErrorCode, text: str, seq: int = 0) -> None:
-    """Tell a session why it must go, and end it as law 3 wants."""
+    """Send a session the error for which it is ended, and close it, or half-close it (law 3)."""
     promote.session_lost(state, session.id)
     state.counters[f"ended_{code}"] += 1
     state.send(session.id, Error(seq=seq, code=code, text=text, fatal=True))
     session.ending = True
     who = session.registered
     if who is not None and who.rank == SCHEDULER:
-        # Messages of its may be lost, a HandedOver among them.
+        # Messages that it sent may be lost, also a HandedOver.
         state.settlement.presume_handed_over(who.instance)
     elif who is not None and state.settlement.owes(who.instance, who.rank):
         instance = state.instances[who.instance]
@@ -63,7 +64,7 @@ def end(state: State, session: ClientSession, code: ErrorCode, text: str, seq: i
 
 
 def lost(state: State, event: Lost) -> None:
-    """EOF, or the session was closed: what it owes is settled."""
+    """A session has ended. End the leases and reservations that it owes, and its promotions."""
     session = state.sessions.pop(event.session, None)
     promote.session_lost(state, event.session)
     if session is None:
@@ -89,7 +90,7 @@ def lost(state: State, event: Lost) -> None:
 
 
 def populated(state: State, event: PopulatedTo) -> None:
-    """More of the arena is populated: whoever mapped it is told."""
+    """More of the arena is populated: tell the sessions that mapped it."""
     state.populated_bytes = event.bytes
     for session in state.sessions.values():
         if session.wants_arena and session.greeted and not session.ending:

@@ -1,28 +1,62 @@
-"""``Commit``, ``Abort`` and ``HandedOver``: what becomes of reservations and leases.
+"""The messages of a store: reserve, commit, abort; and handing over to the ranks.
 
-A function per message. It returns nothing, or raises ``Refused`` before it changed anything.
+A function per message. It returns the reply (``None``: there is none) or raises ``Refused`` before
+it changed anything.
 """
 
 from __future__ import annotations
 
 from kvass.core.clients.registry import ClientSession
-from kvass.core.handlers.checks import open_lease, open_reservation, own_rank
+from kvass.core.handlers import granting
+from kvass.core.handlers.checks import open_lease, open_reservation, own_rank, scheduler_of
+from kvass.core.handlers.reserve_items import checked, items_of_a_step, items_of_one_payer
 from kvass.core.state import State
+from kvass.core.tiers import flush
 from kvass.errors import Refused
-from kvass.messages import Abort, Commit, HandedOver
+from kvass.messages import Abort, Commit, Grant, Granted, HandedOver, Reserve
 from kvass.types import SCHEDULER
 
 
+def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
+    """Grant slots for the chunks of one scheduler step that have no row yet."""
+    instance = scheduler_of(state, session)
+    ns = state.namespace_of(instance)
+    if ns is None:  # nothing was decided: the engine reserves again
+        raise Refused("not_registered", f"ranks {instance.missing} are missing: reserve later")
+    sizes = [len(item.digests) // max(msg.width, 1) for item in msg.items]
+    if sum(sizes) > state.config.limits.keys_per_message:
+        raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
+    now = min(
+        items_of_a_step(msg.items, sizes, len(ns.classes)), items_of_one_payer(state, msg.items)
+    )
+    items = [checked(state, ns, item, msg.width) for item in msg.items[:now]]
+    protect = state.rows.table.clock
+    used = [granting.touch(state, ns, item) for item in items]  # before rows are evicted for one
+    grants = list[Grant]()
+    for item, found in zip(items, used, strict=True):
+        if grants:  # an item before it may have been granted some of its rows
+            found = granting.find(ns, item)
+        grants.append(granting.grant(state, instance, ns, item, protect, found))
+    grants += [Grant(later=item.first) for item in msg.items[now:]]
+    flush.queue_next_victims(state)
+    return Granted(
+        boot=state.config.boot,
+        given_s=state.now,
+        deadline_s=state.now + state.config.timing.reserve_s,
+        grants=grants,
+    )
+
+
 def commit(state: State, session: ClientSession, msg: Commit) -> None:
-    """A rank wrote its shard of every row of a reservation."""
+    """A rank has written its shard of every row of a reservation."""
     reservation = open_reservation(state, session, msg.boot, msg.reservation)
     rank = own_rank(session, msg.rank)
-    if reservation is not None and rank in reservation.owing:  # else it was said twice, or settled
+    if reservation is not None and rank in reservation.owing:  # else a second commit, or it ended
         state.settlement.commit(reservation, rank)
 
 
 def abort(state: State, session: ClientSession, msg: Abort) -> None:
-    """A rank will not write, or the scheduler never told anybody to."""
+    """A rank will not write, or the scheduler takes back what it did not hand over."""
     reservation = open_reservation(state, session, msg.boot, msg.reservation)
     rank = own_rank(session, msg.rank)
     if reservation is None:
@@ -37,7 +71,7 @@ def abort(state: State, session: ClientSession, msg: Abort) -> None:
 
 
 def handed_over(state: State, session: ClientSession, msg: HandedOver) -> None:
-    """From here on only the ranks settle these."""
+    """From now on only the ranks can end these leases and reservations."""
     own_rank(session, SCHEDULER)
     leases = [open_lease(state, session, msg.boot, i) for i in msg.leases]
     reservations = [open_reservation(state, session, msg.boot, i) for i in msg.reservations]

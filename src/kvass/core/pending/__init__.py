@@ -1,1 +1,1 @@
-"""What is open: leases, reservations, promotions, operations of tiers. Each ends once (law 2)."""
+"""Open leases, reservations, promotions and operations of tiers. Each ends once (law 2)."""

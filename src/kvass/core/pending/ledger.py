@@ -1,4 +1,4 @@
-"""What is open: leases (reading), reservations (writing), and lookups that wait for tiers.
+"""Leases, reservations, and the ledger that keeps open entries of one kind.
 
 Every entry belongs to an (instance, request). Leases and reservations name the ranks that still owe
 a release or a commit (law 2).
@@ -17,7 +17,10 @@ _STALE: Final = 1024
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """``deadline``: CLOCK_MONOTONIC, seconds. ``size_bytes`` counts against a limit (law 12)."""
+    """An open entry of a ledger.
+
+    ``deadline``: CLOCK_MONOTONIC, seconds. ``size_bytes`` counts against a limit (law 12).
+    """
 
     id: int
     instance: str
@@ -27,7 +30,7 @@ class Entry(msgspec.Struct, kw_only=True):
 
 
 class Lease(Entry, kw_only=True):
-    """Pins on rows, until every rank in ``owing`` released or ``deadline`` passed."""
+    """Pins on rows, until every rank in ``owing`` has released or ``deadline`` has passed."""
 
     parts: tuple[ClassRows, ...]
     owing: set[int]
@@ -35,11 +38,11 @@ class Lease(Entry, kw_only=True):
 
 
 class Reservation(Entry, kw_only=True):
-    """Rows being written by the ranks in ``owing``.
+    """Rows that the ranks in ``owing`` are writing.
 
-    ``discarded``: it will publish nothing; its rows are QUARANTINED. ``writing_until``: of writers
-    that were lost, by session: until when their device may still write; infinity: until their
-    process has ended. ``waiters``: the lookups that wait for its rows.
+    ``discarded``: its rows are QUARANTINED and will never be READY. ``writing_until``: by session
+    of a lost writer, how long its device may still write; infinity: until its process has ended.
+    ``waiters``: the promotions that wait for its rows.
     """
 
     parts: tuple[ClassRows, ...]
@@ -58,12 +61,12 @@ E = TypeVar("E", bound=Entry)
 
 
 class Ledger(Generic[E]):
-    """All open entries of a kind: by number, by instance, and by when they are due."""
+    """All open entries of one kind: by number, by instance, and by the time when they are due."""
 
     def __init__(self) -> None:
         self.all: dict[int, E] = {}
         self.bytes_of: dict[str, int] = {}
-        """What the entries of an instance take (law 12)."""
+        """By instance, the sum of its entries' ``size_bytes`` (law 12)."""
         self._of: dict[str, dict[int, E]] = {}
         self._due: list[tuple[float, int]] = []
 
@@ -87,12 +90,12 @@ class Ledger(Generic[E]):
     def wake_at(self, when: float, entry: E) -> None:
         """Have ``due`` name ``entry`` once ``when`` has come."""
         heapq.heappush(self._due, (when, entry.id))
-        if len(self._due) > 4 * len(self.all) + _STALE:  # most ended long before their time
+        if len(self._due) > 4 * len(self.all) + _STALE:  # most ended before they were due
             self._due = [due for due in self._due if due[1] in self.all]
             heapq.heapify(self._due)
 
     def due(self, now: float, most: int) -> list[E]:
-        """At most ``most`` entries whose time has come, each perhaps not for the first time."""
+        """At most ``most`` entries that are due. An entry may be due several times."""
         if not self._due or self._due[0][0] > now:
             return []
         found = dict[int, E]()
@@ -103,12 +106,12 @@ class Ledger(Generic[E]):
 
     @property
     def oldest(self) -> E | None:
-        """The one that was added first."""
+        """The open entry that was added first."""
         return next(iter(self.all.values()), None)
 
     @property
     def next_due(self) -> float | None:
-        """When ``due`` will have something."""
+        """When the next entry is due; ``None`` if there is none."""
         while self._due and self._due[0][1] not in self.all:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None

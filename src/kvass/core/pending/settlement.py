@@ -1,7 +1,7 @@
-"""Leases and reservations as they are opened and settled, and what that does to the rows.
+"""Leases and reservations: how they begin and end, and what that does to their rows.
 
 Every way a lease or reservation can end is here, and each ends once. A lease ends when its last
-owing rank released or its deadline passed. A reservation is *settled* when no rank owes a commit
+owing rank has released, or at its deadline. A reservation is *settled* when no rank owes a commit
 any more and no device of a lost writer may still write. Only then are its slots freed or made
 readable (law 3). A commit counts only while its reservation is not discarded (laws 4, 8).
 
@@ -10,15 +10,14 @@ exits closes our socket before or after the GPU's files, and only releasing thes
 end of the process proves it, because the kernel releases a process's files first. So
 
 - if the process was seen to be exiting at EOF, its slots wait for its end, however long that takes;
-- if not, it either lives on (a client of kvass closes its socket only when its copies have ended)
-  or cannot be seen. Its slots wait for ``dma_grace_s``, or for its end if that is seen sooner.
+- if not, the process is still alive or cannot be seen. A client that is alive closes its socket
+  only after its copies. Its slots wait for ``dma_grace_s``, or for its end if that is seen sooner.
 
-After the end they wait ``DEVICE_S`` more. Not covered: a device that was started by another process
-than the one that connected, and a device whose driver goes on after it was released.
+After the end they wait ``DEVICE_S`` more. Two cases are not covered: a device that was started by
+another process than the one that connected, and a device whose driver continues after its release.
 
-Where many end at once, they are ended ``slice_ends`` at a time, in this step and later ones. A
-message that names one of them meanwhile finds it ended: by its deadline, or because ``settle`` ends
-it first.
+If many end at once, a step ends ``slice_ends`` of them, and later steps the others. A message that
+names one of these meanwhile finds it ended: by its deadline, or by ``carry_out_losses_of``.
 """
 
 from __future__ import annotations
@@ -36,13 +35,14 @@ from kvass.core.rows.row_table import ClassRows
 from kvass.types import DEVICE_S, SCHEDULER, Timing
 
 MOVED: Final = -2
+"""``Loss.rank`` of an instance that has moved to another generation."""
 
 
 class Loss(msgspec.Struct):
-    """A session that was lost, and the leases and reservations that it may still owe.
+    """A lost session, and the leases and reservations that were not ended for it yet.
 
-    ``rank``: whose it was; ``MOVED``: nobody's, the instance has moved to another generation.
-    ``until``: when its device may still write; infinity: until its process ends.
+    ``rank``: the session's; or ``MOVED``, if no session was lost. ``until``: how long its device
+    may still write; infinity: until its process ends. ``ids``: of the leases and reservations.
     """
 
     rank: int
@@ -52,20 +52,20 @@ class Loss(msgspec.Struct):
 
 
 class Settlement:
-    """Leases and reservations, and the rows that they hold."""
+    """All open leases and reservations, and the rows of ``store`` that they hold."""
 
     def __init__(
         self, rows: RowStates, timing: Timing, counters: dict[str, int], slice_ends: int
     ) -> None:
         self.rows = rows
         self.now = -math.inf
-        """Of the step in progress (``lapse``)."""
+        """The time of the step in progress."""
         self.leases = Ledger[Lease]()
         self.reservations = Ledger[Reservation]()
         self.published: list[ClassRows] = []
-        """Rows that became READY and were not queued for tiers yet (``flush``)."""
+        """Rows that became READY in this step and are not queued for tiers yet (``flush``)."""
         self.woken: list[int] = []
-        """Lookups whose writers are done, or will publish nothing (``promote.continue_some``)."""
+        """Promotions that awaited a reservation which has ended or was discarded in this step."""
         self._counters = counters
         self._timing = timing
         self._slice_ends = slice_ends
@@ -101,13 +101,13 @@ class Settlement:
         return lease
 
     def release(self, lease: Lease, rank: int) -> None:
-        """``rank`` is done reading; a second release changes nothing."""
+        """``rank`` has finished reading. A second release changes nothing."""
         lease.owing.discard(rank)
         if not lease.owing:
             self.end_lease(lease)
 
     def end_lease(self, lease: Lease) -> None:
-        """Nobody reads under this lease any more, or nobody's reading counts."""
+        """End the lease: unpin its rows."""
         self.leases.drop(lease)
         for part in lease.parts:
             self.rows.unpin(part.rows)
@@ -138,7 +138,7 @@ class Settlement:
         return reservation
 
     def commit(self, reservation: Reservation, rank: int) -> None:
-        """``rank`` wrote its shard of every row."""
+        """``rank`` has written its shard of every row."""
         if reservation.deadline <= self.now:
             self.discard(reservation, "late")
         if reservation.parts[0].row_class not in self.rows.classes.by_id:
@@ -147,20 +147,20 @@ class Settlement:
         self._settle(reservation)
 
     def abort(self, reservation: Reservation, rank: int) -> None:
-        """``rank`` will not write any more, and has not written all."""
+        """``rank`` writes no more, though it has not written all its shards."""
         if rank in reservation.owing:
             self.discard(reservation, "aborted")
             reservation.owing.discard(rank)
             self._settle(reservation)
 
     def cancel(self, reservation: Reservation) -> None:
-        """No rank was ever told of it: nobody writes."""
+        """End a reservation that was never handed over: no rank writes to its rows."""
         self.discard(reservation, "cancelled")
         reservation.owing.clear()
         self._settle(reservation)
 
     def discard(self, reservation: Reservation, reason: str) -> None:
-        """Whatever its writers still say, nothing of it is published."""
+        """Make sure that none of its rows becomes READY, whatever its writers commit."""
         if not reservation.discarded:
             reservation.discarded = True
             self._counters[f"discarded_{reason}"] += 1
@@ -187,7 +187,10 @@ class Settlement:
     # ------------------------------------------------------------ time and death
 
     def lapse(self, now: float) -> None:
-        """A step begins: end leases, discard reservations and free slots whose time has come."""
+        """End what is due at ``now``: leases, reservations, and the wait for lost devices.
+
+        Every step calls this first.
+        """
         self.now = now
         if self._losses:
             self._carry_out_losses()
@@ -207,9 +210,9 @@ class Settlement:
         return soonest(self.leases.next_due, self.reservations.next_due)
 
     def rank_lost(self, instance: str, rank: int, session: int, exiting: bool) -> float | None:
-        """A worker's EOF settles what that rank owes: only its device may still write.
+        """A worker's connection ended: the rank owes nothing any more. Its device may still write.
 
-        Returns until when it may; None: the rank was not writing.
+        Returns until when it may; ``None`` if the rank was not writing.
         """
         until = math.inf if exiting else self.now + self._timing.dma_grace_s
         writing = any(rank in r.owing for r in self.reservations.of(instance).values())
@@ -217,7 +220,7 @@ class Settlement:
         return until if writing else None
 
     def process_ended(self, session: int) -> None:
-        """The process behind a lost session ended: its device writes ``DEVICE_S`` more at most."""
+        """The process of a lost session ended. Its device writes for at most ``DEVICE_S`` more."""
         until = self.now + min(DEVICE_S, self._timing.dma_grace_s)
         for loss in self._losses:
             if loss.session == session:
@@ -226,16 +229,21 @@ class Settlement:
             if until < reservation.writing_until.get(session, 0.0):
                 self._wait_for_device(reservation, session, until)
 
-    def settle(self, an_id: int) -> None:
-        """A message names ``an_id``: what it lost is carried out now."""
+    def carry_out_losses_of(self, an_id: int) -> None:
+        """End the lease or reservation ``an_id`` now, if a lost session owed it.
+
+        A message names it, so it cannot wait for a later step.
+        """
         for loss in self._losses:
             if an_id in loss.ids:
                 loss.ids.discard(an_id)
                 self._lose(loss, an_id)
 
     def lost(self, instance: str, rank: int, session: int = 0, until: float = 0.0) -> None:
-        """A session of ``instance`` was lost, or the instance ``MOVED`` to other weights: what that
-        ends is ended, a slice of it now."""
+        """A session of ``instance`` was lost, or the instance ``MOVED`` to another generation.
+
+        This step ends some of the leases and reservations concerned, later steps the others.
+        """
         ids = {*self.leases.of(instance), *self.reservations.of(instance)}
         self._losses.append(Loss(rank, session, until, ids))
         self._carry_out_losses()
@@ -269,19 +277,22 @@ class Settlement:
                 self._wait_for_device(reservation, loss.session, loss.until)
 
     def _wait_for_device(self, reservation: Reservation, session: int, until: float) -> None:
-        """What ``session`` was writing may change until then; infinity: until its process ends."""
+        """The device of ``session`` may write until then; infinity: until its process ends."""
         reservation.writing_until[session] = until
         if until < math.inf:
             self.reservations.wake_at(until, reservation)
         self._settle(reservation)
 
     def presume_handed_over(self, instance: str) -> None:
-        """Messages of the scheduler were lost: its ranks may know of anything it was given."""
+        """Treat all that the instance holds as handed over.
+
+        Messages of its scheduler may be lost, so its ranks may know of any lease or reservation.
+        """
         for entry in self._of(instance):
             entry.handed_over = True
 
     def owes(self, instance: str, rank: int) -> bool:
-        """Whether a worker may still read or write under something it was handed."""
+        """Whether the rank may still read under a lease or write under a reservation."""
         return any(rank in entry.owing for entry in self._of(instance))
 
     def _of(self, instance: str) -> Iterator[Lease | Reservation]:

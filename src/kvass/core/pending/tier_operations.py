@@ -16,7 +16,7 @@ from kvass.types import I64Array
 
 
 class Probing(msgspec.Struct):
-    """A ``TierProbe``: of each class the chunks that were asked for, for one promotion."""
+    """A ``TierProbe`` for one promotion. ``wanted``: per class, the chunks that were asked for."""
 
     tier: int
     promotion: int
@@ -24,7 +24,7 @@ class Probing(msgspec.Struct):
 
 
 class Loading(msgspec.Struct):
-    """A ``TierLoad`` into LOADING rows, and the promotions that wait for some of them."""
+    """A ``TierLoad`` into LOADING rows. ``waiters``: the promotions that wait for some of them."""
 
     tier: int
     begun: float
@@ -34,7 +34,7 @@ class Loading(msgspec.Struct):
 
 
 class Flushing(msgspec.Struct):
-    """A ``TierStore`` of rows that are pinned for it."""
+    """A ``TierStore`` of rows, which are pinned until it ends."""
 
     tier: int
     begun: float
@@ -43,9 +43,9 @@ class Flushing(msgspec.Struct):
 
 
 class Asking(msgspec.Struct):
-    """A ``TierEpoch``, with ``renew`` of a fresh one; ``clearing``: the clear that waits for it.
+    """A ``TierEpoch``. ``clearing``: the clear that waits for it.
 
-    ``epoch``: the namespace's own (``Namespace.epoch``) when it was asked.
+    ``renew``: the tier must note a fresh epoch. ``epoch``: ``Namespace.epoch`` when it was asked.
     """
 
     tier: int
@@ -63,8 +63,12 @@ class Emptying(msgspec.Struct):
 
 
 class Clearing(msgspec.Struct, eq=False):
-    """A ``Clear``: ``left`` is still to be cleared, and then ``tiers``, if set, are emptied. It is
-    answered when that is done and the tiers have taken note. Not ``of_l1``: an ``EmptyTier``."""
+    """A ``Clear``, or an ``EmptyTier`` (not ``of_l1``), that was not answered yet.
+
+    ``left``: the namespaces that are still to be cleared. ``tiers``: whether tiers are emptied
+    after that. ``awaits``: how many operations of tiers it waits for. ``failed``: the tiers whose
+    operation failed. ``rows``: how many rows were cleared.
+    """
 
     session: int
     seq: int

@@ -24,10 +24,12 @@ _FASTEST: Final = 1e15
 
 
 class Speed(msgspec.Struct):
-    """How fast a tier loads: bytes per second of the time in which it had anything to load."""
+    """How fast a tier loads, measured over the time in which it has anything to load.
+
+    ``bytes_s``: bytes per second; 0: not known.
+    """
 
     bytes_s: float = 0.0
-    """0: not known."""
     loading_bytes: int = 0
     since: float = 0.0
     done_bytes: int = 0
@@ -38,7 +40,7 @@ class Speed(msgspec.Struct):
         self.loading_bytes += size
 
     def end(self, size: int, good: int, now: float) -> None:
-        """It ended, ``good`` bytes of it well."""
+        """A load of ``size`` bytes ended. ``good`` bytes of it were loaded."""
         self.loading_bytes -= size
         self.done_bytes += good
         spent = now - self.since
@@ -49,18 +51,19 @@ class Speed(msgspec.Struct):
             self.since, self.done_bytes = now, 0
 
     def seconds(self, size: int) -> float:
-        """What loading ``size`` bytes more would take; 0 if nothing is known."""
+        """How many seconds loading ``size`` bytes more would take; 0 if the speed is not known."""
         return (self.loading_bytes + size) / self.bytes_s if self.bytes_s else 0.0
 
     def doubt(self) -> None:
-        """It was not asked because it is slow. Each time it is taken to be a little faster, so that
-        it is tried again, and a tier that has become fast is noticed."""
+        """Assume that the tier is a little faster: it was not asked because it is slow.
+
+        So it is asked again after a while, and a tier that has become fast is noticed.
+        """
         self.bytes_s = min(self.bytes_s * 1.05, _FASTEST)
 
 
 class Queued(msgspec.Struct, frozen=True):
-    """Rows to be flushed, if they still hold what they held: ``keys`` says what. They have waited
-    since ``since``."""
+    """Rows that are to be flushed, queued at ``since``. ``keys``: the keys that they had then."""
 
     since: float
     row_class: int
@@ -69,12 +72,13 @@ class Queued(msgspec.Struct, frozen=True):
 
 
 class TierState(msgspec.Struct):
-    """One tier. ``report``: what its process told last (``effects.TierReport``). ``place``: 1 is
-    asked first; 0: it was removed (``tier_changes``).
+    """One tier.
 
-    ``queue``: what it is to store, first come first served; ``queued_rows`` in all. ``rests_until``
-    is set while it is not asked to store, because it was down. ``failing_rows``: it could not store
-    since it stored one last.
+    ``report``: the last report of its process (``effects.TierReport``). ``place``: its place in the
+    order in which tiers are asked, from 1 on; 0: it was removed (``tier_changes``). ``queue``: what
+    it is to store, oldest first, ``queued_rows`` rows in all. ``rests_until``: it was down, and is
+    not asked to store before that time. ``failing_rows``: how many rows it failed to store since
+    the last that it stored.
     """
 
     number: int
@@ -94,23 +98,29 @@ class TierState(msgspec.Struct):
 
 
 class Tiers:
-    """``all`` that there were in this boot, by number; those ``used``, the first is asked first."""
+    """All tiers, and their open operations.
+
+    ``all``: every tier of this boot, by number. ``used``: those that are used, in the order in
+    which they are asked. ``ops``: the open operations, by number.
+    """
 
     def __init__(self, names: Sequence[str], boot: bytes) -> None:
         self.all: list[TierState] = []
         self.become(range(len(names)), names)
         self.ops: dict[int, Op] = {}
         self.owed: set[tuple[bytes, int]] = set()
-        """(namespace digest, tier) that were cleared, and whose tier does not know yet."""
+        """(namespace digest, tier): the namespace was cleared, and the tier has not noted it."""
         self.known: dict[tuple[bytes, int], int] = {}
-        """(namespace digest, tier) -> the highest epoch that was ever seen there. Some 100 bytes
-        each, kept also of namespaces that are forgotten: they may come again."""
+        """(namespace digest, tier) -> the highest epoch that was seen there.
+
+        An entry takes some 100 bytes. It is kept after its namespace was dropped, which may return.
+        """
         self._boot = boot
         self._numbers = itertools.count(1)
         self._epochs = 0
 
     def become(self, numbers: Sequence[int], names: Sequence[str]) -> None:
-        """See ``effects.TiersAre``."""
+        """Use the tiers of these numbers and names, in this order (``effects.TiersAre``)."""
         for number, name in sorted(zip(numbers, names, strict=True)):
             if number == len(self.all):
                 self.all.append(TierState(number, name, dict.fromkeys(TIER_COUNTERS, 0)))
@@ -122,19 +132,19 @@ class Tiers:
             tier.place = place
 
     def begin(self, op: Op) -> int:
-        """The number of a new operation."""
+        """Open an operation; returns its number."""
         number = next(self._numbers)
         self.ops[number] = op
         return number
 
     def end(self, number: int, kind: type[OneOp]) -> OneOp:
-        """The operation of that number, which is over."""
+        """Close the operation of that number, which must be of that kind; returns it."""
         op = self.ops.pop(number)
         assert isinstance(op, kind), f"operation {number} ended as another kind"
         return op
 
     def fresh_epoch(self, digest: bytes) -> int:
-        """Random bits for a fresh epoch, made of this life's boot id."""
+        """Bits for a fresh epoch that no other call gives, in this boot or another."""
         self._epochs += 1
         seed = b"".join([self._boot, digest, self._epochs.to_bytes(8, "big")])
         return int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")

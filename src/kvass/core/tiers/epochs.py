@@ -28,33 +28,33 @@ from kvass.messages import Cleared, Error
 from kvass.types import U64Array
 
 ASK_AGAIN_S: Final = 1.0
-"""How long a tier that could not tell an epoch is left alone."""
+"""How long a tier that could not tell an epoch is not asked again."""
 LOOK_AGAIN_S: Final = 30.0
 """How often a tier's note is read again: a request per namespace and tier each time."""
 _RANDOM_BITS: Final = 32
 _RANDOM: Final = (1 << _RANDOM_BITS) - 1
 _MOST: Final = (1 << 32) - 1
-"""No counter is as high: a note that says so is damaged."""
+"""Counters are lower than this. A note with this counter is damaged."""
 _LATEST: Final = _MOST - (1 << 24)
-"""A clock that is later is wrong; counters above it are left for clears."""
+"""A clock that is later is wrong. Counters above this are left for clears."""
 
 
-def to_note(asked: TierEpoch, noted: int | None, clock_s: float) -> int:
-    """The epoch that a tier's note has to say when it is asked ``asked`` and says ``noted``.
+def to_note(question: TierEpoch, noted: int | None, clock_s: float) -> int:
+    """The epoch that a tier must note as the answer to ``question``.
 
-    ``None``: it has no note. ``clock_s``: the time in seconds since 1970.
+    ``noted``: the epoch in its note; ``None``: it has no note. ``clock_s``: seconds since 1970.
     """
     if noted is None or noted >> _RANDOM_BITS >= _MOST:
         noted = 0
-    highest = max(asked.known, noted)
-    if highest and not asked.renew:
+    highest = max(question.known, noted)
+    if highest and not question.renew:
         return highest
     counter = max((highest >> _RANDOM_BITS) + 1, min(int(clock_s), _LATEST))
-    return counter << _RANDOM_BITS | asked.fresh & _RANDOM
+    return counter << _RANDOM_BITS | question.fresh & _RANDOM
 
 
 def namespace_added(state: State, ns: Namespace) -> None:
-    """A new namespace: ask every tier what it goes by there. A private one uses none."""
+    """Ask every tier for the epoch of a new namespace. A private namespace uses no tiers."""
     if ns.private:
         return
     ns.tier_epochs = [None] * len(state.tiers.all)
@@ -69,7 +69,7 @@ def in_tiers(state: State, ns: Namespace) -> bool:
 
 
 def usable(state: State, ns: Namespace) -> list[int]:
-    """The tiers whose epoch is known, in order; those that failed to tell are asked again."""
+    """The tiers whose epoch is known, in order. Tiers that failed to tell it are asked again."""
     used = [] if ns.private else [tier.number for tier in state.tiers.used]
     for tier in used:
         if ns.tier_epochs[tier] is None and state.now - ns.asked_s[tier] >= ASK_AGAIN_S:
@@ -78,7 +78,7 @@ def usable(state: State, ns: Namespace) -> list[int]:
 
 
 def retry_now(state: State) -> None:
-    """Tiers that failed to tell an epoch may be asked again now."""
+    """Allow that tiers which failed to tell an epoch are asked again at once."""
     for ns in state.namespaces.values():
         ns.asked_s = [when if when == math.inf else -math.inf for when in ns.asked_s]
 
@@ -99,7 +99,7 @@ def pending(ns: Namespace) -> bool:
 
 
 def clear(state: State, ns: Namespace, clearing: Clearing) -> None:
-    """Have every tier begin a new epoch of ``ns``; ``clearing`` waits for it."""
+    """Have every tier note a new epoch of ``ns``. ``clearing`` waits for that."""
     for tier in range(len(ns.tier_epochs)):
         ns.tier_epochs[tier] = None
         state.tiers.owed.add((ns.digest, tier))
@@ -109,6 +109,7 @@ def clear(state: State, ns: Namespace, clearing: Clearing) -> None:
 
 
 def empty(state: State, clearing: Clearing, tiers: list[TierState]) -> None:
+    """Have ``tiers`` delete all their records. ``clearing`` waits for that."""
     for tier in tiers:
         clearing.awaits += 1
         op = state.tiers.begin(Emptying(tier.number, clearing))
@@ -116,14 +117,14 @@ def empty(state: State, clearing: Clearing, tiers: list[TierState]) -> None:
 
 
 def records(ns: Namespace, tier: int, row_class: RowClass, keys: U64Array) -> Records:
-    """What ``keys`` of a class are called in a tier."""
+    """The names that ``keys`` of a class have in a tier."""
     epoch = ns.tier_epochs[tier]
     assert epoch is not None, "a tier was asked under no epoch"
     return Records(ns.digest, epoch, row_class.spec.group, keys)
 
 
 def ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = None) -> None:
-    """Ask a tier for its note. But for a clear's, only one question is open at a time."""
+    """Ask a tier for its note. Only a clear asks while an earlier question is open."""
     ns.asked_s[tier] = math.inf  # not again before the answer
     named = ns.digest, tier
     renew = named in state.tiers.owed
@@ -133,10 +134,9 @@ def ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = None
 
 
 def epoch_told(state: State, event: EpochIs) -> int:
-    """A tier told what epoch it has noted, or could not; which tier that was.
+    """A tier told the epoch that it has noted, or failed to. Returns the tier's number.
 
-    What was asked before a clear tells nothing of what the tier goes by after it: the clear has
-    asked again.
+    The answer to a question from before a clear is not used: the clear has asked again.
     """
     op = state.tiers.end(event.op, Asking)
     tiers, tier, ns, named = state.tiers, op.tier, op.namespace, (op.namespace.digest, op.tier)
@@ -155,6 +155,7 @@ def epoch_told(state: State, event: EpochIs) -> int:
 
 
 def emptied(state: State, event: Emptied) -> None:
+    """A tier has deleted all its records, or failed to."""
     op = state.tiers.end(event.op, Emptying)
     _noted(state, op.clearing, op.tier, event.done)
 
@@ -167,7 +168,7 @@ def _noted(state: State, clearing: Clearing, tier: int, done: bool) -> None:
 
 
 def answer_clear(state: State, clearing: Clearing) -> None:
-    """Answer a clear, if it awaits nothing more."""
+    """Answer a clear, if it waits for nothing more."""
     session = state.sessions.get(clearing.session)
     if clearing.left or clearing.awaits or session is None or session.ending:
         return

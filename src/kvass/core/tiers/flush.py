@@ -1,12 +1,13 @@
 """Flushing: rows of L1 are stored in the tiers, in the background.
 
 A row that a tier reads is pinned by its operation, so nothing writes to it meanwhile. Each tier
-stores at most ``FLUSH_BYTES`` at a time. A row that leaves L1 before its turn comes is not flushed,
-and counted.
+stores at most ``FLUSH_BYTES`` at a time. A queued row may be evicted before it is stored; such rows
+are counted (``flushes_lost``).
 
-With ``write_through`` rows are queued when they become READY; with ``on_evict`` when L1 is nearly
-full and they are the least recently used. A tier that refuses a row is not asked again for it. A
-tier that is down is asked again after a while, for the rows that are still there.
+With ``write_through`` rows are queued when they become READY. With ``on_evict`` they are queued
+when L1 is nearly full and they are the least recently used. A row that a tier refuses is not
+offered to it again. A tier that is down is asked again after a while, for the rows that
+are still in L1.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ from kvass.core.tiers import epochs
 from kvass.types import I64Array
 
 FLUSH_BYTES: Final = 64 << 20
-"""What a tier is storing at a time, at most; and all together no more than an eighth of L1."""
+"""The most that a tier stores at a time. All tiers together store no more than an eighth of L1."""
 STORE_BYTES: Final = 16 << 20
-"""What one operation stores."""
+"""The most that one operation stores."""
 REST_S: Final = 1.0
 """How long a tier that was down is not asked to store."""
 _ROOM_SHARE: Final = 8
-"""``on_evict`` keeps the oldest part of L1, one of so many, flushed."""
+"""``on_evict`` flushes the least recently used 1/8 of L1 before it is evicted."""
 _AHEAD: Final = 256
 _FORGET: Final = 4096
 """How many parts of a removed tier's queue a step forgets: 1 ms of work."""
 _LOOK: Final = 16
-"""How much of a queue is looked at for rows whose epoch is known: a dead tier's may be long."""
+"""How many parts of a queue one step looks at for rows whose epoch is known."""
 
 
 # ---------------------------------------------------------------- queueing
 
 
 def queue_published(state: State) -> None:
+    """Queue the rows that became READY in this step, and count their tokens as stored."""
     parts, state.settlement.published = state.settlement.published, []
     for part in parts:
         row_class = state.classes.by_id.get(part.row_class)
@@ -69,7 +71,7 @@ def queue_next_victims(state: State) -> None:
 
 
 def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
-    """Queue what no tier was given yet, for all of them."""
+    """Queue those of ``rows`` that were offered to no tier yet, for all tiers."""
     rows = rows[~state.rows.table.offered[rows]]
     if len(rows):
         _queue(state, ClassRows(row_class.id, rows), state.tiers.used)
@@ -77,7 +79,7 @@ def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
 
 def _queue(state: State, part: ClassRows, tiers: list[TierState]) -> None:
     state.rows.table.offered[part.rows] = True
-    row_class = state.classes.by_id.get(part.row_class)  # gone: cleared, and then unused
+    row_class = state.classes.by_id.get(part.row_class)  # None: cleared, and then dropped
     if row_class is None or state.namespaces[row_class.namespace].private:
         return
     for tier in tiers:
@@ -114,12 +116,12 @@ def store_next(state: State, tier: TierState, look: int = _LOOK) -> None:
                 name = state.tenants.named(payer)
                 _store(state, tier, row_class, rows[payers == payer], name)
         else:
-            tier.queue.rotate(-1)  # others need not wait until the tier can tell its epoch
+            tier.queue.rotate(-1)  # rows of other namespaces need not wait for this epoch
             waiting += 1
 
 
 def _pop(tier: TierState, count: int) -> Queued:
-    """The first ``count`` rows of what is first in the queue."""
+    """Take rows from the head of the queue: at most ``count``, of one part."""
     head = tier.queue.popleft()
     if len(head.rows) > count:
         since, row_class, rows, keys = msgspec.structs.astuple(head)
@@ -130,7 +132,7 @@ def _pop(tier: TierState, count: int) -> Queued:
 
 
 def _live(state: State, queued: Queued) -> I64Array:
-    """Which of the rows still are what they were when they were queued."""
+    """The queued rows that still hold what they held when they were queued."""
     row_class, rows = state.classes.by_id.get(queued.row_class), queued.rows[:0]
     if row_class is not None:
         rows = queued.rows[row_class.index.find(queued.keys) == queued.rows]
@@ -140,8 +142,10 @@ def _live(state: State, queued: Queued) -> I64Array:
 
 
 def _drop_stale(state: State, tier: TierState, most: int) -> None:
-    """Of the ``most`` rows that are first in a tier's queue, drop those that left L1: they come and
-    go faster than the tier stores. The others are last now, so the next call looks at other rows.
+    """Look at the ``most`` first rows of a tier's queue, and drop those that have left L1.
+
+    Without this the queue grows when rows come and go faster than the tier stores. The rows that
+    stay go to the end of the queue, so the next call looks at other rows.
     """
     while most > 0 and tier.queue:
         queued = _pop(tier, most)
@@ -161,6 +165,7 @@ def _store(state: State, tier: TierState, row_class: RowClass, rows: I64Array, t
 
 
 def stored(state: State, event: Stored) -> None:
+    """A tier has finished a store, or was down."""
     op = state.tiers.end(event.op, Flushing)
     tier, rows = state.tiers.all[op.tier], op.part.rows
     tier.storing_bytes -= op.size_bytes
@@ -186,7 +191,7 @@ def stored(state: State, event: Stored) -> None:
 
 
 def retry_due(state: State) -> None:
-    """Ask tiers again that were down a while ago; forget what was queued for removed ones."""
+    """Ask tiers again whose rest is over, and drop what is queued for removed tiers."""
     for tier in state.tiers.all:
         if not tier.place:
             for _ in range(min(len(tier.queue), _FORGET)):
@@ -194,13 +199,15 @@ def retry_due(state: State) -> None:
         elif tier.rests_until is not None and tier.rests_until <= state.now:
             tier.rests_until = None
             store_next(state, tier)
-            if tier.queue and not tier.storing_bytes:  # it has not told its epochs either
+            if tier.queue and not tier.storing_bytes:  # its epochs are not known either
                 tier.rests_until = state.now + REST_S
 
 
 def stop(state: State) -> None:
-    """The daemon stops: tiers that were down are asked once more. With ``on_evict`` everything that
-    no tier was given is queued."""
+    """The daemon stops: ask tiers that were down once more.
+
+    With ``on_evict``, queue all rows that were offered to no tier yet.
+    """
     state.stopping = True
     epochs.retry_now(state)
     for tier in state.tiers.used:
@@ -215,7 +222,7 @@ def stop(state: State) -> None:
 
 
 def rows_left(state: State, tier: TierState) -> int:
-    """Rows that are queued for a tier, or that it has not finished storing, and still there."""
+    """How many rows in L1 are queued for a tier, or are being stored by it or were abandoned."""
     _drop_stale(state, tier, tier.queued_rows)
     ops = [op for op in state.tiers.ops.values() if isinstance(op, Flushing)]
     storing = sum(len(op.part.rows) for op in ops if op.tier == tier.number)

@@ -1,9 +1,9 @@
-"""Which tiers are used, and in which order, may change while the daemon serves.
+"""Changes of the set of tiers, or of their order, while the daemon serves.
 
-A tier keeps its number. One that is removed has place 0: it is asked nothing more, what it was
-asked ends as always, and what is queued for it is lost. If it comes back it has its number again,
-and with it what it owes: clears of the time in between. Its epochs are asked for anew, because its
-store may have changed meanwhile.
+A tier keeps its number. A removed tier has place 0: it is asked nothing more, its open operations
+end as usual, and rows that are queued for it are lost. If it is added again it gets its number
+back, and notes the clears of the time between. It is asked for its epochs again, because its store
+may have changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvass.core.tiers import epochs, promote
 
 
 def change(state: State, event: TiersAre) -> None:
-    """Tiers are the event's from now on."""
+    """Use the tiers that the event names, in its order."""
     before = {tier.number for tier in state.tiers.used}
     state.tiers.become(event.numbers, event.names)
     _make_columns(state)
@@ -37,7 +37,7 @@ def change(state: State, event: TiersAre) -> None:
 
 
 def _make_columns(state: State) -> None:
-    """Of new tiers."""
+    """Make room for new tiers in the columns of namespaces and of their traffic."""
     count = len(state.tiers.all)
     spaces = state.namespaces.values()
     for traffic in (*(ns.traffic for ns in spaces), *state.forgotten.values()):
@@ -49,7 +49,7 @@ def _make_columns(state: State) -> None:
 
 
 def _forget_epochs(state: State, tier: TierState) -> None:
-    """Under none of them it is used."""
+    """Stop using the tier until it has told the epochs of all namespaces."""
     for ns in state.namespaces.values():
         if not ns.private:
             ns.tier_epochs[tier.number], ns.asked_s[tier.number] = None, -math.inf
