@@ -168,7 +168,7 @@ def test_groups_are_told_apart() -> None:
     reader.read()
     engine.store("a", "b", groups=3)
     _, window = next(iter(engine.rig.machine.state.namespaces.values())).classes
-    engine.rig.machine.state.room._evict(window, window.index.rows()[:1], "capacity")
+    engine.rig.machine.state.allocator._evict(window, window.index.rows()[:1], "capacity")
     assert [len(blob) // WIDTH for blob in reader.read().removed] == [0, 1]
     assert reader.ask(present=(digests("a"), digests("a", "b"))).present in (
         (b"\1", b"\0\1"),

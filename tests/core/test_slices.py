@@ -73,7 +73,7 @@ def test_a_new_index_is_warm_before_it_is_used(monkeypatch: pytest.MonkeyPatch) 
     rig = Rig(pages=4096, extent=64)
     e = rig.engine()
     assert rig.finish() > 5
-    assert not rig.machine.state.room.unfinished
+    assert not rig.machine.state.allocator.unfinished
     e.store("a")
     assert e.clear() == 1
     assert rig.finish() > 5

@@ -136,7 +136,7 @@ class TierRig(Rig):
     def forget_l1(self) -> None:
         """L1 loses what it holds, and the tiers do not."""
         self.machine.state.classes.clear(self.machine.state.namespaces.values())
-        self.machine.state.room.reclaim()
+        self.machine.state.allocator.reclaim()
 
 
 def prefetch(engine: Engine, *chunks: object) -> m.Prefetch:

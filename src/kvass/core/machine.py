@@ -78,7 +78,7 @@ def _tick(state: State, event: effects.Tick) -> None:
     if state.clears:
         clearing.clear_more(state)
     else:
-        state.room.reclaim()
+        state.allocator.reclaim()
         state.classes.warm()
     promote.continue_some(state)
 
@@ -153,7 +153,7 @@ class CacheMachine:
         The daemon calls this after every event.
         """
         state = self.state
-        if state.room.unfinished or state.promotions.going or state.clears:
+        if state.allocator.unfinished or state.promotions.going or state.clears:
             return state.now  # this step has left work for the next one
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
         if not (state.tiers.all or state.promotions.all):

@@ -18,8 +18,8 @@ from kvass.core.pending.promotion import Promotions
 from kvass.core.pending.settlement import Settlement
 from kvass.core.pending.tier_operations import Clearing
 from kvass.core.pending.tier_state import FlushMode, Tiers
+from kvass.core.rows.row_allocator import RowAllocator
 from kvass.core.rows.row_classes import Namespace, RowClasses
-from kvass.core.rows.row_room import RowRoom
 from kvass.core.rows.row_states import RowStates
 from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Quota, Timing
@@ -74,7 +74,7 @@ class State:
             segment_index_bytes=config.limits.segment_index_bytes,
         )
         self.rows = RowStates(self.classes, self.counters)
-        self.room = RowRoom(
+        self.allocator = RowAllocator(
             self.classes,
             self.rows,
             self.counters,

@@ -192,4 +192,4 @@ def _drop(state: State, gone: list[Namespace]) -> None:
         state.classes.segments.clear(ns.id)
         del state.namespaces[ns.id], state.by_digest[ns.digest]
     state.classes.remove([c for ns in gone for c in ns.classes])
-    state.room.reclaim()
+    state.allocator.reclaim()

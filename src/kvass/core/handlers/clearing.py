@@ -29,7 +29,7 @@ def clear(state: State, session: ClientSession, msg: Clear) -> None:
     clearing = Clearing(session.id, msg.seq, _to_clear(state, session, msg), msg.tiers)
     state.clears.append(clearing)
     _clear_some(state, clearing)
-    state.room.reclaim()
+    state.allocator.reclaim()
 
 
 def clear_more(state: State) -> None:

@@ -79,7 +79,7 @@ def _allocate(
 
     Returns the chunks that got rows, and the rows, per class. The rows' blocks are noted.
     """
-    rows, end = state.room.allocate(
+    rows, end = state.allocator.allocate(
         item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.tenant)
     )
     for i, w in enumerate(wanted if end < until else ()):

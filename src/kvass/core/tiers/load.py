@@ -32,7 +32,9 @@ def load(
     """
     classes = promotion.namespace.classes
     payer = state.tenants.payer(promotion.tenant)
-    rows, cut = state.room.allocate(classes, promotion.keys[:upto], wanted, protect, payer, LOADING)
+    rows, cut = state.allocator.allocate(
+        classes, promotion.keys[:upto], wanted, protect, payer, LOADING
+    )
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:

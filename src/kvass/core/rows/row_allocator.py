@@ -23,7 +23,7 @@ from kvass.core.rows.sets import CLEARED
 from kvass.types import I64Array, U64Array
 
 
-class RowRoom:
+class RowAllocator:
     """The room of an arena for the rows of all classes. ``slice_slots``: of one ``reclaim``."""
 
     def __init__(
