@@ -37,14 +37,14 @@ class ObjectTransfer:
         self._head = header_bytes(Header(key, self.lengths, 0, 0))
         is_direct = [len(shard) >= DIRECT_BYTES and direct(shard) for shard in shards]
         copied = sum(n for n, straight in zip(self.lengths, is_direct, strict=True) if not straight)
-        self.allocator = page_buffer(self._head + copied)
+        self.room = page_buffer(self._head + copied)
         self._body: list[Buffer] = []
         self._copies: list[tuple[Buffer, Buffer]] = []
-        end: int = self.allocator.ctypes.data + self._head
+        end: int = self.room.ctypes.data + self._head
         self.addresses, self.sizes = [end - self._head], [self._head]
         at = self._head
         for shard, straight in zip(shards, is_direct, strict=True):
-            part = shard if straight else self.allocator[at : at + len(shard)]
+            part = shard if straight else self.room[at : at + len(shard)]
             self._body.append(part)
             if not straight:
                 self._copies.append((part, shard))
@@ -60,13 +60,13 @@ class ObjectTransfer:
     def fill_room(self) -> None:
         """Before a store: the header, and the shards that do not go directly."""
         header = encode_header(header_of(self.key, self.shards))
-        self.allocator[: self._head] = memoryview(header)
+        self.room[: self._head] = memoryview(header)
         for part, shard in self._copies:
             part[:] = shard
 
     def header_in_room(self) -> Header | None:
         """The header that a load brought, if it is one of our key."""
-        found = decode_header(self.allocator[: self._head].tobytes())
+        found = decode_header(self.room[: self._head].tobytes())
         return found if found is not None and found.key == self.key else None
 
     def finish(self, found: Header) -> bool:
