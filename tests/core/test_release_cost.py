@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvass.core.effects import Received
-from kvass.core.rows.row_store import RowStore
+from kvass.core.rows.row_states import RowStates
 from kvass.messages import Release
 from kvass.types import I64Array
 from tests.core.rig import BOOT, Engine, Rig
@@ -82,13 +82,13 @@ def test_a_release_costs_the_same_for_any_number_of_chunks(engine: Engine) -> No
 def test_negative_control_a_loop_over_rows_is_seen(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unpin = RowStore.unpin
+    unpin = RowStates.unpin
 
-    def slow(store: RowStore, rows: I64Array) -> None:
+    def slow(states: RowStates, rows: I64Array) -> None:
         for row in rows:
-            unpin(store, np.array([row]))
+            unpin(states, np.array([row]))
 
-    monkeypatch.setattr(RowStore, "unpin", slow)
+    monkeypatch.setattr(RowStates, "unpin", slow)
     few = costs_of_releases(engine, range(FEW))
     many = costs_of_releases(engine, range(MANY))
     assert few[:-1] == many[:-1]

@@ -75,7 +75,7 @@ def test_present_says_what_may_be_read_now() -> None:
 def test_nothing_is_kept_unless_somebody_reads() -> None:
     rig = Rig(pages=4)
     engine = rig.engine()
-    ring, names = rig.machine.state.store.removed, iter(range(100))
+    ring, names = rig.machine.state.classes.removed, iter(range(100))
     for _ in range(8):
         engine.store(next(names))
     assert ring.end == 1
@@ -168,7 +168,7 @@ def test_groups_are_told_apart() -> None:
     reader.read()
     engine.store("a", "b", groups=3)
     _, window = next(iter(engine.rig.machine.state.namespaces.values())).classes
-    engine.rig.machine.state.store._evict(window, window.index.rows()[:1], "capacity")
+    engine.rig.machine.state.allocator._evict(window, window.index.rows()[:1], "capacity")
     assert [len(blob) // WIDTH for blob in reader.read().removed] == [0, 1]
     assert reader.ask(present=(digests("a"), digests("a", "b"))).present in (
         (b"\1", b"\0\1"),
@@ -186,7 +186,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reader.ask(*"abcd").code == "limit"
     assert rig.code(engine.workers[0], m.Removals(seq=5)) == "bad_rank"
     assert rig.code(rig.open(), m.Removals(seq=5)) == "not_registered"
-    assert not rig.machine.state.store.removed.noted
+    assert not rig.machine.state.classes.removed.noted
 
 
 def test_no_step_takes_long() -> None:

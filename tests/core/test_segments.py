@@ -136,9 +136,9 @@ def test_of_two_groups_either_row_that_leaves_takes_the_entry_along() -> None:
     assert index(engine, "a").chunks == 0
     engine.store("a", groups=2)
     assert index(engine, "a").chunks == 1
-    store = engine.rig.machine.state.store
+    allocator = engine.rig.machine.state.allocator
     second = engine.rig.machine.state.namespaces[0].classes[1]
-    store._evict(second, second.index.rows(), "capacity")
+    allocator._evict(second, second.index.rows(), "capacity")
     assert found(engine, "a") == b""
 
 
@@ -154,7 +154,7 @@ def test_a_clear_ends_all_entries_at_once_and_their_memory_comes_back_in_slices(
     while rig.machine.next_deadline() == rig.now:
         rig.wait(0)
     assert rig.gauge("indexed_chunks", "indexed_bytes") == (0, 0)
-    assert not rig.machine.state.store.segments.sizes
+    assert not rig.machine.state.classes.segments.sizes
     stored(engine, 1)
     assert found(engine, 1) == digests(1)
 

@@ -220,7 +220,7 @@ def test_a_new_index_is_warm_before_it_is_used(monkeypatch: pytest.MonkeyPatch) 
     rig = Rig(pages=4096, extent=64)
     e = rig.engine()
     assert ticks(rig) > 5
-    assert not rig.machine.state.store.unfinished
+    assert not rig.machine.state.allocator.unfinished
     e.store("a")
     assert e.clear() == 1
     assert ticks(rig) > 5
@@ -308,7 +308,7 @@ def test_all_indexes_together_begin_with_so_much_room(monkeypatch: pytest.Monkey
     monkeypatch.setattr(row_classes, "INDEX_ROOM", 1030)
     rig = Rig(pages=400, extent=4, instance_write_share=1.0)
     engines = [rig.engine(f"e{i}", identity={"model": f"m{i}"}) for i in range(3)]
-    classes = rig.machine.state.store.classes.values()
+    classes = rig.machine.state.classes.by_id.values()
     assert [one.index.room >= 400 for one in classes] == [True, True, False]
     engines[2].store(*range(300))
     assert engines[2].holds(*range(300)) == 300

@@ -129,8 +129,8 @@ class TierRig(Rig):
 
     def forget_l1(self) -> None:
         """L1 loses what it holds, and the tiers do not."""
-        self.machine.state.store.clear(self.machine.state.namespaces.values())
-        self.machine.state.store.reclaim()
+        self.machine.state.classes.clear(self.machine.state.namespaces.values())
+        self.machine.state.allocator.reclaim()
 
 
 def names(records: Records) -> list[Record]:

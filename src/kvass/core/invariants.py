@@ -73,7 +73,7 @@ def _leases(state: State) -> None:
 
 def _reservations(state: State) -> None:
     """Rows in transit belong to one reservation, which is open as long as they may be written."""
-    table, now, behind = state.store.table, state.now, _behind(state.settlement, state.now)
+    table, now, behind = state.rows.table, state.now, _behind(state.settlement, state.now)
     writers = dict[int, int]()
     owed = Counter[str]()
     for reservation in state.reservations.all.values():
@@ -96,7 +96,7 @@ def _reservations(state: State) -> None:
 
 def _pins(state: State, pinned: list[ClassRows]) -> None:
     """``pinned``: what leases, promotions and flushes hold. Each of them counts a row once."""
-    pins = state.store.table.pins
+    pins = state.rows.table.pins
     rows = np.flatnonzero(pins)
     counted = dict(zip(rows.tolist(), pins[rows].tolist(), strict=True))
     held = Counter(row for part in pinned for row in set(part.rows.tolist()))
@@ -105,7 +105,7 @@ def _pins(state: State, pinned: list[ClassRows]) -> None:
 
 def _loading(state: State) -> None:
     """LOADING rows, and nothing else, are a tier's to write."""
-    table, tiers = state.store.table, state.tiers
+    table, tiers = state.rows.table, state.tiers
     loading = {n: op for n, op in tiers.ops.items() if isinstance(op, Loading)}
     rows = {row: n for n, op in loading.items() for row in op.part.rows.tolist()}
     held = np.flatnonzero(table.state == LOADING)
@@ -126,7 +126,7 @@ def _promotions(state: State) -> None:
         late = p.deadline <= state.now and not (promotions.going or _behind(promotions, state.now))
         assert not late, "a promotion outlived its deadline"
         used = np.array([row for part in p.pinned for row in part.rows.tolist()], np.int64)
-        table = state.store.table
+        table = state.rows.table
         awaited = {*table.loader[used[table.state[used] == LOADING]].tolist()}
         assert awaited == p.awaits, "a promotion waits for what it does not use"
         for op in map(ops.__getitem__, awaited):
@@ -166,29 +166,29 @@ def _extents(state: State) -> None:
     end = used = 0
     for base, size in sorted(
         extent
-        for each in state.store.extents.sets.values()
+        for each in state.classes.extents.sets.values()
         for extent in zip(each.bases, each.extent_bytes, strict=True)
     ):
         assert base >= end, "two extents overlap"
         end = base + size
         used += size
     assert end <= state.config.arena_bytes, "an extent leaves the arena"
-    free = state.store.extents.free_bytes
+    free = state.classes.extents.free_bytes
     assert used + free == state.config.arena_bytes, "arena bytes were lost"
 
 
 def _rows(state: State) -> None:
     """A slot is listed as free once, or used; a row that may be read matches."""
-    table, classes = state.store.table, state.store.classes.values()
+    table, classes = state.rows.table, state.classes.by_id.values()
     free, readable, failed = table.state == FREE, table.state >= READY, table.state == FAILED
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
     assert not table.key[free].any(), "a FREE row keeps a key"
     home = np.full(len(table), NOBODY)
-    for extent_set in state.store.extents.sets.values():
+    for extent_set in state.classes.extents.sets.values():
         home[extent_set.first_row : extent_set.end_row] = extent_set.id
     assert (table.set_of == home).all(), "a row left its set"
     owner = np.full(len(table), NOBODY)
-    owner[home != NOBODY] = state.store.sets.owner[home[home != NOBODY]]
+    owner[home != NOBODY] = state.classes.sets.owner[home[home != NOBODY]]
     cleared = owner == CLEARED
     listed = np.zeros(len(table), np.int64)
     matches = np.zeros(len(table), np.bool_)
@@ -232,7 +232,7 @@ def _blocks(blocks: BlockIndex, table: RowTable, own: npt.NDArray[np.bool_]) -> 
 
 def _counts(state: State, pinned: list[ClassRows]) -> None:
     """What is counted per set and class is so. ``pinned``: all that is pinned."""
-    store, table, sets = state.store, state.store.table, state.store.sets
+    classes, table, sets = state.classes, state.rows.table, state.classes.sets
     held, used = np.zeros_like(sets.held), np.zeros_like(sets.used)
     filled = table.set_of[table.state != FREE]
     np.add.at(used, filled, 1)
@@ -241,31 +241,33 @@ def _counts(state: State, pinned: list[ClassRows]) -> None:
     for part in pinned:
         np.add.at(held, table.set_of[part.rows], 1)
     there = sets.owner != NOBODY
-    assert sorted(store.extents.sets) == np.flatnonzero(there).tolist(), "a set is lost"
+    assert sorted(classes.extents.sets) == np.flatnonzero(there).tolist(), "a set is lost"
     assert sets.cleared == (sets.owner == CLEARED).sum(), "cleared sets were miscounted"
     assert (held == sets.held)[there].all(), "what holds a set was miscounted"
     assert (used == sets.used)[there].all(), "the rows of a set were miscounted"
-    assert store.pinned == sum(len(part.rows) for part in pinned), "pins were miscounted"
+    assert state.rows.pinned == sum(len(part.rows) for part in pinned), "pins were miscounted"
     older = table.stamp[table.state != FREE] <= sets.newest[filled]
     assert (older | (sets.owner[filled] == CLEARED)).all(), "a set seems older than its rows"
-    for row_class in store.classes.values():
+    for row_class in classes.by_id.values():
         rows = sets.rows_of(np.flatnonzero(sets.owner == row_class.id))
         assert len(rows) == row_class.slots, "a class miscounts its slots"
         theirs = row_class.of_tenants
         assert theirs[row_class.tenant.id] is row_class, "a tenant has two classes of a group"
-        assert row_class.slots or row_class.tenant is store.tenants.default, "an empty class stays"
+        assert row_class.slots or row_class.tenant is classes.tenants.default, (
+            "an empty class stays"
+        )
         counted = np.bincount(table.state[rows], minlength=len(STATE_NAMES)).tolist()
         assert counted[FREE + 1 :] == row_class.rows[FREE + 1 :], "a class miscounts its rows"
 
 
 def _tenants(state: State) -> None:
     """What each has is counted, and no more is reserved than there is."""
-    store, tenants = state.store, state.tenants.all.values()
+    classes, tenants = state.classes, state.tenants.all.values()
     taken = Counter[str]()
-    for number, extent_set in store.extents.sets.items():
-        row_class = store.classes.get(int(store.sets.owner[number]))
+    for number, extent_set in classes.extents.sets.items():
+        row_class = classes.by_id.get(int(classes.sets.owner[number]))
         if row_class is not None:
-            assert store.sets.tenant[number] == row_class.tenant.id, "a set changed its tenant"
+            assert classes.sets.tenant[number] == row_class.tenant.id, "a set changed its tenant"
             taken[row_class.tenant.name] += sum(extent_set.extent_bytes)
     assert taken == Counter({t.name: t.taken_bytes for t in tenants}), "a tenant is miscounted"
     assert len(tenants) <= MOST, "there are more tenants than may be"
@@ -278,7 +280,7 @@ def _sums(state: State) -> None:
     """What came into L1 and did not leave is there; what lookups were not given, they missed."""
     counters = state.counters
     left = sum(n for name, n in counters.items() if name.startswith("bytes_evicted_"))
-    held = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.store.classes.values())
+    held = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.classes.by_id.values())
     assert counters["l1_in_bytes"] - left == held, "bytes in, out and there disagree"
     for ns in state.namespaces.values():
         seen = ns.traffic
@@ -297,7 +299,7 @@ def _instances(state: State) -> None:
 
 def _segments(state: State) -> None:
     """Indexed chunks have rows, or are of a namespace that has tiers; none is counted twice."""
-    segments, count = state.store.segments, Counter[int]()
+    segments, count = state.classes.segments, Counter[int]()
     for namespace, entries in segments.of.items():
         ns, matcher = state.namespaces[namespace], entries.chunks.matcher
         assert entries.in_tiers == bool(state.tiers.used and ns.tier_epochs), "tiers came or went"

@@ -4,7 +4,7 @@
 once, refusals included (law 11), and a refused message changed nothing.
 
 Who: ``sessions``, ``session_limits``, ``registry``, ``admission``. Rows, slots and room:
-``row_classes``, ``row_states``, ``row_store``. Leases and reservations: ``settlement``. What
+``row_classes``, ``row_states``, ``row_allocator``. Leases and reservations: ``settlement``. What
 messages do: ``reading``, ``promote``, ``segments``, ``writing``, ``clearing``. Tiers: ``flush``,
 ``epochs``, ``tier_changes``.
 """
@@ -81,8 +81,8 @@ def _tick(state: State, event: effects.Tick) -> None:
     if state.clears:
         clearing.go_on(state)
     else:
-        state.store.reclaim()
-        state.store.warm()
+        state.allocator.reclaim()
+        state.classes.warm()
     promote.go_on(state)
 
 
@@ -134,7 +134,7 @@ class CacheMachine:
         assert now >= self.state.now, "time went back"
         state = self.state
         state.now, state.out = now, []
-        state.store.uses.mark(state.store.table.clock, now)
+        state.rows.uses.mark(state.rows.table.clock, now)
         state.settlement.lapse(now)
         if state.promotions.all:
             promote.lapse(state)
@@ -150,7 +150,7 @@ class CacheMachine:
     def next_deadline(self) -> float | None:
         """When a ``Tick`` is due, if nothing happens before. Asked after every message."""
         state = self.state
-        if state.store.unfinished or state.promotions.going or state.clears:
+        if state.allocator.unfinished or state.promotions.going or state.clears:
             return state.now  # a slice of work is left to do
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
         if not (state.tiers.all or state.promotions.all):

@@ -16,8 +16,9 @@ from kvass.core.matching.prefix import Hit
 from kvass.core.metrics import COUNTERS, HISTOGRAMS
 from kvass.core.pending.settlement import Settlement
 from kvass.core.pending.tier_state import Clearing, FlushMode, Promotions, Tiers
-from kvass.core.rows.row_classes import Namespace
-from kvass.core.rows.row_store import RowStore
+from kvass.core.rows.row_allocator import RowAllocator
+from kvass.core.rows.row_classes import Namespace, RowClasses
+from kvass.core.rows.row_states import RowStates
 from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Quota, Timing
 
@@ -63,19 +64,24 @@ class State:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
-        self.store = RowStore(
+        self.classes = RowClasses(
             config.arena_bytes,
             extent,
             self.counters,
             config.seed,
-            slice_slots=config.slice_slots,
-            age_at_eviction=self.histograms["age_at_eviction_seconds"],
-            segment_index_bytes=config.limits.segment_index_bytes,
+            config.limits.segment_index_bytes,
         )
-        self.tenants = self.store.tenants
+        self.rows = RowStates(self.classes, self.counters)
+        self.allocator = RowAllocator(
+            self.rows,
+            self.counters,
+            self.histograms["age_at_eviction_seconds"],
+            config.slice_slots,
+        )
+        self.tenants = self.classes.tenants
         for quota in config.quotas:
             self.tenants.set(quota)
-        self.settlement = Settlement(self.store, config.timing, self.counters, config.slice_ends)
+        self.settlement = Settlement(self.rows, config.timing, self.counters, config.slice_ends)
         self.leases, self.reservations = self.settlement.leases, self.settlement.reservations
         self.sessions: dict[int, ClientSession] = {}
         self.session_limits = SessionLimits(config.limits, config.timing.hello_s, config.slice_ends)
@@ -118,7 +124,7 @@ class State:
         lease = self.settlement.lend(instance, request, hit.parts, readers)
         self.counters["hit_chunks"] += 0 if again else hit.chunks - first
         self.counters["hit_blocks"] += hit.blocks
-        classes = self.store.classes
+        classes = self.classes.by_id
         for part in hit.parts:
             lent = part.rows[-1:] if again else part.rows
             self.counters["l1_lent_bytes"] += len(lent) * classes[part.row_class].spec.row_bytes
@@ -129,7 +135,7 @@ class State:
             chunks=hit.chunks,
             given_s=self.now,
             deadline_s=lease.deadline,
-            slots=tuple([self.store.slots(part.rows) for part in hit.parts]),
+            slots=tuple([self.rows.slots(part.rows) for part in hit.parts]),
             spare=spare,
             blocks=hit.blocks,
         )

@@ -41,9 +41,9 @@ def status(state: State) -> dict[str, Any]:
         for ns in state.namespaces.values()
     ]
     groups = [g for ns in namespaces for g in ns["groups"]]
-    reservations, cleared_bytes = state.reservations.all.values(), state.store.sets.cleared_bytes
+    reservations, cleared_bytes = state.reservations.all.values(), state.classes.sets.cleared_bytes
     loads, timing = state.tiers.ops.values(), state.config.timing
-    matchers = [chunks.matcher for chunks in state.store.segments.sizes.values()]
+    matchers = [chunks.matcher for chunks in state.classes.segments.sizes.values()]
     return {
         "boot": state.config.boot.hex(),
         "version": state.config.version,
@@ -53,7 +53,7 @@ def status(state: State) -> dict[str, Any]:
         "instances": len(state.instances),
         "leases": len(state.leases.all),
         "reservations": len(state.reservations.all),
-        "pins": state.store.pinned,
+        "pins": state.rows.pinned,
         "rows": sum(g["rows"] for g in groups),
         "rows_loading": sum(len(op.part.rows) for op in loads if isinstance(op, Loading)),
         "quarantined_bytes": sum(r.size_bytes for r in reservations if r.discarded),

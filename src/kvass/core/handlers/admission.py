@@ -99,7 +99,7 @@ def _leave(state: State, instance: Instance) -> None:
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:
-        state.store.clear([left])
+        state.classes.clear([left])
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
@@ -127,7 +127,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
     state.namespaces[new] = Namespace(
         id=new,
         digest=digest,
-        classes=[state.store.add_class(spec, new) for spec in specs],
+        classes=[state.classes.add(spec, new) for spec in specs],
         chunk_tokens=instance.terms.chunk_tokens,
         private=bool(instance.generation),
         terms=terms,
@@ -163,13 +163,13 @@ def _make_place(state: State, groups: int) -> None:
 
 def _latest_first(state: State, idle: list[Namespace]) -> list[Namespace]:
     """Those of ``idle`` that are still there and that nobody reads or writes, by their last use."""
-    uses = state.store.sets.last_uses()
+    uses = state.classes.sets.last_uses()
     last = {
         ns.id: max(uses.get(t.id, NEVER) for c in ns.classes for t in c.of_tenants.values())
         for ns in idle
     }
     may_go = [
-        ns for ns in idle if ns.id in state.namespaces and last[ns.id] < state.store.table.clock
+        ns for ns in idle if ns.id in state.namespaces and last[ns.id] < state.rows.table.clock
     ]
     return sorted(may_go, key=lambda ns: -last[ns.id])
 
@@ -180,7 +180,7 @@ def _drop(state: State, gone: list[Namespace]) -> None:
     promote.cancel(state, gone)  # a tier may not have said yet what it holds
     for ns in gone:
         state.forget(ns)
-        state.store.segments.clear(ns.id)
+        state.classes.segments.clear(ns.id)
         del state.namespaces[ns.id], state.by_digest[ns.digest]
-    state.store.remove([c for ns in gone for c in ns.classes])
-    state.store.reclaim()
+    state.classes.remove([c for ns in gone for c in ns.classes])
+    state.allocator.reclaim()

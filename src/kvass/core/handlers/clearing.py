@@ -23,7 +23,7 @@ def clear(state: State, session: ClientSession, msg: Clear) -> None:
     clearing = Clearing(session.id, msg.seq, _to_clear(state, session, msg), msg.tiers)
     state.clears.append(clearing)
     _clear_some(state, clearing)
-    state.store.reclaim()
+    state.allocator.reclaim()
 
 
 def go_on(state: State) -> None:
@@ -44,7 +44,7 @@ def _clear_some(state: State, clearing: Clearing) -> None:
     promote.cancel(state, chosen)
     for ns in chosen:
         epochs.clear(state, ns, clearing)
-    clearing.rows += state.store.clear(chosen)
+    clearing.rows += state.classes.clear(chosen)
     if left:
         return
     state.clears.remove(clearing)

@@ -77,7 +77,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
     if len(keys) > most:
         keys, blocks = keys[:most], blocks[:0]
-    view = PrefixView(state.store, ns, keys, msg.first, msg.spare, blocks, start)
+    view = PrefixView(state.rows, ns, keys, msg.first, msg.spare, blocks, start)
     chunks, why = view.longest(view.there()), "absent"
     if chunks > msg.first and not msg.again and state.counters["lookups"] % GAPS_OF == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
@@ -138,7 +138,7 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
     if ns is None:
         return Prefetched()
     keys = keys[: most_keys(state, ns)]
-    view = PrefixView(state.store, ns, keys, 0)
+    view = PrefixView(state.rows, ns, keys, 0)
     chunks = view.use(view.longest(view.there())).chunks
     if state.tiers.used and ns.tier_epochs and chunks < len(keys):
         wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
@@ -222,15 +222,14 @@ def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
         return Removed(lost=True)
     if len(keys) > len(ns.classes):
         raise Refused("bad_value", f"present: the namespace has {len(ns.classes)} groups")
-    store = state.store
-    part = store.removed.read(session.id, ns.id, msg.since)
-    gone = [part.keys.get(group, store.table.key[:0]) for group in range(len(ns.classes))]
+    part = state.classes.removed.read(session.id, ns.id, msg.since)
+    gone = [part.keys.get(group, state.rows.table.key[:0]) for group in range(len(ns.classes))]
     pairs = zip(ns.classes, keys, strict=False)
     return Removed(
         upto=part.upto,
         lost=part.lost,
         removed=tuple([digests_of(each, msg.width) for each in gone]) if part.keys else (),
-        present=tuple([store.there(c.index.find(k)).tobytes() for c, k in pairs])
-        if part.upto == store.removed.end
+        present=tuple([state.rows.there(c.index.find(k)).tobytes() for c, k in pairs])
+        if part.upto == state.classes.removed.end
         else (),
     )

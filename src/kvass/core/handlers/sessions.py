@@ -70,7 +70,7 @@ def lost(state: State, event: Lost) -> None:
         return
     state.session_limits.leave(session)
     state.counters["ended_closed"] += not session.ending
-    state.store.removed.leave(session.id)
+    state.classes.removed.leave(session.id)
     if session.registered is None:
         return
     who = session.registered

@@ -71,7 +71,7 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
     now = min(_items_now(msg.items, sizes, len(ns.classes)), _items_of_one_payer(state, msg.items))
     items = [_checked(state, ns, item, msg.width) for item in msg.items[:now]]
-    protect = state.store.table.clock
+    protect = state.rows.table.clock
     used = [_touch(state, ns, item) for item in items]  # before any makes room for itself
     grants = list[Grant]()
     for item, found in zip(items, used, strict=True):
@@ -106,7 +106,7 @@ def _checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item
         text = f"{len(blocks)} hashes for {len(keys) - item.first} chunks and the part of one"
         raise Refused("bad_value", f"blocks: {text}; a chunk has {ns.chunk_blocks}")
     prints = np.zeros((chunks + (tail > 0)) * ns.chunk_blocks, np.uint64)
-    prints[: len(blocks)] = state.store.prints(blocks)
+    prints[: len(blocks)] = state.classes.prints(blocks)
     prints = prints.reshape(-1, ns.chunk_blocks)[:, :-1]
     if tail:
         keys = np.concatenate([keys, blocks[-1:]])
@@ -149,18 +149,18 @@ def _grant(
     if not any(map(len, wanted)):
         return Grant(later=later)
     state.counters["chunks_wanted"] += within
-    rows, end = state.store.allocate(
+    rows, end = state.allocator.allocate(
         item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.tenant)
     )
     for i, w in enumerate(wanted if end < until else ()):  # what lies behind a chunk that got no
         n = int(w.searchsorted(end))  # row is of no use
-        state.store.discard(rows[i][n:])
-        state.store.free(rows[i][n:])
+        state.rows.discard(rows[i][n:])
+        state.rows.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
     if item.prints is not None:
         for c, w, r in zip(item.classes, wanted, rows, strict=True):
             ends = len(w) > 0 and w[-1] == len(item.keys) - 1
-            state.store.note_blocks(c, r, item.prints[w - item.first], item.tail * ends)
+            state.rows.note_blocks(c, r, item.prints[w - item.first], item.tail * ends)
             state.counters["tails_granted"] += bool(item.tail and ends and c is item.classes[0])
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
     _touch_new(state, ns, used, new)
@@ -177,7 +177,7 @@ def _grant(
     return Grant(
         reservation=reservation.id,
         chunks=chunks,
-        slots=tuple(map(state.store.slots, rows)),
+        slots=tuple(map(state.rows.slots, rows)),
         which=() if all(each == chunks for each in which) else which,
         later=later,
     )
@@ -190,7 +190,7 @@ def _touch(state: State, ns: Namespace, item: Item) -> list[Used]:
     """
     used = _find(ns, item)
     for c, (_, found) in zip(ns.classes, used, strict=True):
-        state.store.touch(c, found[found != ABSENT])
+        state.rows.touch(c, found[found != ABSENT])
     return used
 
 
@@ -214,7 +214,7 @@ def _touch_new(
         if c.id in new:
             chunks, rows = new[c.id]
             found[chunks - begin] = rows
-        state.store.touch(c, found[found != ABSENT])
+        state.rows.touch(c, found[found != ABSENT])
 
 
 def _lacking(ns: Namespace, item: Item, until: int, used: list[Used]) -> npt.NDArray[np.bool_]:

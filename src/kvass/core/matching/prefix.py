@@ -9,7 +9,7 @@ import numpy as np
 from kvass.core.matching.coverage import BoolArray, checked_groups, first_chunk, longest_hit
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_classes import Namespace
-from kvass.core.rows.row_store import RowStore
+from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.row_table import KEY_WORDS, READY, WRITING, ClassRows
 from kvass.types import I64Array, U64Array
 
@@ -41,7 +41,7 @@ class PrefixView:
 
     def __init__(
         self,
-        store: RowStore,
+        rows: RowStates,
         ns: Namespace,
         keys: U64Array,
         first: int,
@@ -49,14 +49,14 @@ class PrefixView:
         rest: U64Array = NO_BLOCKS,
         start: U64Array = NO_BLOCKS,
     ) -> None:
-        self._store, self._ns, self._first, self._spare = store, ns, first, spare
+        self._rows, self._ns, self._first, self._spare = rows, ns, first, spare
         self._rest, self._start = rest, start
         self._groups = [c.spec.layout for c in ns.classes]
         self.found: list[I64Array] = [c.index.find(keys) for c in ns.classes]
 
     def there(self, least: int = READY) -> list[BoolArray]:
         """Per class, which chunks have a row in state ``least`` or above (``rows``)."""
-        return [self._store.there(rows, least) for rows in self.found]
+        return [self._rows.there(rows, least) for rows in self.found]
 
     def longest(self, there: list[BoolArray]) -> int:
         """How many chunks of the prompt can be had, if ``there`` can be; ``first`` if none."""
@@ -75,7 +75,7 @@ class PrefixView:
 
     def writers(self) -> set[int]:
         """The reservations whose rows would make the hit longer."""
-        table, parts = self._store.table, list[I64Array]()
+        table, parts = self._rows.table, list[I64Array]()
         end = self.longest(self.there(WRITING))
         has = self._in_part(end)[0]
         for c, rows, (begin, upto) in zip(
@@ -94,7 +94,7 @@ class PrefixView:
         A window of one token needs no row, so not every group has one.
         """
         row = max([rows.item(end - 1) for rows in self.found])
-        return 0.0 if row == ABSENT else self._store.uses.age(self._store.table.stamp.item(row))
+        return 0.0 if row == ABSENT else self._rows.uses.age(self._rows.table.stamp.item(row))
 
     def use(self, end: int) -> Hit:
         """The hit of ``end`` chunks. All its rows are in use now, and so is what there is of the
@@ -109,7 +109,7 @@ class PrefixView:
             if len(row):
                 hit = np.concatenate([hit, row])
                 used = np.concatenate([used, row]) if self._first else hit
-            self._store.touch(c, used[used != ABSENT])
+            self._rows.touch(c, used[used != ABSENT])
             parts.append(ClassRows(c.id, hit))
             spares.append(ClassRows(c.id, rows[end:upto]))
         return Hit(end, blocks, tuple(parts), tuple(spares))
@@ -123,7 +123,7 @@ class PrefixView:
         wanted = self._rest if end == len(self.found[0]) else wanted
         if not len(wanted) or len(indexes) < len(classes):
             return 0, none
-        prints = self._store.prints(wanted)
+        prints = self._rows.classes.prints(wanted)
         found = [index.longest(prints) for index in indexes]
         blocks = min(count for count, _ in found)
         return blocks, [np.array([row]) for _, row in found] if blocks else none

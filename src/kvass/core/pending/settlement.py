@@ -31,7 +31,7 @@ from typing import Final
 import msgspec
 
 from kvass.core.pending.ledger import Lease, Ledger, Reservation, soonest
-from kvass.core.rows.row_store import RowStore
+from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.row_table import ClassRows
 from kvass.types import DEVICE_S, SCHEDULER, Timing
 
@@ -52,12 +52,12 @@ class Loss(msgspec.Struct):
 
 
 class Settlement:
-    """Leases and reservations, and the rows of ``store`` that they hold."""
+    """Leases and reservations, and the ``rows`` that they hold."""
 
     def __init__(
-        self, store: RowStore, timing: Timing, counters: dict[str, int], slice_ends: int
+        self, rows: RowStates, timing: Timing, counters: dict[str, int], slice_ends: int
     ) -> None:
-        self.store = store
+        self.rows = rows
         self.now = -math.inf
         """Of the step in progress (``lapse``)."""
         self.leases = Ledger[Lease]()
@@ -87,8 +87,8 @@ class Settlement:
     ) -> Lease:
         """Pin ``parts`` for ``readers``, each of which owes one release."""
         for part in parts:
-            self.store.pin(part.rows)
-            self.store.table.read[part.rows] = True
+            self.rows.pin(part.rows)
+            self.rows.table.read[part.rows] = True
         lease = Lease(
             id=self._new_id(),
             instance=instance,
@@ -110,7 +110,7 @@ class Settlement:
         """Nobody reads under this lease any more, or nobody's reading counts."""
         self.leases.drop(lease)
         for part in lease.parts:
-            self.store.unpin(part.rows)
+            self.rows.unpin(part.rows)
 
     # ------------------------------------------------------------ reservations
 
@@ -122,7 +122,7 @@ class Settlement:
         writers: set[int],
     ) -> Reservation:
         """Record that ``writers`` each owe a commit on the WRITING rows of ``parts``."""
-        classes = self.store.classes
+        classes = self.rows.classes.by_id
         reservation = Reservation(
             id=self._new_id(),
             instance=instance,
@@ -133,7 +133,7 @@ class Settlement:
             owing=writers,
         )
         for part in parts:
-            self.store.table.loader[part.rows] = reservation.id
+            self.rows.table.loader[part.rows] = reservation.id
         self.reservations.add(reservation)
         return reservation
 
@@ -141,7 +141,7 @@ class Settlement:
         """``rank`` wrote its shard of every row."""
         if reservation.deadline <= self.now:
             self.discard(reservation, "late")
-        if reservation.parts[0].row_class not in self.store.classes:
+        if reservation.parts[0].row_class not in self.rows.classes.by_id:
             self.discard(reservation, "cleared")
         reservation.owing.discard(rank)
         self._settle(reservation)
@@ -166,7 +166,7 @@ class Settlement:
             self._counters[f"discarded_{reason}"] += 1
             self._wake(reservation)
             for part in reservation.parts:
-                self.store.discard(part.rows)
+                self.rows.discard(part.rows)
 
     def _settle(self, reservation: Reservation) -> None:
         if not reservation.settled(self.now):
@@ -175,9 +175,9 @@ class Settlement:
         self._wake(reservation)
         for part in reservation.parts:
             if reservation.discarded:
-                self.store.free(part.rows)
+                self.rows.free(part.rows)
             else:
-                rows = self.store.publish(part.rows)
+                rows = self.rows.publish(part.rows)
                 self.published.append(ClassRows(part.row_class, rows))
 
     def _wake(self, reservation: Reservation) -> None:

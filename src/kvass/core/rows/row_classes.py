@@ -133,9 +133,9 @@ class RowClasses:
         self.table.grow(min(arena_bytes // TYPICAL_ROW, ROOM))
         self.extents = ExtentMap(arena_bytes)
         self.sets = SetTable()
-        self.classes: dict[int, RowClass] = {}
+        self.by_id: dict[int, RowClass] = {}
         self.removed = RemovedRows()
-        self._of_namespace: dict[int, list[RowClass]] = {}
+        self.of_namespace: dict[int, list[RowClass]] = {}
         self._counters = counters
         self._extent_bytes = extent_bytes
         self._odd = odd_numbers(seed)
@@ -150,7 +150,7 @@ class RowClasses:
         self._gone: list[RowClass] = []
         """Removed classes, whose memory is still to be given back to the system."""
 
-    def add_class(self, spec: RowClassSpec, namespace: int) -> RowClass:
+    def add(self, spec: RowClassSpec, namespace: int) -> RowClass:
         index = self._new_index(spec, self.table, self._odd)
         self._cold += [index] if index.cold else []
         made = RowClass(
@@ -164,10 +164,10 @@ class RowClasses:
             tenant=self.tenants.default,
             of_tenants={},
         )
-        self._of_namespace.setdefault(namespace, []).append(made)
+        self.of_namespace.setdefault(namespace, []).append(made)
         return self._known(made)
 
-    def _paid_by(self, row_class: RowClass, tenant: Tenant) -> RowClass:
+    def paid_by(self, row_class: RowClass, tenant: Tenant) -> RowClass:
         """The class of the same namespace and group that ``tenant`` pays for."""
         if (found := row_class.of_tenants.get(tenant.id)) is not None:
             return found
@@ -183,13 +183,13 @@ class RowClasses:
         return self._known(made)
 
     def _known(self, made: RowClass) -> RowClass:
-        self.classes[made.id] = made.of_tenants[made.tenant.id] = made
+        self.by_id[made.id] = made.of_tenants[made.tenant.id] = made
         return made
 
-    def _forget_empty(self, row_class: RowClass) -> None:
+    def forget_empty(self, row_class: RowClass) -> None:
         """Only the default tenant's class stays without a set."""
         if not row_class.slots and row_class.tenant is not self.tenants.default:
-            del self.classes[row_class.id], row_class.of_tenants[row_class.tenant.id]
+            del self.by_id[row_class.id], row_class.of_tenants[row_class.tenant.id]
 
     def _new_blocks(self, spec: RowClassSpec) -> BlockIndex | None:
         """Its memory is taken at its first use and not touched before: not every engine uses it."""
@@ -236,13 +236,13 @@ class RowClasses:
             row_class.tenant.taken_bytes -= row_class.slots * row_class.spec.row_bytes
             held = sum(row_class.rows[READY:]) * row_class.spec.row_bytes
             self._counters["bytes_evicted_cleared"] += held
-            del self.classes[row_class.id]
+            del self.by_id[row_class.id]
         for row_class in gone:
             self.removed.note_all(row_class.namespace)
             self._index_room += row_class.index.room
             if row_class.blocks is not None:
                 self._index_room += row_class.blocks.index.room
-            self._of_namespace[row_class.namespace].remove(row_class)
+            self.of_namespace[row_class.namespace].remove(row_class)
             row_class.of_tenants.clear()  # a cycle: it would keep their memory until a collection
         indexes = {id(row_class.index) for row_class in gone}
         self._cold = [index for index in self._cold if id(index) not in indexes]
@@ -256,10 +256,15 @@ class RowClasses:
         self.remove(used.values())
         for ns in namespaces:
             self.segments.clear(ns.id)
-            ns.classes = [self.add_class(c.spec, ns.id) if c.id in used else c for c in ns.classes]
+            ns.classes = [self.add(c.spec, ns.id) if c.id in used else c for c in ns.classes]
         return matched
 
-    def _free_memory(self) -> None:
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is memory to be touched (``warm``) or given back (``free_memory``)."""
+        return bool(self._cold or self._gone)
+
+    def free_memory(self) -> None:
         """Give back that of a few removed classes."""
         done = 0
         while self._gone and done < GONE_A_STEP:

@@ -1,6 +1,6 @@
 """The states of rows: what may be read, written or freed, and what that means for their class.
 
-Every row that changes its state does so here (``_move``), and is counted.
+Every row that changes its state does so here (``move``), and is counted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvass.core.rows.row_table import (
     TRANSIENT,
     WRITING,
 )
+from kvass.core.rows.use_times import UseTimes
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
@@ -33,13 +34,17 @@ _INDEXED: Final = ~np.isin(range(len(STATE_NAMES)), (FREE, QUARANTINED, FAILED))
 """By state, whether rows of a class are in its index."""
 
 
-class RowStates(RowClasses):
-    """The rows of all classes."""
+class RowStates:
+    """The rows of all ``classes``."""
 
-    pinned = 0
-    """Pins on all rows; one of a lease that names a row twice counts twice."""
-    _leaving = 0
-    """Rows that are freed at their last unpin: most unpins need not look for any."""
+    def __init__(self, classes: RowClasses, counters: dict[str, int]) -> None:
+        self.classes, self.table = classes, classes.table
+        self.uses = UseTimes()
+        self.pinned = 0
+        """Pins on all rows; one of a lease that names a row twice counts twice."""
+        self._sets, self._counters = classes.sets, counters
+        self._leaving = 0
+        """Rows that are freed at their last unpin: most unpins need not look for any."""
 
     # ------------------------------------------------------------ finding
 
@@ -65,16 +70,16 @@ class RowStates(RowClasses):
                 row_class.log.touched(oldest_first, stamps)
             else:
                 self._touch_each(oldest_first, stamps)
-            self.sets.newest[self.table.set_of[rows]] = self.table.clock - 1
+            self._sets.newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def _touch_each(self, rows: I64Array, stamps: I64Array) -> None:
         """Tell the classes of several tenants of the use of ``rows``."""
-        owners = self.sets.owner[self.table.set_of[rows]]
+        owners = self._sets.owner[self.table.set_of[rows]]
         order = np.argsort(owners, kind="stable")
         owners, rows, stamps = owners[order], rows[order], stamps[order]
         cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(rows)]
         for begin, end in pairwise(cuts):
-            log = self.classes[int(owners[begin])].log
+            log = self.classes.by_id[int(owners[begin])].log
             log.touched(rows[begin:end], stamps[begin:end])
 
     def slots(self, rows: I64Array) -> Slots:
@@ -87,7 +92,7 @@ class RowStates(RowClasses):
         new[0], new[1:] = True, used[1:] != used[:-1]
         used = used[new]
         return Slots(
-            extents=tuple([self.extents.sets[i].bases for i in used.tolist()]),
+            extents=tuple([self.classes.extents.sets[i].bases for i in used.tolist()]),
             set_=used.searchsorted(sets).astype("<u2").tobytes(),
             slot=self.table.slot[rows].tobytes(),
         )
@@ -95,7 +100,7 @@ class RowStates(RowClasses):
     def pin(self, rows: I64Array) -> None:
         """One lease more holds ``rows``; a row that they name twice is pinned once."""
         self.table.pins[rows] += 1
-        np.add.at(self.sets.held, self._sets_of(rows), 1)
+        np.add.at(self._sets.held, self._sets_of(rows), 1)
         self.pinned += len(rows)
 
     def unpin(self, rows: I64Array, ahead: bool = False) -> None:
@@ -105,7 +110,7 @@ class RowStates(RowClasses):
         """
         table = self.table
         table.pins[rows] -= 1
-        np.subtract.at(self.sets.held, self._sets_of(rows), 1)
+        np.subtract.at(self._sets.held, self._sets_of(rows), 1)
         self.pinned -= len(rows)
         if not self._leaving:
             return
@@ -132,7 +137,7 @@ class RowStates(RowClasses):
     def publish(self, rows: I64Array) -> I64Array:
         """Every shard of ``rows`` is written: they are readable from here on. Returns those that
         tiers may have: a tail is worth no record of a row's size."""
-        self._move(rows, WRITING, READY)
+        self.move(rows, WRITING, READY)
         owner = self.class_of(rows)
         if owner is None or owner.blocks is None:
             return rows
@@ -140,7 +145,7 @@ class RowStates(RowClasses):
         for row in owner.blocks.add(rows).tolist():
             self._counters["tails_replaced"] += 1
             if self.table.pins[row] > 0:
-                self._move(np.array([row]), READY, TRANSIENT)
+                self.move(np.array([row]), READY, TRANSIENT)
             else:
                 self._counters["bytes_evicted_replaced"] += owner.spec.row_bytes
                 self.free(np.array([row]))
@@ -148,53 +153,53 @@ class RowStates(RowClasses):
 
     def promoted(self, rows: I64Array, retain: bool) -> None:
         """A tier has filled LOADING ``rows``: they are readable from here on."""
-        self._move(rows, LOADING, READY if retain else TRANSIENT)
+        self.move(rows, LOADING, READY if retain else TRANSIENT)
         self.table.offered[rows] = True
 
     def fail(self, rows: I64Array) -> None:
         """LOADING ``rows`` will not be filled: nobody finds them any more, and they are freed once
         nobody waits for them."""
         self._unindex(rows)
-        self._move(rows, LOADING, FAILED)
+        self.move(rows, LOADING, FAILED)
         self.free(rows[self.table.pins[rows] == 0])
 
     def discard(self, rows: I64Array) -> None:
         """``rows`` will never be readable, and may still be written."""
         self._unindex(rows)
-        self._move(rows, WRITING, QUARANTINED)
+        self.move(rows, WRITING, QUARANTINED)
 
     def free(self, rows: I64Array) -> None:
         """Nobody reads or writes ``rows`` (all of one namespace and group) any more."""
         if not len(rows):
             return
-        if self.tenants.divided:
-            owners = self.sets.owner[self.table.set_of[rows]]
+        if self.classes.tenants.divided:
+            owners = self._sets.owner[self.table.set_of[rows]]
             if (owners != owners[0]).any():
                 for owner in np.unique(owners):
                     self.free(rows[owners == owner])
                 return
         owner, states = self.class_of(rows), self.table.state[rows]
-        if owner is not None and self.removed.noted:
+        if owner is not None and self.classes.removed.noted:
             left = self.table.keys_of(rows[states >= READY])
-            self.removed.note(owner.namespace, owner.spec.group, left)
+            self.classes.removed.note(owner.namespace, owner.spec.group, left)
         self._unindex(rows)
         for before in np.bincount(states).nonzero()[0].tolist():
-            self._move(rows[states == before], before, FREE)
+            self.move(rows[states == before], before, FREE)
         if owner is not None:
             owner.free.give_back(rows)
 
-    def _move(self, rows: I64Array, before: int, after: int) -> None:
+    def move(self, rows: I64Array, before: int, after: int) -> None:
         """Move ``rows``, all of one class and in state ``before``, and count them."""
         if not len(rows):
             return
         self.table.move(rows, before, after)
         sets = self._sets_of(rows)
         if held := (after in _IN_TRANSIT) - (before in _IN_TRANSIT):
-            np.add.at(self.sets.held, sets, held)
+            np.add.at(self._sets.held, sets, held)
         if used := (before == FREE) - (after == FREE):
-            np.add.at(self.sets.used, sets, used)
+            np.add.at(self._sets.used, sets, used)
         if after == FREE:
-            self.sets.newest[sets[self.sets.used[sets] == 0]] = NEVER
+            self._sets.newest[sets[self._sets.used[sets] == 0]] = NEVER
         self._leaving += len(rows) * ((after in _LEAVING) - (before in _LEAVING))
         owner = self.class_of(rows)
         if owner is not None:
@@ -207,7 +212,7 @@ class RowStates(RowClasses):
         """The class whose slots ``rows`` are; ``None`` if they are none's, or it was cleared."""
         if not len(rows):
             return None
-        return self.classes.get(int(self.sets.owner[self.table.set_of[rows[0]]]))
+        return self.classes.by_id.get(int(self._sets.owner[self.table.set_of[rows[0]]]))
 
     def _sets_of(self, rows: I64Array) -> I64Array:
         """The sets of ``rows``, in the type in which numpy counts by them twice as fast."""
@@ -217,7 +222,7 @@ class RowStates(RowClasses):
         owner = self.class_of(rows)
         if owner is not None:
             known = rows[_INDEXED[self.table.state[rows]]]
-            self.segments.left(owner.namespace, self.table.keys_of(known))
+            self.classes.segments.left(owner.namespace, self.table.keys_of(known))
             owner.index.remove(known)
             if owner.blocks is not None:
                 owner.blocks.remove(rows)

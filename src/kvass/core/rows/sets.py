@@ -1,4 +1,4 @@
-"""The table of extent sets, and the free slots of each row class. ``row_store`` changes them.
+"""The table of extent sets, and the free slots of each row class. ``row_allocator`` changes them.
 
 Both are kept up to date as rows change, so that choosing among 16,384 sets looks at no rows.
 """

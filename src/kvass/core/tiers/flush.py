@@ -45,7 +45,7 @@ _LOOK: Final = 16
 def queue_published(state: State) -> None:
     parts, state.settlement.published = state.settlement.published, []
     for part in parts:
-        row_class = state.store.classes.get(part.row_class)
+        row_class = state.classes.by_id.get(part.row_class)
         ns = None if row_class is None else state.namespaces[row_class.namespace]
         if ns is not None and ns.classes[0] is row_class:
             ns.traffic.stored += len(part.rows) * ns.chunk_tokens
@@ -60,34 +60,34 @@ def queue_written(state: State, part: ClassRows, tiers: list[TierState]) -> None
 
 def queue_next_victims(state: State) -> None:
     """``on_evict``: queue the rows that will be evicted next, if L1 is nearly full."""
-    store, size = state.store, state.config.arena_bytes
-    if state.config.flush == "on_evict" and store.extents.free_bytes <= size // _ROOM_SHARE:
-        for row_class in store.classes.values():
+    classes, size = state.classes, state.config.arena_bytes
+    if state.config.flush == "on_evict" and classes.extents.free_bytes <= size // _ROOM_SHARE:
+        for row_class in classes.by_id.values():
             if len(row_class.free) * row_class.spec.row_bytes <= size // _ROOM_SHARE:
-                _queue_new(state, row_class, row_class.log.oldest(_AHEAD, store.table.clock))
+                _queue_new(state, row_class, row_class.log.oldest(_AHEAD, state.rows.table.clock))
 
 
 def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
     """Queue what no tier was given yet, for all of them."""
-    rows = rows[~state.store.table.offered[rows]]
+    rows = rows[~state.rows.table.offered[rows]]
     if len(rows):
         _queue(state, ClassRows(row_class.id, rows), state.tiers.used)
 
 
 def _queue(state: State, part: ClassRows, tiers: list[TierState]) -> None:
-    state.store.table.offered[part.rows] = True
-    row_class = state.store.classes.get(part.row_class)  # gone: cleared, and then unused
+    state.rows.table.offered[part.rows] = True
+    row_class = state.classes.by_id.get(part.row_class)  # gone: cleared, and then unused
     if row_class is None or state.namespaces[row_class.namespace].private:
         return
     for tier in tiers:
         _append(state, tier, part)
-        if tier.queued_rows > len(state.store.table) + _AHEAD:
+        if tier.queued_rows > len(state.rows.table) + _AHEAD:
             _drop_stale(state, tier, 2 * len(part.rows))
         store_next(state, tier)
 
 
 def _append(state: State, tier: TierState, part: ClassRows) -> None:
-    keys = state.store.table.keys_of(part.rows).copy()
+    keys = state.rows.table.keys_of(part.rows).copy()
     tier.queue.append(Queued(state.now, part.row_class, part.rows, keys))
     tier.queued_rows += len(part.rows)
 
@@ -102,13 +102,13 @@ def store_next(state: State, tier: TierState, look: int = _LOOK) -> None:
     most = min(FLUSH_BYTES, state.config.arena_bytes // 8 // len(state.tiers.used))
     look, waiting = len(tier.queue) if state.stopping else look, 0
     while len(tier.queue) > waiting and waiting < look and tier.storing_bytes < most:
-        row_class = state.store.classes.get(tier.queue[0].row_class)
+        row_class = state.classes.by_id.get(tier.queue[0].row_class)
         room = min(STORE_BYTES, most - tier.storing_bytes)
         if row_class is None:  # it was cleared
             _live(state, _pop(tier, room))
         elif tier.number in epochs.usable(state, state.namespaces[row_class.namespace]):
             rows = _live(state, _pop(tier, max(1, room // row_class.spec.row_bytes)))
-            payers = state.store.sets.tenant[state.store.table.set_of[rows]]
+            payers = state.classes.sets.tenant[state.rows.table.set_of[rows]]
             for payer in np.unique(payers).tolist():
                 name = state.tenants.named(payer)
                 _store(state, tier, row_class, rows[payers == payer], name)
@@ -130,10 +130,10 @@ def _pop(tier: TierState, count: int) -> Queued:
 
 def _live(state: State, queued: Queued) -> I64Array:
     """Which of the rows still are what they were when they were queued."""
-    row_class, rows = state.store.classes.get(queued.row_class), queued.rows[:0]
+    row_class, rows = state.classes.by_id.get(queued.row_class), queued.rows[:0]
     if row_class is not None:
         rows = queued.rows[row_class.index.find(queued.keys) == queued.rows]
-        rows = rows[state.store.table.state[rows] >= READY]
+        rows = rows[state.rows.table.state[rows] >= READY]
     state.counters["flushes_lost"] += len(queued.rows) - len(rows)
     return rows
 
@@ -151,11 +151,11 @@ def _drop_stale(state: State, tier: TierState, most: int) -> None:
 
 def _store(state: State, tier: TierState, row_class: RowClass, rows: I64Array, tenant: str) -> None:
     ns, size = state.namespaces[row_class.namespace], len(rows) * row_class.spec.row_bytes
-    state.store.pin(rows)
+    state.rows.pin(rows)
     tier.storing_bytes += size
     op = state.tiers.begin(Flushing(tier.number, state.now, ClassRows(row_class.id, rows), size))
-    records = epochs.records(ns, tier.number, row_class, state.store.table.keys_of(rows))
-    slots, shard_bytes = state.store.slots(rows), row_class.spec.shard_bytes
+    records = epochs.records(ns, tier.number, row_class, state.rows.table.keys_of(rows))
+    slots, shard_bytes = state.rows.slots(rows), row_class.spec.shard_bytes
     state.out.append(TierStore(tier.number, op, records, slots, shard_bytes, tenant))
 
 
@@ -164,8 +164,8 @@ def stored(state: State, event: Stored) -> None:
     tier, rows = state.tiers.all[op.tier], op.part.rows
     tier.storing_bytes -= op.size_bytes
     tier.histograms["store_seconds"].observe(state.now - op.begun)
-    keys = state.store.table.keys_of(rows).copy()
-    state.store.unpin(rows)
+    keys = state.rows.table.keys_of(rows).copy()
+    state.rows.unpin(rows)
     if event.down and not state.stopping:
         tier.counters["stores_put_off"] += len(rows)
         tier.queue.appendleft(Queued(op.begun, op.part.row_class, rows, keys))
@@ -206,8 +206,8 @@ def stop(state: State) -> None:
         tier.rests_until = None
         store_next(state, tier)
     if state.config.flush == "on_evict":
-        table = state.store.table
-        for row_class in state.store.classes.values():
+        table = state.rows.table
+        for row_class in state.classes.by_id.values():
             rows = row_class.index.rows()
             rows = rows[table.state[rows] >= READY]
             _queue_new(state, row_class, rows[np.argsort(table.stamp[rows])])

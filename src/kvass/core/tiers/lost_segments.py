@@ -11,7 +11,7 @@ from kvass.core.tiers import epochs
 def forget_lost(state: State, promotion: Promotion) -> None:
     """A promotion was told what the tiers hold: what neither they nor L1 have is found no more."""
     ns = promotion.namespace
-    if ns.id not in state.store.segments.of:
+    if ns.id not in state.classes.segments.of:
         return
     if len(epochs.usable(state, ns)) < len(state.tiers.used) or not all(
         tier.report.get("up", True) for tier in state.tiers.used
@@ -19,4 +19,4 @@ def forget_lost(state: State, promotion: Promotion) -> None:
         return  # one may have them
     for c, home in zip(ns.classes, promotion.homes, strict=True):
         keys = promotion.keys[home == IN_NO_TIER]
-        state.store.segments.forget(ns.id, keys[c.index.find(keys) == ABSENT])
+        state.classes.segments.forget(ns.id, keys[c.index.find(keys) == ABSENT])

@@ -83,7 +83,7 @@ def _view(state: State, promotion: Promotion, chunks: int | None = None) -> Pref
     keys, first, spare = promotion.keys[:chunks], promotion.first, promotion.spare
     rest = promotion.rest if len(keys) == len(promotion.keys) else NO_BLOCKS
     start = promotion.start if len(keys) > first else NO_BLOCKS
-    return PrefixView(state.store, promotion.namespace, keys, first, spare, rest, start)
+    return PrefixView(state.rows, promotion.namespace, keys, first, spare, rest, start)
 
 
 # ---------------------------------------------------------------- asking what tiers hold
@@ -198,7 +198,7 @@ def probed(state: State, event: Probed) -> None:
 def _plan(state: State, promotion: Promotion) -> None:
     """Have loaded what the longest hit needs beyond L1, as far as it fits."""
     lost_segments.forget_lost(state, promotion)
-    protect, n, weighed = state.store.table.clock, len(promotion.keys), False
+    protect, n, weighed = state.rows.table.clock, len(promotion.keys), False
     # A tier may have been removed since it was asked; the last ones are for homes that are no tier.
     known = np.array([e is not None for e in promotion.namespace.tier_epochs] + [False] * 3)
     while n > promotion.first:
@@ -266,16 +266,16 @@ def _load(
     room for all: nothing, and the first chunk for which there was none."""
     classes = promotion.namespace.classes
     payer = state.tenants.payer(promotion.tenant)
-    rows, cut = state.store.allocate(
+    rows, cut = state.allocator.allocate(
         classes, promotion.keys[:upto], wanted, protect, payer, LOADING
     )
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
-            state.store.free(taken)
+            state.rows.free(taken)
         return cut
     for c, w, taken, home in zip(classes, wanted, rows, promotion.homes, strict=True):
-        state.store.touch(c, taken)
+        state.rows.touch(c, taken)
         step = max(1, LOAD_BYTES // c.spec.row_bytes)
         for tier in np.unique(home[w]).tolist():
             of_tier = taken[home[w] == tier]
@@ -287,10 +287,10 @@ def _load(
 def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Array) -> None:
     size = len(rows) * c.spec.row_bytes
     op = state.tiers.begin(Loading(tier, state.now, ClassRows(c.id, rows), size, set()))
-    state.store.table.loader[rows] = op
+    state.rows.table.loader[rows] = op
     state.tiers.all[tier].speed.begin(size, state.now)
-    records = epochs.records(ns, tier, c, state.store.table.keys_of(rows))
-    state.out.append(TierLoad(tier, op, records, state.store.slots(rows), c.spec.shard_bytes))
+    records = epochs.records(ns, tier, c, state.rows.table.keys_of(rows))
+    state.out.append(TierLoad(tier, op, records, state.rows.slots(rows), c.spec.shard_bytes))
 
 
 def loaded(state: State, event: Loaded) -> None:
@@ -304,10 +304,10 @@ def loaded(state: State, event: Loaded) -> None:
     tier.counters["loaded_rows"] += len(good)
     tier.counters["loaded_bytes"] += size
     tier.counters["load_misses"] += len(failed)
-    state.store.promoted(good, state.config.retain_promoted)
+    state.rows.promoted(good, state.config.retain_promoted)
     asked_before = state.tiers.used[: max(0, tier.place - 1)]
     flush.queue_written(state, ClassRows(op.part.row_class, good), asked_before)
-    state.store.fail(failed)
+    state.rows.fail(failed)
     waiting = [p for p in map(state.promotions.all.get, sorted(op.waiters)) if p is not None]
     for promotion in waiting:
         promotion.awaits.discard(event.op)
@@ -322,11 +322,11 @@ def _hold(state: State, promotion: Promotion, least: int) -> None:
     if promotion.void:
         _answer(state, promotion)
         return
-    before, view, table = promotion.pinned, _view(state, promotion), state.store.table
+    before, view, table = promotion.pinned, _view(state, promotion), state.rows.table
     promotion.hit = view.use(view.longest(view.there(least)))
     promotion.awaits = set()
     for part in promotion.pinned:
-        state.store.pin(part.rows)
+        state.rows.pin(part.rows)
         loading = part.rows[table.state[part.rows] == LOADING]
         promotion.awaits.update(np.unique(table.loader[loading]).tolist())
     _unpin(state, promotion, before)  # only now: TRANSIENT rows stay for those who wait
@@ -340,7 +340,7 @@ def _hold(state: State, promotion: Promotion, least: int) -> None:
 
 def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> None:
     for part in parts:
-        state.store.unpin(part.rows, ahead=not promotion.readers)
+        state.rows.unpin(part.rows, ahead=not promotion.readers)
 
 
 def _let_go(state: State, promotion: Promotion) -> None:
@@ -359,7 +359,7 @@ def _answer(state: State, promotion: Promotion) -> None:
     if (promotion.readers and not there) or promotion.epoch != promotion.namespace.epoch:
         _let_go(state, promotion)
         promotion.why = "cleared"
-    elif any((state.store.table.state[p.rows] == FAILED).any() for p in promotion.pinned):
+    elif any((state.rows.table.state[p.rows] == FAILED).any() for p in promotion.pinned):
         promotion.why = "load_failed"
         _hold(state, promotion, LOADING)  # what could not be loaded makes the match shorter
         return
