@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvass.core import state
+from kvass.core.state import CoreConfig, State
+from kvass.types import PAGE, Quota
 from tests.core.rig import Rig
+from tests.core.rows import spec
 
 
 def test_engines_that_are_refused_are_named_until_they_register() -> None:
@@ -30,3 +36,40 @@ def test_an_engine_has_figures_of_its_own() -> None:
         for e in rig.status["engines"]
     }
     assert figures == {"one": (32, 16, 5.0), "other": (16, 16, 0.0)}
+
+
+def test_what_a_forgotten_namespace_counted_stays_under_its_model_for_so_many_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state, "_MODELS", 2)
+    rig = Rig(namespaces=1)
+    for model in "abcca":
+        e = rig.engine(model, identity={"model": model})
+        e.holds("x")
+        e.quit()
+    rig.engine("last", identity={"model": "last"})
+    counted = {f["model"]: f["lookups"] for f in rig.status["forgotten"]}
+    assert counted == {"a": 2, "b": 1, "other": 2}
+
+
+def test_a_hit_that_has_only_what_the_engine_has_itself_takes_no_lease() -> None:
+    rig = Rig()
+    e = rig.engine()
+    e.store("a")
+    assert e.lookup("a", first=1).lease == 0
+    assert rig.count("hit_chunks") == rig.count("l1_lent_bytes") == 0
+    assert e.lookup("a").lease
+    assert (rig.count("hit_chunks"), rig.count("l1_lent_bytes")) == (1, PAGE)
+
+
+def test_an_extent_is_64_mib_or_a_64th_of_a_small_arena() -> None:
+    sizes = []
+    for arena in (1 << 20, 64 << 30):
+        made = State(CoreConfig(b"boot", arena))
+        sizes.append(made.classes.add(spec(row_bytes=1024), namespace=1).slots_per_set * 1024)
+    assert sizes == [(1 << 20) // 64, 64 << 20]
+
+
+def test_quotas_of_the_start_are_in_force() -> None:
+    made = State(CoreConfig(b"boot", 1 << 20, quotas=(Quota("a", reserved_bytes=1 << 19),)))
+    assert made.tenants.all["a"].reserved_bytes == 1 << 19
