@@ -157,6 +157,32 @@ def test_no_two_public_classes_have_one_name() -> None:
     assert {name: paths for name, paths in named.items() if len(paths) > 1} == {}
 
 
+def without_test(source: Path, tests: Path) -> set[str]:
+    """Files of the package ``source`` that have no file of tests with their name in ``tests``."""
+    files = [path for path in source.rglob("*.py") if path.name != "__init__.py"]
+    return {
+        path.relative_to(source).as_posix()
+        for path in files
+        if not (tests / f"test_{path.name}").exists()
+    }
+
+
+def test_every_file_of_the_core_has_a_test_file_of_its_name(tmp_path: Path) -> None:
+    source, tests = ROOT / "src" / "kvass" / "core", ROOT / "tests" / "core"
+    assert without_test(source, tests) == set()
+    copy = tmp_path / "core"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "rows" / "untested.py").touch()
+    assert without_test(copy, tests) == {"rows/untested.py"}, "the control"
+
+
+def test_no_two_files_of_the_core_have_one_name() -> None:
+    """A test file is found by the name of the file that it tests, and so is a file of a mutant."""
+    paths = [*(ROOT / "src" / "kvass" / "core").rglob("*.py")]
+    names = [path.name for path in paths if path.name != "__init__.py"]
+    assert len(names) == len(set(names))
+
+
 def tracked() -> list[Path]:
     result = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, timeout=30)
     if result.returncode != 0:

@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from typing import Any, Final, get_args
 
 import msgspec
-import numpy as np
 import pytest
 from msgspec import inspect
 
 from kvass import messages as m
-from kvass.core.effects import Event, Faulted, Received, Send, Stored, TierReport
-from kvass.core.event_lines import line, parse
+from kvass.core.effects import Event, Faulted, Received, Send
 from kvass.errors import FrameError
 from kvass.types import PAGE, GroupLayout, Quota, RankLayout
 from kvass.wire import framing
@@ -254,26 +252,6 @@ def test_everything_a_stranger_of_the_simulator_says_decodes() -> None:
     for seq in range(1, 2000):
         message = any_message(rng, BOOT, models, seq)
         assert [*framing.from_clients().feed(framing.encode(message))] == [message]
-
-
-def test_an_event_comes_back_from_its_line() -> None:
-    lookup = m.Lookup(seq=3, request="r\n", digests=digests("a"), width=WIDTH)
-    for event in (Received(1, lookup), Faulted(1, "bad_frame", "\n"), TierReport(0, {"up": True})):
-        text = line(1.5, event)
-        assert text.isprintable()
-        assert parse(text) == (1.5, event)
-    _, stored = parse(line(0.0, Stored(1, np.array([True, False]))))
-    assert isinstance(stored, Stored)
-    assert stored.which.tolist() == [True, False]
-
-
-def test_the_line_of_a_huge_event_is_cut() -> None:
-    event = Received(1, m.Lookup(seq=3, request="r", digests=bytes(1 << 20)))
-    assert parse(line(0.0, event)) == (0.0, event)
-    cut = line(0.0, event, max_chars=60_000)
-    assert len(cut) < 70_000
-    with pytest.raises(ValueError, match="line 1 column"):
-        parse(cut)
 
 
 def test_the_joined_name_of_many_layers_is_within_bounds() -> None:

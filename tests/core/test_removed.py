@@ -10,9 +10,9 @@ import pytest
 from kvass import messages as m
 from kvass.core.handlers import reading
 from kvass.core.rows import removed
+from tests.core.groups import engine as engine_of
+from tests.core.groups import group
 from tests.core.rig import WIDTH, Engine, Rig, digests
-from tests.core.test_groups import engine as engine_of
-from tests.core.test_groups import group
 
 
 class Reader:

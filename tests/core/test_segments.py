@@ -136,9 +136,9 @@ def test_of_two_groups_either_row_that_leaves_takes_the_entry_along() -> None:
     assert index(engine, "a").chunks == 0
     engine.store("a", groups=2)
     assert index(engine, "a").chunks == 1
-    room = engine.rig.machine.state.allocator
+    allocator = engine.rig.machine.state.allocator
     second = engine.rig.machine.state.namespaces[0].classes[1]
-    room._evict(second, second.index.rows(), "capacity")
+    allocator._evict(second, second.index.rows(), "capacity")
     assert found(engine, "a") == b""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvass import messages as m
-from kvass.core.effects import Faulted, HalfClose, Lost, PopulatedTo, Received, Send
+from kvass.core.effects import Faulted, HalfClose, PopulatedTo, Send
 from kvass.core.handlers import sessions
 from kvass.types import PAGE
 from tests.core.rig import BOOT, GRACE_S, Rig
@@ -154,13 +154,6 @@ def test_what_a_garbled_scheduler_was_given_counts_as_handed_over(rig: Rig) -> N
     assert rig.gauge("leases", "reservations", "rows") == (0, 0, 2)
 
 
-def test_events_of_sessions_that_are_gone_do_nothing(rig: Rig) -> None:
-    assert rig.step(Lost(5)) == []
-    assert rig.step(Received(5, m.Ping(seq=1))) == []
-    fault(rig, 5)
-    assert rig.last == []
-
-
 def test_a_fault_of_one_session_touches_no_other(rig: Rig) -> None:
     e, stranger = rig.engine(), rig.open()
     e.store("a")
@@ -173,45 +166,9 @@ def test_a_fault_of_one_session_touches_no_other(rig: Rig) -> None:
 # ---------------------------------------------------------------- looking
 
 
-def test_status_tells_the_public_fields(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a")
-    e.lookup("a")
-    fields = rig.ask(rig.open(), m.Status(seq=3)).fields
-    assert (fields["leases"], fields["pins"], fields["rows"]) == (1, 1, 1)
-    assert (fields["reservations"], fields["rows_loading"], fields["quarantined_bytes"]) == (
-        0,
-        0,
-        0,
-    )
-    assert (fields["l1_used_bytes"], fields["l1_capacity_bytes"]) == (PAGE, 64 * PAGE)
-    assert fields["namespaces"][0]["groups"][0]["rows"] == 1
-
-
-def test_status_counts_what_was_said_by_kind(rig: Rig) -> None:
-    e = rig.engine(ranks=2)
-    e.store("a", "b")
-    e.commit(1 << 40)  # counts, although it is refused
-    said = rig.status["messages"]
-    assert {k: said[k] for k in ("hello", "register", "reserve", "handed_over", "commit")} == {
-        "hello": 3,
-        "register": 3,
-        "reserve": 1,
-        "handed_over": 1,
-        "commit": 3,
-    }
-
-
 def test_the_watermark_goes_to_those_who_mapped_the_arena(rig: Rig) -> None:
     mapped, _, unready = rig.open(wants_arena=True), rig.open(), rig.open(hello=False)
     rig.step(PopulatedTo(3 * PAGE))
     assert rig.last == [Send(mapped, m.Populated(bytes=3 * PAGE))]
     late = rig.ask(unready, m.Hello(seq=1, clock_s=rig.now, wants_arena=True))
     assert late.populated_bytes == 3 * PAGE
-
-
-def test_time_does_not_go_back(rig: Rig) -> None:
-    rig.wait(5)
-    rig.now -= 1
-    with pytest.raises(AssertionError, match="time went back"):
-        rig.open()

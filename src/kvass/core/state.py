@@ -71,15 +71,14 @@ class State:
             extent,
             self.counters,
             config.seed,
-            segment_index_bytes=config.limits.segment_index_bytes,
+            config.limits.segment_index_bytes,
         )
         self.rows = RowStates(self.classes, self.counters)
         self.allocator = RowAllocator(
-            self.classes,
             self.rows,
             self.counters,
-            slice_slots=config.slice_slots,
-            age_at_eviction=self.histograms["age_at_eviction_seconds"],
+            self.histograms["age_at_eviction_seconds"],
+            config.slice_slots,
         )
         self.tenants = self.classes.tenants
         for quota in config.quotas:

@@ -133,7 +133,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
     state.namespaces[new] = Namespace(
         id=new,
         digest=digest,
-        classes=[state.classes.add_class(spec, new) for spec in specs],
+        classes=[state.classes.add(spec, new) for spec in specs],
         chunk_tokens=instance.terms.chunk_tokens,
         private=bool(instance.generation),
         terms=terms,

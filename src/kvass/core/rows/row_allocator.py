@@ -16,7 +16,7 @@ from kvass.core.clients.tenants import Tenant
 from kvass.core.histogram import Histogram
 from kvass.core.rows.extents import STAYS
 from kvass.core.rows.index import ABSENT
-from kvass.core.rows.row_classes import RowClass, RowClasses
+from kvass.core.rows.row_classes import RowClass
 from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.row_table import FREE, NOBODY, READY, WRITING
 from kvass.core.rows.sets import CLEARED
@@ -24,24 +24,20 @@ from kvass.types import I64Array, U64Array
 
 
 class RowAllocator:
-    """The room of an arena for the rows of all classes. ``slice_slots``: of one ``reclaim``."""
+    """Gives slots of the arena to new ``rows``. ``slice_slots``: of one ``reclaim``."""
 
     def __init__(
         self,
-        classes: RowClasses,
         rows: RowStates,
         counters: dict[str, int],
-        slice_slots: int = 2048,
-        age_at_eviction: Histogram | None = None,
+        age_at_eviction: Histogram,
+        slice_slots: int,
     ) -> None:
-        self._classes = classes
-        self._rows = rows
-        self._table = rows.table
-        self._sets = classes.sets
-        self._extents = classes.extents
-        self._tenants = classes.tenants
+        self._rows, self._classes = rows, rows.classes
+        self._table, self._sets = rows.table, rows.classes.sets
+        self._extents, self._tenants = rows.classes.extents, rows.classes.tenants
         self._counters = counters
-        self._age_at_eviction = age_at_eviction or Histogram()
+        self._age_at_eviction = age_at_eviction
         self._slice_slots = slice_slots
 
     def allocate(
@@ -68,14 +64,16 @@ class RowAllocator:
             self._make_room(row_class, len(chunks), protect)
             taken = row_class.free.take(len(chunks))
             self._classes.forget_empty(row_class)
-            self._rows.begin(row_class, taken, keys[chunks[: len(taken)]], state)
+            self._rows.move(taken, FREE, state)
+            self._table.key[taken] = keys[chunks[: len(taken)]]
+            row_class.index.add(taken)
             rows.append(taken)
             end = min([end, *chunks[len(taken) : len(taken) + 1].tolist()])
         return rows, end
 
     @property
     def unfinished(self) -> bool:
-        """Whether ``reclaim`` or ``RowClasses.warm`` has something to do now."""
+        """Whether ``reclaim`` or ``warm`` has something to do now."""
         idle = self._sets.cleared and len(self._sets.idle_cleared())
         return bool(self._classes.unfinished or idle or self._classes.segments.cleared)
 
@@ -112,7 +110,7 @@ class RowAllocator:
         self._rows.free(rows)
         if row_class.spec.layout.kind != "full":
             return
-        for other in self._classes.of_namespace(row_class.namespace):
+        for other in self._classes.of_namespace[row_class.namespace]:
             if other.spec.layout.kind != "full":
                 found = other.index.find(keys)
                 found = found[found != ABSENT]

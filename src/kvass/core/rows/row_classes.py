@@ -135,7 +135,7 @@ class RowClasses:
         self.sets = SetTable()
         self.by_id: dict[int, RowClass] = {}
         self.removed = RemovedRows()
-        self._of_namespace: dict[int, list[RowClass]] = {}
+        self.of_namespace: dict[int, list[RowClass]] = {}
         self._counters = counters
         self._extent_bytes = extent_bytes
         self._odd = odd_numbers(seed)
@@ -150,7 +150,7 @@ class RowClasses:
         self._gone: list[RowClass] = []
         """Removed classes, whose memory is still to be given back to the system."""
 
-    def add_class(self, spec: RowClassSpec, namespace: int) -> RowClass:
+    def add(self, spec: RowClassSpec, namespace: int) -> RowClass:
         index = self._new_index(spec, self.table, self._odd)
         self._cold += [index] if index.cold else []
         made = RowClass(
@@ -164,7 +164,7 @@ class RowClasses:
             tenant=self.tenants.default,
             of_tenants={},
         )
-        self._of_namespace.setdefault(namespace, []).append(made)
+        self.of_namespace.setdefault(namespace, []).append(made)
         return self._known(made)
 
     def paid_by(self, row_class: RowClass, tenant: Tenant) -> RowClass:
@@ -190,10 +190,6 @@ class RowClasses:
         """Only the default tenant's class stays without a set."""
         if not row_class.slots and row_class.tenant is not self.tenants.default:
             del self.by_id[row_class.id], row_class.of_tenants[row_class.tenant.id]
-
-    def of_namespace(self, namespace: int) -> list[RowClass]:
-        """The default tenant's classes of a namespace: one a group."""
-        return self._of_namespace[namespace]
 
     def _new_blocks(self, spec: RowClassSpec) -> BlockIndex | None:
         """Its memory is taken at its first use and not touched before: not every engine uses it."""
@@ -246,7 +242,7 @@ class RowClasses:
             self._index_room += row_class.index.room
             if row_class.blocks is not None:
                 self._index_room += row_class.blocks.index.room
-            self._of_namespace[row_class.namespace].remove(row_class)
+            self.of_namespace[row_class.namespace].remove(row_class)
             row_class.of_tenants.clear()  # a cycle: it would keep their memory until a collection
         indexes = {id(row_class.index) for row_class in gone}
         self._cold = [index for index in self._cold if id(index) not in indexes]
@@ -260,12 +256,12 @@ class RowClasses:
         self.remove(used.values())
         for ns in namespaces:
             self.segments.clear(ns.id)
-            ns.classes = [self.add_class(c.spec, ns.id) if c.id in used else c for c in ns.classes]
+            ns.classes = [self.add(c.spec, ns.id) if c.id in used else c for c in ns.classes]
         return matched
 
     @property
     def unfinished(self) -> bool:
-        """Whether ``free_memory`` or ``warm`` has something to do now."""
+        """Whether there is memory to be touched (``warm``) or given back (``free_memory``)."""
         return bool(self._cold or self._gone)
 
     def free_memory(self) -> None:

@@ -1,6 +1,6 @@
 """The states of rows: what may be read, written or freed, and what that means for their class.
 
-Every row that changes its state does so here (``_move``), and is counted.
+Every row that changes its state does so here (``move``), and is counted.
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ class RowStates:
     """The rows of all ``classes``."""
 
     def __init__(self, classes: RowClasses, counters: dict[str, int]) -> None:
-        self.classes = classes
-        self.table = classes.table
+        self.classes, self.table = classes, classes.table
         self.uses = UseTimes()
         self.pinned = 0
         """Pins on all rows; one of a lease that names a row twice counts twice."""
-        self._sets = classes.sets
-        self._counters = counters
+        self._sets, self._counters = classes.sets, counters
         self._leaving = 0
         """Rows that are freed at their last unpin: most unpins need not look for any."""
 
@@ -127,13 +125,6 @@ class RowStates:
 
     # ------------------------------------------------------------ states
 
-    def begin(self, row_class: RowClass, rows: I64Array, keys: U64Array, state: int) -> None:
-        """FREE ``rows`` of a class are WRITING or LOADING (``state``) from here on, and have
-        ``keys``."""
-        self._move(rows, FREE, state)
-        self.table.key[rows] = keys
-        row_class.index.add(rows)
-
     def note_blocks(self, row_class: RowClass, rows: I64Array, prints: U64Array, tail: int) -> None:
         """``prints`` are those of the blocks of WRITING ``rows``, all but a chunk's last: uint64,
         ``(len(rows), chunk_blocks - 1)``. Of the last row only ``tail`` blocks are written, unless
@@ -146,7 +137,7 @@ class RowStates:
     def publish(self, rows: I64Array) -> I64Array:
         """Every shard of ``rows`` is written: they are readable from here on. Returns those that
         tiers may have: a tail is worth no record of a row's size."""
-        self._move(rows, WRITING, READY)
+        self.move(rows, WRITING, READY)
         owner = self.class_of(rows)
         if owner is None or owner.blocks is None:
             return rows
@@ -154,7 +145,7 @@ class RowStates:
         for row in owner.blocks.add(rows).tolist():
             self._counters["tails_replaced"] += 1
             if self.table.pins[row] > 0:
-                self._move(np.array([row]), READY, TRANSIENT)
+                self.move(np.array([row]), READY, TRANSIENT)
             else:
                 self._counters["bytes_evicted_replaced"] += owner.spec.row_bytes
                 self.free(np.array([row]))
@@ -162,20 +153,20 @@ class RowStates:
 
     def promoted(self, rows: I64Array, retain: bool) -> None:
         """A tier has filled LOADING ``rows``: they are readable from here on."""
-        self._move(rows, LOADING, READY if retain else TRANSIENT)
+        self.move(rows, LOADING, READY if retain else TRANSIENT)
         self.table.offered[rows] = True
 
     def fail(self, rows: I64Array) -> None:
         """LOADING ``rows`` will not be filled: nobody finds them any more, and they are freed once
         nobody waits for them."""
         self._unindex(rows)
-        self._move(rows, LOADING, FAILED)
+        self.move(rows, LOADING, FAILED)
         self.free(rows[self.table.pins[rows] == 0])
 
     def discard(self, rows: I64Array) -> None:
         """``rows`` will never be readable, and may still be written."""
         self._unindex(rows)
-        self._move(rows, WRITING, QUARANTINED)
+        self.move(rows, WRITING, QUARANTINED)
 
     def free(self, rows: I64Array) -> None:
         """Nobody reads or writes ``rows`` (all of one namespace and group) any more."""
@@ -193,11 +184,11 @@ class RowStates:
             self.classes.removed.note(owner.namespace, owner.spec.group, left)
         self._unindex(rows)
         for before in np.bincount(states).nonzero()[0].tolist():
-            self._move(rows[states == before], before, FREE)
+            self.move(rows[states == before], before, FREE)
         if owner is not None:
             owner.free.give_back(rows)
 
-    def _move(self, rows: I64Array, before: int, after: int) -> None:
+    def move(self, rows: I64Array, before: int, after: int) -> None:
         """Move ``rows``, all of one class and in state ``before``, and count them."""
         if not len(rows):
             return

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvass import messages as m
+from kvass.core.rows.use_times import STEP_S
 from kvass.types import PAGE
+from tests.core.groups import FULL, SHORT, engine
+from tests.core.groups import rows as rows_of
 from tests.core.rig import RESERVE_S, Engine, Rig, digests, layout
 
 ALL = {"instance_write_share": 1.0}
@@ -267,3 +270,103 @@ def test_a_cleared_layout_leaves_its_sets_to_others() -> None:
     for i in range(1, 8):
         b.store(f"b{i}")
     assert [b.holds(f"b{i}") for i in range(8)] == [1] * 8, "none of b's own rows had to go"
+
+
+def test_evicted_bytes_and_those_that_nobody_read() -> None:
+    """Room for 4: of the 3 rows that give way, the oldest two, one was read."""
+    rig = Rig(pages=4, extent=1, instance_write_share=1.0)
+    e = rig.engine()
+    for name in "abcd":
+        e.store(name)
+    e.give_back(e.lookup("a").lease)  # now "b" is the oldest
+    rig.wait(20.0)
+    for name in "xyz":
+        e.store(name)
+    counts = rig.status["counters"]
+    assert counts["l1_in_bytes"] == 7 * PAGE
+    assert counts["bytes_evicted_capacity"] == counts["unread_bytes_evicted"] == 3 * PAGE
+    e.store("w")  # takes the place of "a"
+    counts = rig.status["counters"]
+    assert counts["bytes_evicted_capacity"] == 4 * PAGE
+    assert counts["unread_bytes_evicted"] == 3 * PAGE
+    assert counts["l1_lent_bytes"] == PAGE
+    ages = rig.status["histograms"]["age_at_eviction_seconds"]
+    assert sum(ages["counts"]) == 4
+    assert 4 * 20.0 <= ages["sum"] <= 4 * (20.0 + STEP_S)
+    for number in range(4):
+        e.store(number)
+    assert rig.count("unread_bytes_evicted") == 7 * PAGE  # "w" was not read, as "a" was
+    e.clear()
+    assert rig.count("bytes_evicted_cleared") == 4 * PAGE
+
+
+def one_set_a_step() -> Rig:
+    return Rig(pages=64, extent=4, core={"slice_slots": 1}, **ALL)
+
+
+def test_what_was_cleared_matches_nothing_before_it_is_given_back() -> None:
+    rig = one_set_a_step()
+    e = rig.engine()
+    e.store(*range(64))
+    assert e.clear() == 64
+    assert e.holds(*range(64)) == 0
+    assert rig.gauge("rows") == (0,)
+    assert rig.status["l1_cleared_bytes"] > 50 * PAGE
+    assert rig.finish() == 15, "one slice was done at once"
+    assert rig.gauge("l1_cleared_bytes", "l1_used_bytes") == (0, 0)
+
+
+def test_what_was_cleared_makes_room_before_anything_else_does() -> None:
+    rig = one_set_a_step()
+    e, other = rig.engine(), rig.engine("o", layout=layout(2))
+    e.store(*range(56))
+    other.store("kept")
+    e.clear()
+    grant = e.store(*range(56))
+    assert len(grant.chunks) == 56
+    assert other.holds("kept") == 1
+    assert e.holds(*range(56)) == 56
+    rig.finish()
+    assert rig.gauge("l1_cleared_bytes") == (0,)
+
+
+def test_a_cleared_row_that_is_read_keeps_its_place() -> None:
+    rig = one_set_a_step()
+    e = rig.engine()
+    e.store(*range(64))
+    found = e.lookup(0)
+    place = {*found.slots[0].offsets(0, PAGE).tolist()}
+    e.clear()
+    rig.finish()
+    for i in range(3):
+        written = e.store(*range(100 * i, 100 * i + 60)).slots[0].offsets(0, PAGE).tolist()
+        assert not place & {*written}
+    e.release(found.lease)
+    rig.finish()
+    assert rig.gauge("l1_cleared_bytes") == (0,)
+
+
+def test_a_cleared_row_that_is_written_keeps_its_place_and_is_never_published() -> None:
+    rig = one_set_a_step()
+    e = rig.engine()
+    grant = e.reserve("late")
+    place = {*grant.slots[0].offsets(0, PAGE).tolist()}
+    e.hand_over(reservations=(grant.reservation,))
+    e.clear()
+    rig.finish()
+    assert not place & {*e.store(*range(60)).slots[0].offsets(0, PAGE).tolist()}
+    e.commit(grant.reservation)
+    rig.finish()
+    assert e.holds("late") == 0
+    assert rig.gauge("l1_cleared_bytes", "quarantined_bytes") == (0, 0)
+
+
+def test_a_full_row_takes_its_windows_and_states_along() -> None:
+    """Room for 24 chunks of 4 + 2 pages; the oldest prompt's rows leave together."""
+    e = engine(FULL, SHORT, pages=144)
+    for i in range(60):
+        e.store(f"k{i}", groups=3)
+    assert e.rig.count("evicted_orphaned") > 0
+    full, short = rows_of(e)
+    assert short <= full
+    assert sum(e.holds(f"k{i}") for i in range(60)) == short

@@ -11,6 +11,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.types import PAGE, GroupLayout, RankLayout
+from tests.core.groups import FULL, LONG, SHORT, STATE, engine
 from tests.core.rig import RESERVE_S, WIDTH, Rig, digests, layout
 
 
@@ -180,3 +181,10 @@ def test_a_rank_that_comes_back_against_a_living_one_is_a_contradiction(rig: Rig
     e.workers[1] = session
     assert rig.ask(session, terms(1)).namespace == e.namespace
     assert e.holds("a") == 1
+
+
+def test_a_row_takes_what_a_hit_can_use() -> None:
+    e = engine(FULL, SHORT, LONG, STATE)
+    e.store("a", groups=15)
+    sizes = [g["row_bytes"] // PAGE for g in e.rig.status["namespaces"][0]["groups"]]
+    assert sizes == [4, 2, 4, 1]

@@ -6,15 +6,13 @@ came in and did not leave is there.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
 from kvass import messages as m
 from kvass.core.effects import TierProbe, TierReport
-from kvass.core.histogram import BOUNDS, Histogram
-from kvass.core.rows.use_times import STEP_S, UseTimes
+from kvass.core.rows.use_times import STEP_S
 from kvass.types import PAGE
 from tests.core.rig import LEASE_S, Rig
 from tests.core.test_plan import measured
@@ -29,34 +27,6 @@ def misses(rig: Rig) -> dict[str, int]:
 
 def seen(histogram: dict[str, Any]) -> int:
     return int(sum(histogram["counts"]))
-
-
-def test_evicted_bytes_and_those_that_nobody_read() -> None:
-    """Room for 4: of the 3 rows that give way, the oldest two, one was read."""
-    rig = Rig(pages=4, extent=1, instance_write_share=1.0)
-    e = rig.engine()
-    for name in "abcd":
-        e.store(name)
-    e.give_back(e.lookup("a").lease)  # now "b" is the oldest
-    rig.wait(20.0)
-    for name in "xyz":
-        e.store(name)
-    counts = rig.status["counters"]
-    assert counts["l1_in_bytes"] == 7 * PAGE
-    assert counts["bytes_evicted_capacity"] == counts["unread_bytes_evicted"] == 3 * PAGE
-    e.store("w")  # takes the place of "a"
-    counts = rig.status["counters"]
-    assert counts["bytes_evicted_capacity"] == 4 * PAGE
-    assert counts["unread_bytes_evicted"] == 3 * PAGE
-    assert counts["l1_lent_bytes"] == PAGE
-    ages = rig.status["histograms"]["age_at_eviction_seconds"]
-    assert seen(ages) == 4
-    assert 4 * 20.0 <= ages["sum"] <= 4 * (20.0 + STEP_S)
-    for number in range(4):
-        e.store(number)
-    assert rig.count("unread_bytes_evicted") == 7 * PAGE  # "w" was not read, as "a" was
-    e.clear()
-    assert rig.count("bytes_evicted_cleared") == 4 * PAGE
 
 
 def test_what_is_not_granted_has_a_reason() -> None:
@@ -167,58 +137,38 @@ def test_who_goes_by_itself_is_counted() -> None:
     assert rig.count("ended_closed") == 1
 
 
-def test_engines_that_are_refused_are_named_until_they_register() -> None:
-    rig = Rig()
-    for name in range(10):
-        rig.register(rig.open(), f"e{name}", rank=0, ranks=1, world_size=2, shard=5)
-    rig.wait(3.0)
-    refused = {r["instance"]: (r["text"], r["age_s"]) for r in rig.status["refusals"]}
-    assert list(refused) == [f"e{name}" for name in range(2, 10)]
-    assert refused["e9"][1] == 3.0
-    assert refused["e9"][0] == "world_size: 2 is not in 1..1"
-    rig.engine("e9")
-    assert "e9" not in {r["instance"] for r in rig.status["refusals"]}
-
-
-def test_an_engine_has_figures_of_its_own() -> None:
-    rig = Rig()
-    one, other = rig.engine("one"), rig.engine("other")
-    one.store("a")
-    one.holds("a", "b")
-    rig.wait(5.0)
-    other.holds("a")
-    figures = {
-        e["instance"]: (e["lookup_tokens"], e["hit_tokens"], e["seen_s"])
-        for e in rig.status["engines"]
-    }
-    assert figures == {"one": (32, 16, 5.0), "other": (16, 16, 0.0)}
-
-
-def test_a_histogram_counts_each_value_once_at_its_bound() -> None:
-    histogram = Histogram()
-    for value in (0.0, BOUNDS[0], 0.0015, 1e9):
-        histogram.observe(value, 2)
-    assert seen(histogram.fields()) == 8
-    assert histogram.counts[0] == 4
-    assert histogram.counts[BOUNDS.index(0.002)] == histogram.counts[-1] == 2
-
-
-def test_times_of_use_are_right_within_a_step_and_their_memory_is_bounded() -> None:
-    draw, uses, now, given = random.Random(2), UseTimes(), 0.0, list[float]()
-    for _ in range(20_000):
-        now += draw.expovariate(0.5)
-        uses.mark(len(given), now)
-        given += [now] * draw.randrange(3)
-    assert len(uses._stamps) <= 2048
-    for stamp in range(len(given) - 300, len(given)):
-        assert 0 <= uses.age(stamp) - (now - given[stamp]) <= STEP_S
-    for stamp in range(0, len(given), 100):
-        assert uses.age(stamp) >= now - given[stamp] - 1e-6
-
-
 def test_what_a_tiers_process_reports_changes_none_of_our_own_figures() -> None:
     rig = TierRig()
     rig.ready()
     (ours,) = rig.status["tiers"]
     rig.step(TierReport(0, {**dict.fromkeys(ours, "wrong"), "up": False, "records": 3}))
     assert rig.status["tiers"] == [ours | {"up": False, "records": 3}]
+
+
+def test_status_tells_the_public_fields(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    e.lookup("a")
+    fields = rig.ask(rig.open(), m.Status(seq=3)).fields
+    assert (fields["leases"], fields["pins"], fields["rows"]) == (1, 1, 1)
+    assert (fields["reservations"], fields["rows_loading"], fields["quarantined_bytes"]) == (
+        0,
+        0,
+        0,
+    )
+    assert (fields["l1_used_bytes"], fields["l1_capacity_bytes"]) == (PAGE, 64 * PAGE)
+    assert fields["namespaces"][0]["groups"][0]["rows"] == 1
+
+
+def test_status_counts_what_was_said_by_kind(rig: Rig) -> None:
+    e = rig.engine(ranks=2)
+    e.store("a", "b")
+    e.commit(1 << 40)  # counts, although it is refused
+    said = rig.status["messages"]
+    assert {k: said[k] for k in ("hello", "register", "reserve", "handed_over", "commit")} == {
+        "hello": 3,
+        "register": 3,
+        "reserve": 1,
+        "handed_over": 1,
+        "commit": 3,
+    }

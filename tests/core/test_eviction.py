@@ -1,0 +1,59 @@
+"""The log of uses: least recently used rows first, in bounded memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvass.core.rows.eviction import UseLog
+from kvass.core.rows.row_table import RowTable
+from tests.core.rows import ready_table
+
+
+def log_of(table: RowTable, *touches: int) -> UseLog:
+    log = UseLog(table)
+    for row in touches:
+        rows = np.array([row])
+        log.touched(rows, table.stamp_rows(rows))
+    return log
+
+
+def test_victims_are_the_oldest_evictable_rows() -> None:
+    table = ready_table(4)
+    log = log_of(table, 0, 1, 2, 3, 0)
+    table.pins[2] = 1
+    assert log.oldest(2, table.clock).tolist() == [1, 3]
+    assert log.oldest(9, table.clock).tolist() == [1, 3, 0]
+
+
+def test_nothing_at_or_after_protect_is_a_victim() -> None:
+    table = ready_table(3)
+    log = log_of(table, 0, 1)
+    protect = table.clock
+    rows = np.array([2])
+    log.touched(rows, table.stamp_rows(rows))
+    assert log.oldest(3, protect).tolist() == [0, 1]
+
+
+def test_a_log_of_stale_touches_stays_small_and_right() -> None:
+    table = ready_table(8)
+    log = log_of(table, *range(8))
+    for _ in range(3000):
+        rows = np.array([5, 3, 1])
+        log.touched(rows, table.stamp_rows(rows))
+        assert log.oldest(1, table.clock).tolist() == [0]
+    assert log.oldest(9, table.clock).tolist() == [0, 2, 4, 6, 7, 5, 3, 1]
+    assert len(log._segments) <= 3
+
+
+def test_a_log_of_many_rows_stays_short_and_in_order() -> None:
+    table = ready_table(40_000)
+    log = UseLog(table)
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        rows = rng.permutation(40_000)[:2000].astype(np.int64)
+        log.touched(rows, table.stamp_rows(rows))
+    entries = sum(len(rows) for rows, _ in log._segments)
+    assert entries < 2.5 * 40_000, "of 600,000 touches"
+    oldest_first = np.argsort(table.stamp, kind="stable")
+    oldest_first = oldest_first[table.stamp[oldest_first] >= 0]
+    assert log.oldest(40_000, table.clock).tolist() == oldest_first.tolist()
