@@ -83,6 +83,7 @@ def test_a_session_has_a_namespace_while_all_ranks_are_there(rig: Rig) -> None:
 def test_an_added_tier_has_the_number_of_a_removed_one_of_its_name_or_the_next() -> None:
     rig = TierRig(core={"tiers": ("a", "b")})
     assert rig.machine.tier_number("a", {0, 1}) == 2
+    assert rig.machine.tier_number("a", {1}) == 2, "the one of that name is used"
     rig.step(TiersAre((1,), ("b",)))
     assert rig.machine.tier_number("a", {1}) == 0
     assert rig.machine.tier_number("c", {1}) == 2

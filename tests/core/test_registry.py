@@ -10,6 +10,14 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
+from kvass.core.clients.registry import (
+    Instance,
+    differences,
+    layout_digest,
+    namespace_digest,
+    row_class_specs,
+    worker_of,
+)
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.groups import FULL, LONG, SHORT, STATE, engine
 from tests.core.rig import RESERVE_S, WIDTH, Rig, digests, layout
@@ -188,3 +196,65 @@ def test_a_row_takes_what_a_hit_can_use() -> None:
     e.store("a", groups=15)
     sizes = [g["row_bytes"] // PAGE for g in e.rig.status["namespaces"][0]["groups"]]
     assert sizes == [4, 2, 4, 1]
+
+
+# ---------------------------------------------------------------- an instance by itself
+
+
+def instance(identity: dict[str, str], *layouts: RankLayout, generation: bytes = b"") -> Instance:
+    """A complete instance with a rank, of a shard of its own, per layout."""
+    said = [
+        terms(rank, identity=identity, ranks=len(layouts), world_size=len(layouts), layout=shape)
+        for rank, shape in enumerate(layouts)
+    ]
+    workers = {
+        one.rank: worker_of(one, shape, layout_digest(shape))
+        for one, shape in zip(said, layouts, strict=True)
+    }
+    return Instance("e", said[0], workers=workers, generation=generation)
+
+
+def test_a_namespace_is_a_digest_of_all_that_changes_bytes_and_of_no_order() -> None:
+    base = instance({"model": "m", "dtype": "x"}, layout(1), layout(1))
+    same = instance({"dtype": "x", "model": "m"}, layout(1), layout(1))
+    assert namespace_digest(base) == namespace_digest(same)
+    others = [
+        instance({"model": "m", "dtype": "y"}, layout(1), layout(1)),
+        instance({"model": "m", "dtypex": ""}, layout(1), layout(1)),
+        instance({"model": "m", "dtype": "x"}, layout(1), layout(2)),
+        instance({"model": "m", "dtype": "x"}, layout(2), layout(1)),
+        instance({"model": "m", "dtype": "x"}, layout(1)),
+        instance({"model": "m", "dtype": "x"}, layout(1), layout(1), generation=b"g"),
+    ]
+    digests = {namespace_digest(each) for each in [base, *others]}
+    assert len(digests) == 1 + len(others)
+
+
+def test_a_rank_is_missing_until_it_registers_and_every_shard_needs_one_writer() -> None:
+    full = instance({}, layout(1), layout(1))
+    assert (full.missing, full.writers) == ((), (0, 1))
+    assert full.covers_all_shards((0, 1))
+    assert not full.covers_all_shards((0,))
+    assert not full.covers_all_shards((0, 1, 1))
+    del full.workers[0]
+    assert (full.missing, full.writers) == ((0,), (1,))
+
+
+def test_a_slot_has_the_bytes_of_every_shard_in_the_order_of_shards() -> None:
+    (one, two) = row_class_specs(instance({}, layout(1, 2), layout(3, 4)))
+    assert (one.group, one.shard_bytes, one.row_bytes) == (0, (PAGE, 3 * PAGE), 4 * PAGE)
+    assert (two.group, two.shard_bytes) == (1, (2 * PAGE, 4 * PAGE))
+
+
+def test_differences_name_the_fields_and_short_values_only() -> None:
+    ours = terms(identity={"model": "m", "old": "1", "long": "x"})
+    theirs = terms(identity={"model": "n", "long": "y" * 41}, chunk_tokens=32)
+    assert differences(ours, theirs) == (
+        "chunk_tokens: 32, not 16",
+        "long",
+        "model: n, not m",
+        "old: (absent), not 1",
+    )
+    assert differences(ours, ours) == ("the layout of the KV cache",)
+    many = terms(identity={str(n): "" for n in range(100)})
+    assert len(differences(ours, many)) == 8
