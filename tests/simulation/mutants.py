@@ -7,21 +7,14 @@ is asked first, because that is quick. A page that is out of date costs time and
 
 from __future__ import annotations
 
-import io
-import os
 import re
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stdout
 from pathlib import Path
 
-import pytest
-from hypothesis import Phase, settings
-
 from tests.support import processes
-from tests.support.mutants import UNBROKEN, Mutant, break_package, parse
+from tests.support.mutants import ROOT, UNBROKEN, Mutant, break_package, parse, unit_tests
 
-ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "mutants.md"
 MUTANTS = parse(Path(__file__).with_name("breaks.txt").read_text())
 
@@ -34,20 +27,6 @@ def simulate(seeds: Iterable[int]) -> str:
     from tests.support.simulation.simulator import run_seed  # imports the core
 
     return next(filter(None, map(run_seed, seeds)), "").partition("\n")[0]
-
-
-def unit_tests(*args: str) -> str:
-    """The first test that fails; empty if none does."""
-    settings.register_profile(  # a failure is enough, no need to make it small
-        "once", derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate]
-    )
-    os.chdir(ROOT)
-    options = "-x -q -s --tb=no -p no:cacheprovider -p no:xdist --hypothesis-profile=once"
-    with redirect_stdout(io.StringIO()) as said:
-        status = pytest.main([*options.split(), *args])
-    lines = [x for x in said.getvalue().splitlines() if x.startswith(("FAILED ", "ERROR "))]
-    assert bool(lines) == bool(status), said.getvalue()
-    return "".join(lines[:1])
 
 
 def notice(mutant: Mutant) -> str:
