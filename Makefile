@@ -1,6 +1,6 @@
 # Every target works from a clean clone and does its own set-up, once, into .venv.
 # Knobs: PYTHON (an interpreter >= 3.11), SEEDS (make sim), PYTEST_ARGS and WORKERS (make test),
-# MINUTES and SOAK_ARGS (make soak).
+# MINUTES and SOAK_ARGS (make soak), FILES (make mutants).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
@@ -17,7 +17,7 @@ MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo quick test test-versions check docs sim soak bench bench-check bench-peers clean
+.PHONY: help setup demo quick test test-versions check docs mutants sim soak bench bench-check bench-peers clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-versions   the connector with every vLLM it is for (downloads 600 MB, 20 minutes)"
 	@echo "make check   ruff, mypy --strict, import contracts"
 	@echo "make docs    the docs site, in .cache/docs; a broken link is an error"
+	@echo "make mutants breaks of FILES (those of core, layout, engine changed since main) that their tests miss"
 	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
 	@echo "make soak    MINUTES=$(MINUTES) of a trace while daemon, tiers and engines are killed and suspended"
 	@echo "make bench-check   kvass bench against the ratios of bench/baseline.json (a minute)"
@@ -113,6 +114,12 @@ docs: $(READY)
 	  && $(PIP) --no-deps --target $(VENV)/docs -r requirements/docs.txt && cp requirements/docs.txt $(VENV)/docs/.made-from; }
 	@PYTHONPATH=$(VENV)/docs $(BIN)/python -m sphinx -c docs -b html -E -a -W --keep-going -n -q . .cache/docs
 	@echo "== .cache/docs/docs/index.html"
+
+# Breaks of these files, each judged by the tests of its file: prints what no test notices.
+FILES ?= $(shell git diff --name-only --diff-filter=d $$(git merge-base main HEAD) -- $(addprefix src/kvass/,core layout engine) | grep '\.py$$')
+
+mutants: $(READY)
+	$(BIN)/python -m tests.support.mutation $(FILES)
 
 sim: $(READY)
 	$(BIN)/python -m tests.support.simulation.simulator --seeds $(SEEDS) --jobs $$(nproc)

@@ -20,7 +20,7 @@ import pytest
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.vllm.judge import Judge
 from tests.support.vllm.models import TINY, build, write_lora
-from tests.support.vllm.process import ENVIRONMENT, Answer, EngineProcess
+from tests.support.vllm.process import ENVIRONMENT, Answer, EngineProcess, Prompt
 from tests.support.vllm.template import Template
 
 ROOT: Final = Path(__file__).parent.parent.parent
@@ -43,9 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def store(engine: EngineProcess, tokens: list[int], max_tokens: int = 1, **fields: Any) -> Answer:
     """Run ``tokens`` until all their blocks are cached outside the engine; its first answer.
 
-    Once is enough, unless the machine is so busy that a grant takes longer than ``LATE_S``.
+    Once is enough, except of an adapter that the engine's ranks must report first.
     """
-    first = engine.one(tokens, max_tokens, **fields)
+    (first,) = engine.store(Prompt(tokens, max_tokens, **fields))
     for _ in range(20):
         assert engine.reset()
         if engine.one(tokens, 1, **fields).external >= (len(tokens) - 1) // BLOCK * BLOCK:

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,11 +21,10 @@ from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.conftest import ARGS, ROOT
 from tests.support.vllm import hybrid_models
 from tests.support.vllm.fake_vllm import installed, version_of
+from tests.support.vllm.judge import Judge, Wrong
 from tests.support.vllm.models import Blueprint, build
 from tests.support.vllm.process import Answer, CacheGroup, EngineProcess, Prompt, Settings
 
-LIKE_LOCAL_HIT: Final = 1e-4
-LIKE_COLD: Final = 1e-3
 DELAYED: Final = ("-m", "tests.support.wire.delayed_daemon", "0.005")
 BEFORE_0_31: Final = release(version_of(installed())) < (0, 31)
 """vLLM 0.30 fails on a CPU with gpt-oss in float32 (not in bfloat16), and with drafters."""
@@ -42,8 +40,6 @@ class Model:
     groups: list[tuple[str, int]]
     around: tuple[int, ...]
     args: dict[str, Any] = field(default_factory=dict)
-    exact: bool = True
-    """Computed in float32; else vLLM's own output depends on how a prompt was split over steps."""
     retained: int | None = None
     """Every so many tokens of a prompt are a boundary at which a hit may end; None: all chunks."""
 
@@ -68,7 +64,6 @@ GPT_OSS: Final = Model(
     [("SlidingWindowSpec", 32), ("FullAttentionSpec", 32)],
     (128, 256, 416, 512 + 128),
     {"dtype": "bfloat16"} if BEFORE_0_31 else {},
-    exact=not BEFORE_0_31,
 )
 GEMMA3: Final = Model(
     hybrid_models.gemma3(),
@@ -83,23 +78,20 @@ QWEN3_NEXT: Final = Model(
     (160, 480),
     # vLLM takes other states, and so other blocks, where a CPU computes in bfloat16 (AVX512).
     {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"},
-    exact=False,
     retained=160,
 )
 
 
-class Wrong(AssertionError):
-    """An answer is not what vLLM gives without kvass."""
-
-
 class Pair:
-    """Engines ``a`` and ``b`` of one model on one daemon."""
+    """Engines ``a`` and ``b`` of one model on one daemon. ``beyond``: of ``b``'s judge. It is one
+    token: vLLM keeps what a repetition of a prompt can use, and that is never all of it."""
 
-    def __init__(self, model: Model, daemon: Daemon, a: EngineProcess, b: EngineProcess) -> None:
+    def __init__(
+        self, model: Model, daemon: Daemon, a: EngineProcess, b: EngineProcess, beyond: int = 1
+    ) -> None:
         self.model, self.daemon, self.a, self.b = model, daemon, a, b
-        self._salts = count()
+        self.judge, self._beyond = Judge(b, beyond), beyond
         self._rng = random.Random(model.blueprint.name)
-        self._spread = 0.0
 
     def prompt(self, tokens: int) -> list[int]:
         """A prompt that nobody used."""
@@ -112,83 +104,24 @@ class Pair:
     def store(self, tokens: list[int], max_tokens: int = 1) -> Answer:
         """Compute ``tokens`` on ``a`` and wait until all of it is stored."""
         assert self.a.reset()
-        answer = self.a.one(tokens, max_tokens)
-        self.daemon.wait_until(reservations=0)
-        return answer
+        return self.a.store(Prompt(tokens, max_tokens))[0]
 
     def load(self, tokens: list[int], max_tokens: int = 6) -> Answer:
         """``tokens`` on ``b``, which has nothing of its own."""
         assert self.b.reset()
         return self.b.one(tokens, max_tokens)
 
-    def cold(self, tokens: list[int], max_tokens: int = 6) -> Answer:
-        """What ``b`` computes from the first token on."""
-        answer = self.b.one(tokens, max_tokens, salt=self._salt())
-        assert answer.cached == 0
-        return answer
-
-    def after_local_hit(self, tokens: list[int], hit: int, max_tokens: int = 6) -> Answer:
-        """What ``b`` computes after ``hit`` tokens that vLLM found in its own cache."""
-        salt = self._salt()
-        # One more: vLLM keeps what a repetition of this prompt can use, and never all of it.
-        self.b.one(tokens[: hit + 1], 1, salt=salt)
-        answer = self.b.one(tokens, max_tokens, salt=salt)
-        assert (answer.local, answer.external) == (hit, 0)
-        return answer
-
-    def check(self, tokens: list[int], answer: Answer, *, alike: bool = True) -> None:
-        """Raise ``Wrong`` unless ``answer`` is right, whatever of its prompt was cached.
-
-        ``alike``: what was loaded had been computed in steps split as those of a local hit are.
-        """
-        assert answer.finish_reason == "length"
-        many = len(answer.tokens)
-        cold = self.cold(tokens, many)
-        assert_telling(cold)
-        if answer.cached:
-            local = self.after_local_hit(tokens, answer.cached, many)
-            if alike or self.model.exact:
-                _compare(answer, local, LIKE_LOCAL_HIT)
-            else:
-                _compare_first(answer, local, self.spread())
-        if self.model.exact:
-            _compare(answer, cold, LIKE_COLD)
-        else:
-            _compare_first(answer, cold, self.spread())
-
-    def spread(self) -> float:
-        """By how much two uncached runs of a prompt can differ in their first token's
-        log-probability: three times what is measured, over prompts alone and in company."""
-        if self._spread == 0.0:
-            apart = [0.01]
-            for size in (500, 700, 900, 1100, 1300, 700):
-                tokens = self.prompt(size)
-                company = (Prompt(t, 2, salt=self._salt()) for t in (self.prompt(200), tokens))
-                _, crowded = self.b.generate(*company)
-                apart.append(abs(self.cold(tokens, 2).logprobs[0] - crowded.logprobs[0]))
-            self._spread = 3 * max(apart)
-            assert self._spread < 0.5, "too much noise to prove anything"
-        return self._spread
+    def check(self, tokens: list[int], answer: Answer) -> None:
+        """:raises Wrong: unless ``answer`` is as near to what vLLM says after a hit of its own as
+        vLLM is to itself. vLLM keeps the ends of a prompt alone, so the prompt that leaves this hit
+        is shorter than the one that was stored, and its steps have other sizes."""
+        assert_telling(self.judge.cold(tokens, len(answer.tokens)))
+        left = answer.cached + self._beyond
+        self.judge.check(tokens, answer, alike=False, stored=left)
 
     def spoil(self, group: int | None) -> None:
         """From now on ``b`` zeroes the pages of this group that it loads."""
         self.b.disturb(Settings(spoil_group=group))
-
-    def _salt(self) -> str:
-        return f"judge {next(self._salts)}"
-
-
-def _compare(answer: Answer, right: Answer, within: float) -> None:
-    same = answer.tokens == right.tokens
-    apart = max(abs(x - y) for x, y in zip(answer.logprobs, right.logprobs, strict=True))
-    if not same or not apart <= within:
-        raise Wrong(f"{answer} differs from {right} by {apart}")
-
-
-def _compare_first(answer: Answer, right: Answer, within: float) -> None:
-    apart = abs(answer.logprobs[0] - right.logprobs[0])
-    if not apart <= within:
-        raise Wrong(f"{answer} differs from {right} by {apart}")
 
 
 def assert_telling(answer: Answer) -> None:
@@ -202,7 +135,12 @@ def assert_telling(answer: Answer) -> None:
 
 @contextmanager
 def running_pair(
-    model: Model, folder: Path, options: dict[str, Any] | None = None, gpus: str = "", **args: Any
+    model: Model,
+    folder: Path,
+    options: dict[str, Any] | None = None,
+    gpus: str = "",
+    beyond: int = 1,
+    **args: Any,
 ) -> Iterator[Pair]:
     """Two engines of ``model``, started side by side on a daemon of their own, with ``options``;
     the pages of those named in ``gpus`` are on fake GPUs. The daemon's grants come steps late."""
@@ -223,7 +161,7 @@ def running_pair(
                 )
                 engines.append(engine)
             a, b = (engine.wait_ready() for engine in engines)
-            yield Pair(model, daemon, a, b)
+            yield Pair(model, daemon, a, b, beyond)
         finally:
             for engine in engines:
                 engine.kill()

@@ -16,9 +16,9 @@ import pytest
 from kvass.testing.daemon import Daemon
 from tests.engine import hybrid
 from tests.engine.conftest import BLOCK, CHUNK, ROOT, Starter
-from tests.engine.hybrid import LIKE_COLD, LIKE_LOCAL_HIT
+from tests.support.vllm.judge import Judge
 from tests.support.vllm.models import TINY, build, eagle_head
-from tests.support.vllm.process import EngineProcess, Settings
+from tests.support.vllm.process import EngineProcess, Prompt, Settings
 
 pytestmark = [
     pytest.mark.engine,
@@ -48,24 +48,30 @@ def prompt(tokens: int) -> list[int]:
     return random.Random(tokens).choices(range(4, TINY.vocab), k=tokens)
 
 
-def stored(engine: EngineProcess, daemon: Daemon, tokens: list[int]) -> list[str]:
+@pytest.fixture(scope="module")
+def judge(engines: list[EngineProcess]) -> Judge:
+    """The second engine. To hit a block, vLLM must have the next one: the drafter needs its end."""
+    return Judge(engines[1], beyond=BLOCK)
+
+
+def stored(engine: EngineProcess, tokens: list[int]) -> list[str]:
     """Compute ``tokens``, all of which is stored then; the digests of the blocks."""
     assert engine.reset()
     engine.reset_hooks()
     engine.disturb(Settings(watch=True))
-    assert engine.one(tokens, 8).cached == 0
-    daemon.wait_until(reservations=0)
+    (answer,) = engine.store(Prompt(tokens, 8))
+    assert answer.cached == 0
     return engine.pages()[0].stored
 
 
 @pytest.mark.parametrize("size", [300, 512, 767, 768, 1000])
 def test_a_hit_leaves_a_chunk_and_changes_nothing(
-    daemon: Daemon, engines: list[EngineProcess], size: int
+    engines: list[EngineProcess], judge: Judge, size: int
 ) -> None:
     a, b = engines
     assert sum(group.layers for group in b.groups()) == TINY.layers + 1
-    tokens, salt = prompt(size), f"judge {size}"
-    digests = stored(a, daemon, tokens)
+    tokens = prompt(size)
+    digests = stored(a, tokens)
     assert b.reset()
     b.reset_hooks()
     b.disturb(Settings(watch=True))
@@ -73,37 +79,23 @@ def test_a_hit_leaves_a_chunk_and_changes_nothing(
     warm = b.one(tokens, 8)
     assert (warm.local, warm.external) == (0, hit)
     assert b.pages()[0].loaded == digests[: hit // BLOCK]
-    cold = b.one(tokens, 8, salt=salt)
-    assert warm.tokens == cold.tokens
-    assert warm.logprobs == pytest.approx(cold.logprobs, abs=LIKE_COLD)
-    if hit:
-        b.one(tokens[: hit + BLOCK + 1], 1, salt=f"{salt} local")
-        local = b.one(tokens, 8, salt=f"{salt} local")
-        assert (local.local, local.external) == (hit, 0)
-        assert warm.tokens == local.tokens
-        assert warm.logprobs == pytest.approx(local.logprobs, abs=LIKE_LOCAL_HIT)
+    judge.check(tokens, warm)
 
 
 def test_a_hybrid_model_with_a_drafter(tmp_path: Path) -> None:
     """gpt-oss: windows, full attention, and the drafter's layer in a group of its own."""
-    with hybrid.running_pair(hybrid.GPT_OSS, tmp_path, **eagle()) as pair:
+    with hybrid.running_pair(hybrid.GPT_OSS, tmp_path, beyond=BLOCK, **eagle()) as pair:
         assert [(group.specs, group.layers) for group in pair.groups()] == [
             (["SlidingWindowSpec"], 2),
             (["FullAttentionSpec"], 2),
             (["FullAttentionSpec"], 1),
         ]
         for size in (513, 1000):
-            tokens, salt = pair.prompt(size), f"judge {size}"
+            tokens = pair.prompt(size)
             pair.store(tokens)
-            hit = (size // CHUNK - 1) * CHUNK
-            warm, cold = pair.load(tokens, 8), pair.cold(tokens, 8)
-            assert (warm.local, warm.external) == (0, hit)
-            assert warm.tokens == cold.tokens
-            assert warm.logprobs == pytest.approx(cold.logprobs, abs=LIKE_COLD)
-            pair.b.one(tokens[: hit + BLOCK], 1, salt=salt)
-            local = pair.b.one(tokens, 8, salt=salt)
-            assert (local.local, local.external) == (hit, 0)
-            assert warm.logprobs == pytest.approx(local.logprobs, abs=LIKE_LOCAL_HIT)
+            warm = pair.load(tokens, 8)
+            assert (warm.local, warm.external) == (0, (size // CHUNK - 1) * CHUNK)
+            pair.check(tokens, warm)
         for group in (0, 1):
             tokens = pair.prompt(1000)
             pair.store(tokens)
@@ -111,18 +103,17 @@ def test_a_hybrid_model_with_a_drafter(tmp_path: Path) -> None:
             spoilt = pair.load(tokens, 8)
             pair.b.reset_hooks()
             assert spoilt.external == 512
-            assert spoilt.logprobs != pytest.approx(pair.cold(tokens, 8).logprobs, abs=LIKE_COLD)
+            hybrid.red(pair, tokens, spoilt)
 
 
-def test_the_check_sees_a_wrong_page(daemon: Daemon, engines: list[EngineProcess]) -> None:
+def test_the_check_sees_a_wrong_page(engines: list[EngineProcess], judge: Judge) -> None:
     a, b = engines
     tokens = prompt(1002)
-    stored(a, daemon, tokens)
-    cold = b.one(tokens, 8, salt="control")
+    stored(a, tokens)
     assert b.reset()
     b.reset_hooks()
     b.disturb(Settings(spoil=True))
     spoilt = b.one(tokens, 8)
     b.reset_hooks()
     assert spoilt.external == 512
-    assert spoilt.tokens != cold.tokens
+    judge.check_wrong(tokens, spoilt)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvass.testing.daemon import Daemon
 from tests.support.vllm.judge import Judge, apart, check_same
 from tests.support.vllm.pairs import CHUNK, PromptPair, draw
 from tests.support.vllm.process import Answer, EngineProcess, Prompt, Settings
@@ -23,36 +22,31 @@ TOKENS = 4
 """Generated after a second prompt."""
 
 
-def both(one: EngineProcess, other: EngineProcess, prompt: Prompt) -> tuple[Answer, Answer]:
-    """The prompt in two engines at once."""
-    one.submit(prompt)
-    other.submit(prompt)
-    return one.answers()[0], other.answers()[0]
-
-
 def run(
-    a: EngineProcess, b: EngineProcess, judge: Judge, daemon: Daemon, pair: PromptPair
+    a: EngineProcess, b: EngineProcess, judge: Judge, pair: PromptPair
 ) -> tuple[Answer, Answer]:
     """What ``b`` and the judge answer to the second prompt of ``pair``."""
     first, second = pair.fields
-    said, same = both(a, judge.engine, Prompt(pair.first, pair.generates, **first))
+    prompt = Prompt(pair.first, pair.generates, **first)
+    judge.engine.submit(prompt)
+    (said,), (same,) = a.store(prompt), judge.engine.answers()
     assert said.tokens == same.tokens
-    daemon.wait_until(reservations=0)
-    return both(b, judge.engine, Prompt(pair.second(said.tokens), TOKENS, **second))
+    prompt = Prompt(pair.second(said.tokens), TOKENS, **second)
+    judge.engine.submit(prompt)
+    return b.generate(prompt)[0], judge.engine.answers()[0]
 
 
 def test_a_hit_is_as_long_as_that_of_vllms_own_cache(
     a: EngineProcess,
     b: EngineProcess,
     judge: Judge,
-    daemon: Daemon,
     adapters: Path,
     request: pytest.FixtureRequest,
 ) -> None:
     inside = Counter[str]()
     b.one([5] * 8, lora=f"{adapters}/one")  # an adapter's first request in an engine computes
     for number, pair in enumerate(draw(0, request.config.getoption("pairs"), f"{adapters}/one")):
-        warm, local = run(a, b, judge, daemon, pair)
+        warm, local = run(a, b, judge, pair)
         assert (warm.local, warm.external) == (0, local.local), f"pair {number}: {pair.kind}"
         check_same(warm, local)
         inside[pair.kind] += warm.external % CHUNK > 0
@@ -61,7 +55,7 @@ def test_a_hit_is_as_long_as_that_of_vllms_own_cache(
 
 
 def test_what_is_loaded_decides_the_logprobs(
-    a: EngineProcess, b: EngineProcess, judge: Judge, daemon: Daemon, adapters: Path
+    a: EngineProcess, b: EngineProcess, judge: Judge, adapters: Path
 ) -> None:
     """The negative control: pages are zeroed as they are loaded."""
     b.one([5] * 8, lora=f"{adapters}/one")
@@ -70,7 +64,7 @@ def test_what_is_loaded_decides_the_logprobs(
     for pair in draw(1, 24, f"{adapters}/one"):
         if pair.kind in {*wrong, "other salt"}:
             continue
-        warm, local = run(a, b, judge, daemon, pair)
+        warm, local = run(a, b, judge, pair)
         if warm.external:
             assert apart(warm, local) > judge.noise()
             wrong.add(pair.kind)

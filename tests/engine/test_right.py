@@ -70,14 +70,11 @@ def test_a_local_hit_that_ends_inside_a_chunk_is_kept(
 def test_generated_tokens_are_reused_in_the_next_turn(
     a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make
 ) -> None:
-    for _ in range(5):  # see ``store``; a prompt that is run again would not be generated again
-        question = prompt(300)
-        answer = a.one(question, 300)
-        turn = question + answer.tokens + prompt(50)
-        warm = b.one(turn)
-        judge.check(turn, warm, alike=False)
-        if warm.external == hit(600):
-            break
+    question = prompt(300)
+    (answer,) = a.store(Prompt(question, 300))
+    turn = question + answer.tokens + prompt(50)
+    warm = b.one(turn)
+    judge.check(turn, warm, alike=False)
     assert warm.external == hit(600) > len(question)
 
 
@@ -118,8 +115,8 @@ def test_a_request_that_reads_no_cache_still_stores(
     assert unread.cached == 0
     judge.check(tokens, unread)
     other = prompt(600)
-    for _ in range(5):  # see ``store``
-        assert a.one(other, skip_prefix_cache=True).cached == 0
+    (unread,) = a.store(Prompt(other, skip_prefix_cache=True))
+    assert unread.cached == 0
     assert b.one(other).external == hit(600)
 
 
@@ -212,6 +209,23 @@ def test_copies_that_do_not_wait_change_the_tokens(
     judge.check_wrong(tokens, wrong)
     assert b.reset()
     judge.check(tokens, b.one(tokens))
+
+
+def test_what_a_busy_machine_does_not_store_is_not_taken_for_stored(
+    a: EngineProcess, b: EngineProcess, prompt: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of ``EngineProcess.store``, with copies that are all late."""
+    tokens = prompt(600)
+    a.disturb(Settings(ahead_s=1e6))
+    monkeypatch.setattr("tests.support.vllm.process.STORE_TRIES", 1)
+    with pytest.raises(AssertionError, match="not stored"):
+        a.store(Prompt(tokens))
+    assert a.reset()
+    assert b.one(tokens).cached == 0
+    a.disturb(Settings())
+    a.store(Prompt(tokens))
+    assert b.reset()
+    assert b.one(tokens).external == hit(600)
 
 
 def test_nothing_is_owed_afterwards(a: EngineProcess, b: EngineProcess, daemon: Daemon) -> None:

@@ -29,10 +29,12 @@ from tests.support.hf_models import (
     LATENT,
     PROMPT,
     SIZES,
+    after_own_hit,
     join,
     logits,
     make,
     make_late,
+    plain,
     prompt,
 )
 
@@ -57,22 +59,18 @@ def run(cached: CachedModel, ids: Any = PROMPT, **options: Any) -> tuple[Any, in
     return logits(output), cached.last.loaded
 
 
-def plain(model: Any, ids: Any = PROMPT) -> Any:
-    return logits(model.generate(ids, **GREEDY))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_another_process_computed_is_loaded_and_right(
     daemon: Daemon, computed: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make(family)
-    right = plain(model)
+    cold = np.load(computed / f"{family}.npy")
+    np.testing.assert_allclose(cold, plain(model, PROMPT), **CLOSE)
+    right = after_own_hit(model, PROMPT, WHOLE)
     with join(model, daemon.socket) as cached:
         found, loaded = run(cached)
         assert loaded == WHOLE
-        assert (found.argmax(1) == right.argmax(1)).all()
         np.testing.assert_allclose(found, right, **CLOSE)
-        np.testing.assert_allclose(np.load(computed / f"{family}.npy"), right, **CLOSE)
 
         load = Rows.load
 
@@ -97,7 +95,8 @@ def test_a_hit_ends_at_the_block_where_prompts_part(daemon: Daemon) -> None:
         assert cached.last.stored == 144, "a tail to the last whole block"
         found, loaded = run(cached, other)
         assert loaded == 96
-        np.testing.assert_allclose(found, plain(model, other), **CLOSE)
+        right = after_own_hit(model, other, loaded, stored=ids)
+        np.testing.assert_allclose(found, right, **CLOSE)
         answered = cached.model.generate(other, max_new_tokens=20, do_sample=False)
         cached.generate(other, max_new_tokens=20, do_sample=False)
         _, loaded = run(cached, torch.cat([answered, ids[:, :3]], 1))
@@ -142,7 +141,7 @@ def test_a_model_that_changed_after_connect_runs_uncached(daemon: Daemon, comput
             model.model.layers[0].mlp.down_proj.weight.mul_(2)
         rows = daemon.status()["rows"]
         found = logits(cached.generate(PROMPT, **GREEDY))
-        np.testing.assert_array_equal(found, plain(model))
+        np.testing.assert_array_equal(found, plain(model, PROMPT))
         assert cached.last == type(cached.last)(PROMPT.shape[1], 0, 0)
         assert cached.counters == {"changed": 1}
         assert daemon.status()["rows"] == rows
@@ -163,7 +162,7 @@ def test_weights_at_the_address_of_others_are_seen(daemon: Daemon, computed: Pat
         mlp.down_proj.weight = torch.nn.Parameter(torch.from_numpy(place))
         assert (mlp.down_proj.weight.data_ptr(), mlp.down_proj.weight._version) == (address, 0)
         found = logits(cached.generate(PROMPT, **GREEDY))
-        np.testing.assert_array_equal(found, plain(model))
+        np.testing.assert_array_equal(found, plain(model, PROMPT))
         assert cached.counters == {"changed": 1}
 
 
@@ -297,7 +296,7 @@ def test_a_daemon_that_dies_costs_hits_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make()
-    right = plain(model)
+    right = plain(model, PROMPT)
     with (
         running_daemon(tmp_path, l1_size="64MiB", lookup_budget_ms=10_000) as daemon,
         join(model, daemon.socket) as cached,
@@ -327,7 +326,9 @@ def test_a_load_that_ends_late_is_a_miss(
     model = make()
     with join(model, daemon.socket) as cached:
         make_late(cached, monkeypatch)
-        np.testing.assert_array_equal(logits(cached.generate(PROMPT, **GREEDY)), plain(model))
+        np.testing.assert_array_equal(
+            logits(cached.generate(PROMPT, **GREEDY)), plain(model, PROMPT)
+        )
         assert cached.last.loaded == 0
         assert cached.counters == {"load_late": 1}
     daemon.wait_until(leases=0, pins=0)

@@ -21,6 +21,7 @@ from tests.support.hf_models import (
     CLOSE,
     FAMILIES,
     GREEDY,
+    after_own_hit,
     join,
     logits,
     make,
@@ -134,7 +135,7 @@ def test_what_was_blended_is_never_stored_or_found(cached: CachedModel, daemon: 
     cached.generate(mine, blend="none", **GREEDY)
     assert (cached.last.blended, cached.last.stored) == (CHUNK, CHUNK)
     assert daemon.status()["rows"] == rows + 1, "what stands before the segment is exact"
-    right = plain(cached, mine)
+    right = after_own_hit(cached.model, mine, CHUNK)
     found = logits(cached.generate(mine, blend="", store_answer=False, **GREEDY))
     assert cached.last.loaded == CHUNK
     np.testing.assert_allclose(found, right, **CLOSE)

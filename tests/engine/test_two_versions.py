@@ -20,6 +20,7 @@ from tests.engine.conftest import Starter, store
 from tests.support.vllm.fake_vllm import installed, version_of
 from tests.support.vllm.judge import Judge
 from tests.support.vllm.models import TINY
+from tests.support.vllm.process import Prompt
 
 FOLDER: Final = Path(os.environ.get("VLLM_OVERLAYS", "nowhere")).absolute()
 OTHERS: Final = sorted(file.parents[1] for file in FOLDER.glob("*/vllm/_C.abi3.so"))
@@ -45,9 +46,9 @@ def test_engines_of_two_versions_share_nothing(
         other = start(overlay.name, socket=socket, environment={"PYTHONPATH": path})
         cold = [store(own.wait_ready(), tokens, 8)]
         rows = daemon.wait_until(reservations=0)["rows"]
-        cold.append(other.wait_ready().one(tokens, 8))
+        cold += other.wait_ready().store(Prompt(tokens, 8))
         assert [answer.cached for answer in cold] == [0, 0]
-        assert daemon.wait_until(reservations=0)["rows"] == 2 * rows
+        assert daemon.status()["rows"] == 2 * rows
         assert len(daemon.status()["namespaces"]) == 2
         for engine in (own, other):
             assert engine.reset()

@@ -7,21 +7,14 @@ noticed it last time, because that is quick. If ``noticed.txt`` is out of date, 
 
 from __future__ import annotations
 
-import io
-import os
 import re
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stdout
 from pathlib import Path
 
-import pytest
-from hypothesis import Phase, settings
-
 from tests.support import processes
-from tests.support.mutants import UNBROKEN, Mutant, break_package, parse
+from tests.support.mutants import ROOT, UNBROKEN, Mutant, break_package, parse, unit_tests
 
-ROOT = Path(__file__).resolve().parents[2]
 NOTICED = Path(__file__).with_name("noticed.txt")
 """Of each break, in the order of ``breaks.txt``, a line ``name | check``."""
 MUTANTS = parse(Path(__file__).with_name("breaks.txt").read_text())
@@ -35,20 +28,6 @@ def simulate(seeds: Iterable[int]) -> str:
     from tests.support.simulation.simulator import run_seed  # imports the core
 
     return next(filter(None, map(run_seed, seeds)), "").partition("\n")[0]
-
-
-def unit_tests(*args: str) -> str:
-    """The first test that fails; empty if none does."""
-    settings.register_profile(  # a failure is enough, no need to make it small
-        "once", derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate]
-    )
-    os.chdir(ROOT)
-    options = "-x -q -s --tb=no -p no:cacheprovider -p no:xdist --hypothesis-profile=once"
-    with redirect_stdout(io.StringIO()) as said:
-        status = pytest.main([*options.split(), *args])
-    lines = [x for x in said.getvalue().splitlines() if x.startswith(("FAILED ", "ERROR "))]
-    assert bool(lines) == bool(status), said.getvalue()
-    return "".join(lines[:1])
 
 
 def notice(mutant: Mutant) -> str:

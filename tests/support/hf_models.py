@@ -85,6 +85,7 @@ def make(family: str = "llama", seed: int = 0, **settings: Any) -> Any:
 
 
 CLOSE: Final[dict[str, Any]] = {"rtol": 1e-4, "atol": 1e-4}
+"""Of logits that were computed in steps of the same sizes."""
 
 
 def wait_for_answers(patch: pytest.MonkeyPatch) -> None:
@@ -128,6 +129,21 @@ def join(model: Any, socket: str, **options: Any) -> CachedModel:
 def logits(output: Any) -> Any:
     """Of all generated tokens, shape ``(tokens, vocabulary)``."""
     return torch.cat(output.logits).numpy()
+
+
+def plain(model: Any, ids: Any) -> Any:
+    """The logits of a model without kvass, which computes everything."""
+    return logits(model.generate(ids, **GREEDY))
+
+
+def after_own_hit(model: Any, ids: Any, hit: int, stored: Any = None) -> Any:
+    """The logits of a model without kvass that has ``hit`` tokens in its own cache: it computed
+    ``stored`` (by default ``ids``) in one step and kept its beginning."""
+    cache = transformers.DynamicCache(config=model.config.get_text_config(decoder=True))
+    with torch.no_grad():
+        model(ids if stored is None else stored, past_key_values=cache)
+    cache.crop(hit)
+    return logits(model.generate(ids, past_key_values=cache, **GREEDY))
 
 
 def main(socket: str, folder: str) -> None:

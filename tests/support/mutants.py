@@ -12,15 +12,22 @@ break.
 from __future__ import annotations
 
 import faulthandler
+import io
+import os
 import re
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 from typing import Final
 
-SOURCE: Final = Path(__file__).resolve().parents[2] / "src"
+import pytest
+from hypothesis import Phase, settings
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+SOURCE: Final = ROOT / "src"
 TIMEOUT_S: Final = 300.0
 _BREAK: Final = re.compile(r"^\[(\w+\.py)(?:, law (\d+))?\] ?(.*)\n((?:[-+].*\n)+)", re.M)
 
@@ -80,3 +87,17 @@ def break_package(mutant: Mutant, package: str) -> None:
 
     SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
+
+
+def unit_tests(*args: str) -> str:
+    """The first test that fails; empty if none does."""
+    settings.register_profile(  # a failure is enough, no need to make it small
+        "once", derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate]
+    )
+    os.chdir(ROOT)
+    options = "-x -q -s --tb=no -p no:cacheprovider -p no:xdist --hypothesis-profile=once"
+    with redirect_stdout(io.StringIO()) as said:
+        status = pytest.main([*options.split(), *args])
+    lines = [x for x in said.getvalue().splitlines() if x.startswith(("FAILED ", "ERROR "))]
+    assert bool(lines) == bool(status), said.getvalue()
+    return "".join(lines[:1])

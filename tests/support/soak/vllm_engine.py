@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from tests.support.soak.engine import Line, Setup, prompts, requests, tell
+from tests.support.vllm.judge import Judge, apart
 from tests.support.vllm.models import TINY, build
 from tests.support.vllm.process import Answer, EngineProcess
 
@@ -26,15 +27,14 @@ MOST_CHUNKS: Final = 10
 PROMPTS: Final = 40
 """The first of the trace; they are played again and again."""
 ANSWER_TOKENS: Final = 6
-LIKE: Final = 1e-3
-"""So far logprobs may differ: the kernels add in another order after a hit."""
 
 
-class Asked(msgspec.Struct):
-    """A prompt and what an engine without kvass says."""
+class Expected(msgspec.Struct):
+    """Prompts and what an engine without kvass says. ``noise``: how far it is from itself."""
 
-    tokens: list[int]
-    answer: Answer
+    prompts: list[list[int]]
+    answers: list[Answer]
+    noise: float
 
 
 def tokens_of(pieces: list[int]) -> list[int]:
@@ -57,38 +57,35 @@ def _engine(folder: Path, name: str, socket: Path | None = None) -> Iterator[Eng
 
 def write_answers(trace: Path, folder: Path) -> str:
     """Ask an engine without kvass; the path of the file."""
-    asked = []
+    chosen = [tokens_of(pieces) for pieces in islice(requests(trace, MOST_CHUNKS), PROMPTS)]
     with _engine(folder, "plain") as plain:
-        for pieces in islice(requests(trace, MOST_CHUNKS), PROMPTS):
-            plain.reset()
-            tokens = tokens_of(pieces)
-            asked.append(Asked(tokens, plain.one(tokens, ANSWER_TOKENS)))
+        judge = Judge(plain)
+        answers = [judge.cold(tokens, ANSWER_TOKENS) for tokens in chosen]
+        expected = Expected(chosen, answers, judge.noise())
     file = folder / "answers.json"
-    file.write_bytes(msgspec.json.encode(asked))
+    file.write_bytes(msgspec.json.encode(expected))
     return str(file)
 
 
-def differs(answer: Answer, right: Answer) -> str:
+def differs(answer: Answer, right: Answer, noise: float) -> str:
     """How it is wrong; empty: it is not."""
-    if answer.tokens != right.tokens:
-        return f"tokens {answer.tokens}, not {right.tokens}"
-    pairs = zip(answer.logprobs, right.logprobs, strict=True)
-    worst = max(abs(a - b) for a, b in pairs)
-    return f"logprobs differ by {worst:g}" if worst > LIKE else ""
+    worst = apart(answer, right)
+    return f"{answer.tokens}, not {right.tokens}: {worst:g} apart" if worst > noise else ""
 
 
 def play(setup: Setup) -> None:
     file = Path(setup.answers)
-    asked = msgspec.json.decode(file.read_bytes(), type=list[Asked])
+    expected = msgspec.json.decode(file.read_bytes(), type=Expected)
     with _engine(file.parent, f"vllm-{setup.number}", Path(setup.socket)) as engine:
         tell(Line(setup.first))
         for n, _ in prompts(setup):
-            one, began_s = asked[n % len(asked)], time.monotonic()
+            number, began_s = n % len(expected.prompts), time.monotonic()
+            tokens = expected.prompts[number]
             engine.reset()
-            answer = engine.one(one.tokens, ANSWER_TOKENS)
+            answer = engine.one(tokens, ANSWER_TOKENS)
             hit = answer.external // CHUNK_TOKENS
-            wrong = differs(answer, one.answer)
-            asked_chunks, s = len(one.tokens) // CHUNK_TOKENS, round(time.monotonic() - began_s, 3)
+            wrong = differs(answer, expected.answers[number], expected.noise)
+            asked_chunks, s = len(tokens) // CHUNK_TOKENS, round(time.monotonic() - began_s, 3)
             tell(Line(n, asked_chunks, hit, hit, s, wrong and f"hit {answer.external}: {wrong}"))
             if wrong:
                 return

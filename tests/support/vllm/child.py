@@ -255,6 +255,8 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
             case "add_lora":
                 lora = _lora(msgspec.convert(fields["prompt"], Prompt))
                 answer(engine.engine.add_lora(lora))
+            case "unstored":
+                answer(probe.unstored)
             case "hooks":
                 answer(msgspec.to_builtins(engine.hooks()))
             case "reset_hooks":

@@ -77,6 +77,8 @@ class Probe:
 
     def __init__(self) -> None:
         self._now_s = RunningClock()
+        self.unstored = 0
+        """Requests that ended without all of them being stored."""
         self.clear()
 
     def clear(self) -> None:
@@ -228,11 +230,19 @@ def scan_dicts_only() -> None:
 
 
 def prepare(connector: Any, patient: bool, late: bool) -> None:
-    """Make the scheduler's half of ``connector`` hold no blocks while ``late_stores`` is set. If
+    """Count the requests that ``connector``'s scheduler half does not store, and make it hold no
+    blocks while ``late_stores`` is set. If
     ``patient``, it waits for answers without a timeout; if ``late``, not for grants."""
     planner = connector._planner
     if planner is None:  # inert
         return
+    count = planner.traffic.count
+
+    def counting(name: str, number: int = 1) -> None:
+        _here.unstored += number if name == "unstored_requests" else 0
+        count(name, number)
+
+    planner.traffic.count = counting
     pool = planner._stores._pool
     hold = pool.hold
     pool.hold = lambda ids: [] if _here.settings.late_stores else hold(ids)

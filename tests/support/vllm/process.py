@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
+from kvass import Client
 from tests.support.vllm.template import Forked, Template
 
 ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -35,6 +36,9 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
 OFF: Final = "kvass.off"
 """Of a request: see ``switched.py``."""
 FAKE_GPU: Final = "tests.support.vllm.fake_gpu_connector"
+STORE_TRIES: Final = 5
+COMMIT_S: Final = 60.0
+"""How long a store may take; a loaded machine copies slowly."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -184,7 +188,7 @@ class EngineProcess:
             config["connector"] = {"kvass.socket": str(socket), **fixed, **(options or {})}
         if transfer is not None:
             config["transfer"] = dict(transfer)
-        self._log = log
+        self._log, self._socket = log, socket
         self._buffer = b""
         self._ranks: list[int] = []
         self._workers: dict[int, str] = {}
@@ -235,6 +239,34 @@ class EngineProcess:
     def one(self, tokens: Sequence[int], max_tokens: int = 8, **fields: Any) -> Answer:
         """``generate`` for a single prompt."""
         return self.generate(Prompt(list(tokens), max_tokens, **fields))[0]
+
+    def store(self, *prompts: Prompt) -> list[Answer]:
+        """``generate``, and wait until the daemon has all that these prompts leave; the answers.
+
+        A busy machine may lose stores. Then vLLM's own cache is emptied and the prompts run again,
+        but the answers are the first ones.
+        """
+        answers: list[Answer] = []
+        for _ in range(STORE_TRIES):
+            lost = self._lost_stores()
+            again = self.generate(*prompts)
+            answers = answers or again
+            if self._lost_stores() == lost:
+                return answers
+            assert self.reset()
+        raise AssertionError(f"{STORE_TRIES} times something was not stored")
+
+    def _lost_stores(self) -> int:
+        """Wait until nothing is being written. How many stores were lost until now: discarded by
+        the daemon, or never offered to it by this engine."""
+        until_s = time.monotonic() + COMMIT_S
+        with Client(str(self._socket)) as client:
+            while (status := client.status(COMMIT_S))["reservations"]:
+                assert time.monotonic() < until_s, f"still being written: {status}"
+                time.sleep(0.005)
+        counters: dict[str, int] = status["counters"]
+        discarded = sum(n for name, n in counters.items() if name.startswith("discarded_"))
+        return discarded + int(self.call("unstored"))
 
     def submit(self, *prompts: Prompt) -> None:
         """Start ``generate`` without waiting; ``answers`` must follow before anything else."""
