@@ -1,4 +1,4 @@
-"""Promotion: what L1 lacks comes from the tiers, once, as far as it fits, and in bounded time."""
+"""Promotions: how they begin, what wakes them, and how they end in bounded time (law 5)."""
 
 from __future__ import annotations
 

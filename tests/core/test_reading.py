@@ -1,4 +1,4 @@
-"""Laws 5-7 and 12, reading: a match is pinned for named ranks, until they release or it lapses."""
+"""Lookups, prefetches and releases (laws 5-7 and 12): a hit is pinned for named ranks."""
 
 from __future__ import annotations
 

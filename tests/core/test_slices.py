@@ -1,4 +1,4 @@
-"""Work that would take long goes on in slices; what it is about has ended at once all the same."""
+"""Rows that many steps clear or add: what is cleared has no hits before its memory comes back."""
 
 from __future__ import annotations
 
