@@ -1,4 +1,4 @@
-"""Laws 2 and 10: ranks are named, and a namespace is everything that changes bytes."""
+"""Registration (laws 2 and 10): ranks are named, and a namespace covers all that changes bytes."""
 
 from __future__ import annotations
 

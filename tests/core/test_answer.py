@@ -24,7 +24,7 @@ def test_a_row_that_failed_shrinks_every_match_that_waits_for_it(rig: TierRig) -
     for _ in range(2):
         message = m.Lookup(seq=7, request="r", digests=digests("a", "b", "c"), width=WIDTH)
         rig.say(e.scheduler, message)
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     (load,) = rig.open_ops(TierLoad)
     rig.answer(load, True, False, True)
     assert [r.chunks for r in rig.replies(e.scheduler)] == [1, 1]
@@ -37,7 +37,7 @@ def test_a_spare_chunk_that_failed_shrinks_the_match_too(rig: TierRig) -> None:
     e = rig.ready()
     rig.only_in_tiers(e, "a", "b", "c")
     rig.begin(e, "a", "b", "c", spare=1)
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     (load,) = rig.open_ops(TierLoad)
     rig.answer(load, True, True, False)
     assert [r.chunks for r in rig.replies(e.scheduler)] == [1]
@@ -49,9 +49,9 @@ def test_a_rank_that_left_meanwhile_makes_it_a_miss(rig: TierRig) -> None:
     e = rig.ready()
     rig.only_in_tiers(e, "a")
     rig.begin(e, "a")
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     rig.lose(e.workers[0])
-    rig.settle()
+    rig.answer_all()
     assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
     assert rig.quiet()
 
@@ -62,9 +62,9 @@ def test_what_is_not_retained_is_there_for_a_shorter_match_too(end: str) -> None
     e = rig.ready()
     rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a", "b")
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     rig.begin(e, "a", "b", "c")
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     (load,) = rig.open_ops(TierLoad)
     if end == "failed":
         rig.answer(load, True, False)

@@ -160,7 +160,7 @@ def test_tiers_are_asked_for_what_was_not_written() -> None:
     assert [type(r) for r in ask(reader, "a", "b")] == []
     assert rig.asked == []
     writer.commit(one)
-    rig.settle()
+    rig.answer_all()
     assert [r.chunks for r in rig.replies(reader.scheduler)] == [2]
 
 
@@ -186,9 +186,9 @@ def test_a_writer_that_is_not_awaited_any_more_wakes_nobody(loading: bool) -> No
     assert ask(reader, "a", "b", "c", "d") == []
     writer.abort(first, rank=0)
     if loading:
-        rig.settle(TierProbe)
+        rig.answer_all(TierProbe)
     assert rig.open_ops(TierLoad) if loading else rig.open_ops(TierProbe)
     writer.commit(second)
     assert rig.replies(reader.scheduler) == []
-    rig.settle()
+    rig.answer_all()
     assert [r.chunks for r in rig.replies(reader.scheduler)] == [2 if loading else 4]

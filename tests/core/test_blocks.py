@@ -306,7 +306,7 @@ def test_a_row_from_a_tier_is_used_whole_only_and_a_tail_goes_to_none() -> None:
     e = rig.ready(layout=full(4))
     for text in ("abcdef", "abcdefgh", "abcdefghx"):
         store(e, text)
-        rig.settle()
+        rig.answer_all()
     assert len(rig.shelves[0]) == 2
     rig.forget_l1()
     store(e, "abcdefgX")
@@ -323,7 +323,7 @@ def test_a_daemon_that_stops_stores_no_tail() -> None:
     e = rig.ready(layout=full(4))
     store(e, "abcdef")
     rig.step(Stopping())
-    rig.settle()
+    rig.answer_all()
     assert len(rig.shelves[0]) == 1
 
 

@@ -109,12 +109,12 @@ def test_one_tier_is_emptied_and_l1_and_the_others_stay() -> None:
     rig = TierRig(tiers=2)
     e = rig.ready()
     e.store("a")
-    rig.settle()
+    rig.answer_all()
     looker = rig.open()
     for _ in range(2):
         rig.say(looker, m.EmptyTier(seq=5, tier="tier1"))
     assert [one.code for one in rig.replies(looker) if isinstance(one, m.Error)] == ["limit"]
-    rig.settle()
+    rig.answer_all()
     assert rig.replies(looker) == [m.Cleared(seq=5)]
     assert [len(shelf) for shelf in rig.shelves] == [1, 0]
     assert e.holds("a") == 1
@@ -122,7 +122,7 @@ def test_one_tier_is_emptied_and_l1_and_the_others_stay() -> None:
     assert rig.code(e.scheduler, m.EmptyTier(seq=6, tier="tier1")) == "forbidden"
     rig.down = True
     rig.say(looker, m.EmptyTier(seq=7, tier="tier0"))
-    rig.settle()
+    rig.answer_all()
     (refused,) = rig.replies(looker)[-1:]
     assert (refused.code, refused.text) == ("tier_down", "tier0 could not be emptied: say it again")
     assert len(rig.shelves[0]) == 1

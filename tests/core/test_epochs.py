@@ -40,10 +40,10 @@ def engine(rig: TierRig) -> Engine:
     """It stored ``a``; its tier has a snapshot of that; it cleared; its tier went back."""
     e = rig.ready()
     e.store("a")
-    rig.settle()
+    rig.answer_all()
     snapshot = set(rig.shelves[0]), dict(rig.notes[0])
     rig.say(e.scheduler, m.Clear(seq=11))
-    rig.settle()
+    rig.answer_all()
     rig.shelves[0], rig.notes[0] = snapshot
     return e
 
@@ -62,7 +62,7 @@ def test_a_daemon_sets_its_epoch_again_in_a_store_that_went_back(
         rig.step(TierReport(0, {"up": False}))
         assert not rig.open_ops(TierEpoch)
         rig.step(TierReport(0, {"up": True}))
-    rig.settle()
+    rig.answer_all()
     assert found_by_another_boot(rig) == 0
     assert rig.look_up(engine, "a")[0].chunks == 0
 
@@ -73,7 +73,7 @@ def test_a_namespace_that_is_met_again_does_not_adopt_the_older_epoch(
     rig.lose(engine.scheduler, *engine.workers)
     other = rig.engine("other", chunk_tokens=32)
     assert engine.namespace not in rig.machine.state.by_digest  # it was forgotten
-    rig.settle()
+    rig.answer_all()
     rig.lose(other.scheduler, *other.workers)
     again = rig.ready("again")
     assert again.namespace == engine.namespace
@@ -90,7 +90,7 @@ def test_an_epoch_that_is_read_again_stays_in_use(rig: TierRig) -> None:
     (question,) = rig.open_ops(TierEpoch)
     rig.begin(e, "a")
     rig.asked.remove(question)
-    rig.settle()
+    rig.answer_all()
     rig.step(EpochIs(question.op, None))
     assert [one.chunks for one in rig.replies(e.scheduler)] == [1]
 
@@ -111,13 +111,13 @@ def test_another_daemons_clear_is_remembered_and_not_adopted(rig: TierRig) -> No
     theirs = to_note(asked(known=ours, renew=True), ours, 0.0)
     rig.notes[0][e.namespace] = theirs
     rig.wait(LOOK_AGAIN_S)
-    rig.settle()
+    rig.answer_all()
     e.store("a")
-    rig.settle()
+    rig.answer_all()
     assert {record[1] for record in rig.shelves[0]} == {ours}
     rig.notes[0][e.namespace] = ours  # the store goes back, and they are gone
     rig.wait(LOOK_AGAIN_S)
-    rig.settle()
+    rig.answer_all()
     assert rig.notes[0][e.namespace] == theirs
 
 
@@ -128,7 +128,7 @@ def test_of_a_clear_that_crossed_another_question_the_clears_epoch_is_used(rig: 
     rig.answer(renewal)
     rig.answer(first)
     e.store("a")
-    rig.settle()
+    rig.answer_all()
     assert {record[1] for record in rig.shelves[0]} == set(rig.notes[0].values())
     assert rig.notes[0][e.namespace] & 0xFFFFFFFF == renewal.fresh & 0xFFFFFFFF
 
@@ -156,19 +156,19 @@ def test_a_fresh_epoch_is_above_one_whose_note_was_lost(rig: TierRig) -> None:
     """The note is lost, another daemon starts and clears, and the store goes back."""
     e = rig.ready()
     rig.say(e.scheduler, m.Clear(seq=11))
-    rig.settle()
+    rig.answer_all()
     e.store("a")
-    rig.settle()
+    rig.answer_all()
     snapshot = dict(rig.notes[0])
     rig.notes[0].clear()
     rig.now += 5
     again = another_boot(rig)
     cleared = again.ready()
     again.say(cleared.scheduler, m.Clear(seq=11))
-    again.settle()
+    again.answer_all()
     rig.notes[0].update(snapshot)
     again.wait(LOOK_AGAIN_S)
-    again.settle()
+    again.answer_all()
     assert found_by_another_boot(again) == 0
 
 
@@ -194,7 +194,7 @@ def test_a_cleared_tier_is_not_used_until_it_has_noted_it(rig: TierRig) -> None:
     e.store("b")
     assert not rig.open_ops(TierProbe)
     assert not rig.open_ops(TierStore)
-    rig.settle()
+    rig.answer_all()
     assert [r.chunks for r in rig.replies(e.scheduler) if isinstance(r, m.Matched)] == [0]
     assert len({one[1] for one in rig.shelves[0]}) == 2  # the new row's epoch is another
 
@@ -224,7 +224,7 @@ def test_a_worker_that_must_go_hears_no_more_of_its_clear(rig: TierRig) -> None:
     rig.say(e.workers[0], m.Clear(seq=11))
     rig.step(Faulted(e.workers[0], "bad_frame", "garbage"))
     rig.replies(e.workers[0])
-    rig.settle()
+    rig.answer_all()
     assert rig.replies(e.workers[0]) == []
 
 
@@ -233,7 +233,7 @@ def test_a_clear_that_a_tier_does_not_note_is_refused_and_owed(rig: TierRig) -> 
     rig.only_in_tiers(e, "a")
     rig.down = True
     rig.say(e.scheduler, m.Clear(seq=11))
-    rig.settle()
+    rig.answer_all()
     (refused,) = rig.replies(e.scheduler)
     assert (refused.seq, refused.code) == (11, "tier_down")
     rig.down = False
@@ -265,6 +265,6 @@ def test_a_tier_that_cannot_tell_its_epoch_is_not_used(rig: TierRig) -> None:
     rig.down = False
     rig.wait(1.0)
     rig.look_up(e, "a", "b")
-    rig.settle()
+    rig.answer_all()
     rig.forget_l1()
     assert rig.look_up(e, "a", "b")[0].chunks == 1  # what was queued went there after all

@@ -28,7 +28,7 @@ def test_what_is_ready_is_flushed_while_it_is_pinned(rig: TierRig) -> None:
     (store,) = rig.open_ops(TierStore)
     assert rig.gauge("pins") == (2,)
     assert store.shard_bytes == (PAGE,)
-    rig.settle()
+    rig.answer_all()
     assert rig.gauge("pins") == (0,)
     assert len(rig.shelves[0]) == 2
 
@@ -48,7 +48,7 @@ def test_flushing_is_bounded_and_goes_on(rig: TierRig) -> None:
     assert sum(len(op.records.keys) for op in rig.open_ops(TierStore)) == 8
     assert rig.status["tiers"][0]["flush_queue_rows"] == 4
     rig.forget_l1()
-    rig.settle()
+    rig.answer_all()
     assert len(rig.shelves[0]) == 8
     assert rig.count("flushes_lost") == 4
     assert not rig.flushing()
@@ -60,13 +60,13 @@ def test_what_a_tier_that_is_down_could_not_take_waits_for_it(rig: TierRig) -> N
     rig.down = True
     e.store("a", "b")
     for _ in range(3):
-        rig.settle()
+        rig.answer_all()
         assert rig.machine.next_deadline() == rig.now + REST_S
         assert not rig.flushing()
         rig.wait(REST_S)
         assert rig.open_ops(TierStore)
     rig.down = False
-    rig.settle()
+    rig.answer_all()
     assert len(rig.shelves[0]) == 2
     assert rig.machine.next_deadline() is None
 
@@ -95,7 +95,7 @@ def test_stopping_flushes_what_was_promised_and_nothing_new(rig: TierRig) -> Non
     e.store(*range(12))
     rig.step(Stopping())
     assert rig.flushing()
-    rig.settle()
+    rig.answer_all()
     assert len(rig.shelves[0]) == 12
     assert not rig.flushing()
     e.store("more")
@@ -110,7 +110,7 @@ def test_stopping_waits_for_an_epoch_that_is_asked_for(rig: TierRig, down: bool)
     rig.step(Stopping())
     assert rig.flushing()
     rig.down = down
-    rig.settle()
+    rig.answer_all()
     assert len(rig.shelves[0]) == (0 if down else 12)
     assert not rig.flushing()
 
@@ -120,13 +120,13 @@ def test_stopping_asks_a_tier_that_was_down_once_more(rig: TierRig, told: bool) 
     """Also one that has not ``told`` its epoch yet."""
     e = rig.ready() if told else rig.engine()
     rig.down = True
-    rig.settle()
+    rig.answer_all()
     e.store("a")
-    rig.settle()
+    rig.answer_all()
     rig.down = False
     rig.step(Stopping())
     assert rig.flushing()
-    rig.settle()
+    rig.answer_all()
     assert len(rig.shelves[0]) == 1
     assert rig.machine.unflushed() == []
 
@@ -137,7 +137,7 @@ def test_what_a_tier_was_promised_and_did_not_take_is_told(rig: TierRig) -> None
     assert rig.machine.unflushed() == [("tier0", 3)]
     rig.step(Stopping())
     rig.down = True
-    rig.settle()
+    rig.answer_all()
     assert not rig.flushing()
     assert rig.machine.unflushed() == [("tier0", 3)]
 
@@ -160,7 +160,7 @@ def test_what_waits_for_a_dead_tiers_epoch_costs_little(rig: TierRig) -> None:
         patch.setattr(epochs, "usable", counted)
         e.store("one more")
     assert looked < 50
-    big.settle()
+    big.answer_all()
     assert len(big.shelves[0]) == 251
 
 
@@ -189,7 +189,7 @@ def test_a_slot_that_has_changed_hands_is_not_flushed_for_its_former_row(rig: Ti
     e.store(*range(12))
     rig.forget_l1()
     e.store(*range(100, 104))
-    rig.settle()
+    rig.answer_all()
     assert rig.count("flushes_lost") == 4
     assert len(rig.shelves[0]) == 12
 
@@ -222,9 +222,9 @@ def test_the_queue_of_a_dead_tier_stays_in_proportion_to_l1() -> None:
     rig.down = True
     for first in range(0, 3_000, 10):
         e.store(*range(first, first + 10))
-        rig.settle(TierStore)
+        rig.answer_all(TierStore)
         assert rig.status["tiers"][0]["flush_queue_rows"] <= 3 * 256 + 256
     rig.down = False
     rig.wait(300)
-    rig.settle()
+    rig.answer_all()
     assert len(rig.shelves[0]) == 256

@@ -104,7 +104,7 @@ def test_many_generations_leave_nothing_behind() -> None:
     rig = TierRig()
     a = rig.ready("a")
     a.store("base")
-    rig.settle()
+    rig.answer_all()
     state = rig.machine.state
     terms: dict[str, Any] = {"instance": "a", "identity": {"model": "m"}, "chunk_tokens": 16}
     for i in range(1000):
@@ -122,7 +122,7 @@ def test_a_generation_has_no_records_in_tiers() -> None:
     rig = TierRig()
     a, b = rig.ready("a"), rig.ready("b")
     a.store("old")
-    rig.settle()
+    rig.answer_all()
     move(a, "a")
     a.store("x")
     assert a.holds("x") == 1
@@ -141,7 +141,7 @@ def test_a_promotion_that_its_engine_does_not_wait_for_any_more_is_a_miss() -> N
     rig.only_in_tiers(a, "x")
     rig.begin(a, "x")
     move(a, "a")
-    rig.settle()
+    rig.answer_all()
     (reply,) = [one for one in rig.replies(a.scheduler) if isinstance(one, m.Matched)]
     assert (reply.chunks, reply.lease) == (0, 0)
     assert rig.gauge("leases", "pins", "promotions") == (0, 0, 0)

@@ -30,7 +30,7 @@ def in_use() -> Rig:
     old.store("c")
     old.lookup("c")
     rig.say(old.scheduler, m.Clear(seq=11))
-    rig.settle()
+    rig.answer_all()
     e.store("a", "b", blocks=digests(0, 1, 2, "a", 4, 5, 6, "b"))
     e.lookup("a", "b")
     tokens = np.arange(16, dtype="<u4").tobytes()
@@ -38,7 +38,7 @@ def in_use() -> Rig:
     assert rig.ask(e.scheduler, message).chunks == 1
     e.reserve("w", "v")
     rig.begin(e, "t")
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     assert rig.open_ops(TierLoad)
     assert rig.open_ops(TierStore)
     return rig

@@ -24,9 +24,9 @@ def test_concurrent_lookups_share_one_load(rig: TierRig) -> None:
     for _ in range(32):
         message = m.Lookup(seq=7, request="r", digests=digests("a", "b"), width=WIDTH)
         rig.say(e.scheduler, message)
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     assert len(rig.open_ops(TierLoad)) == 1
-    rig.settle()
+    rig.answer_all()
     assert [r.chunks for r in rig.replies(e.scheduler)] == [2] * 32
     assert rig.gauge("leases", "pins") == (32, 64)
     e.quit()
@@ -39,7 +39,7 @@ def test_rows_that_are_not_retained_leave_at_the_last_release() -> None:
     rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a", "b")
     rig.begin(e, "a", "b")
-    rig.settle()
+    rig.answer_all()
     rig.begin(e, "a", "b")  # while they are read, they match
     one, two = list(rig.machine.state.leases.all)[:2]
     (three,) = rig.replies(e.scheduler)
@@ -55,7 +55,7 @@ def test_what_was_prefetched_stays_for_its_first_reader() -> None:
     e = rig.ready()
     rig.only_in_tiers(e, "a", "b")
     rig.say(rig.open(), prefetch(e, "a", "b"))
-    rig.settle()
+    rig.answer_all()
     assert rig.gauge("rows", "pins") == (2, 0)
     (found,) = rig.look_up(e, "a", "b")
     e.give_back(found.lease)
@@ -67,7 +67,7 @@ def test_what_is_loaded_for_a_namespace_that_was_cleared_and_forgotten_is_nobody
     e = rig.ready()
     rig.only_in_tiers(e, "a")
     rig.begin(e, "a")
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     (load,) = rig.open_ops(TierLoad)
     rig.say(e.scheduler, m.Clear(seq=11))
     e.quit()

@@ -32,12 +32,12 @@ def test_loading_takes_half_of_l1_at_most() -> None:
     for start in range(0, 24, 4):
         rig.only_in_tiers(e, *range(start, start + 4))
     rig.begin(e, *range(24))
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     assert rig.status["rows_loading"] == 8
     rig.begin(e, *range(24))
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     assert rig.status["rows_loading"] == 8
-    rig.settle()
+    rig.answer_all()
     assert [r.chunks for r in rig.replies(e.scheduler)] == [8, 8]
 
 
@@ -47,7 +47,7 @@ def test_with_everything_pinned_the_answer_is_what_is_there() -> None:
     rig.only_in_tiers(e, "a", "b", "c", "d")
     for start in range(0, 16, 4):
         e.store(*range(start, start + 4))
-        rig.settle()
+        rig.answer_all()
     held = e.lookup(*range(16))
     assert held.chunks == 16
     assert rig.look_up(e, "a", "b")[0].chunks == 0
@@ -95,9 +95,9 @@ def measured(weigh: bool) -> tuple[TierRig, Engine]:
     e = rig.ready()
     rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a")
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     rig.now += 0.05
-    rig.settle()
+    rig.answer_all()
     rig.wait(LEASE_S)
     rig.forget_l1()
     return rig, e

@@ -20,14 +20,14 @@ def test_only_what_l1_lacks_is_asked_for_and_loaded(rig: TierRig) -> None:
     e = rig.ready()
     rig.only_in_tiers(e, "a", "b", "c")
     e.store("a")
-    rig.settle()
+    rig.answer_all()
     rig.begin(e, "a", "b", "c")
     (probe,) = rig.open_ops(TierProbe)
     assert [len(batch.keys) for batch in probe.batches] == [2]
     rig.answer(probe)
     (load,) = rig.open_ops(TierLoad)
     assert len(load.records.keys) == 2
-    rig.settle()
+    rig.answer_all()
     assert rig.replies(e.scheduler)[0].chunks == 3
 
 
@@ -47,7 +47,7 @@ def test_tiers_are_asked_in_order_for_what_those_before_have_not() -> None:
         (0, 1),
         (1, 2),
     ]
-    rig.settle()
+    rig.answer_all()
     assert rig.replies(e.scheduler)[0].chunks == 3
     assert len(rig.shelves[0]) == 3  # the first one has been given what it lacked
 
@@ -72,7 +72,7 @@ def test_a_long_prompt_is_probed_in_few_steps() -> None:
         sizes.append((probes[0].tier, len(probes[0].batches[0].keys)))
         rig.answer(probes[0])
     assert sizes == [(0, 16), (0, 48), (0, 192), (0, 244)]
-    rig.settle()
+    rig.answer_all()
     assert rig.replies(e.scheduler)[0].chunks == 500
 
 
@@ -91,5 +91,5 @@ def test_what_leaves_while_the_tiers_are_asked_for_the_rest_is_asked_for_too() -
     rig.answer(probe)
     (again,) = rig.open_ops(TierProbe)
     assert [len(batch.keys) for batch in again.batches] == [3], "the one that is in none, too"
-    rig.settle()
+    rig.answer_all()
     assert [r.chunks for r in rig.replies(e.scheduler)] == [3]

@@ -1,4 +1,4 @@
-"""Promotion: what L1 lacks comes from the tiers, once, as far as it fits, and in bounded time."""
+"""Promotions: how they begin, what wakes them, and how they end in bounded time (law 5)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_the_tier_has_is_promoted_and_matched(rig: TierRig) -> None:
 def test_what_l1_has_is_answered_at_once(rig: TierRig) -> None:
     e = rig.ready()
     e.store("a", "b")
-    rig.settle()
+    rig.answer_all()
     rig.begin(e, "a", "b")
     assert [r.chunks for r in rig.replies(e.scheduler)] == [2]
     assert not rig.asked
@@ -48,9 +48,9 @@ def test_at_the_deadline_the_answer_is_what_is_there(rig: TierRig, good: bool) -
     e = rig.ready()
     rig.only_in_tiers(e, "a", "b")
     e.store("a")
-    rig.settle()
+    rig.answer_all()
     rig.begin(e, "a", "b")
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     assert rig.machine.next_deadline() == rig.now + BUDGET_S
     rig.wait(BUDGET_S)
     (found,) = rig.replies(e.scheduler)
@@ -69,7 +69,7 @@ def test_the_asker_says_how_long_it_waits(rig: TierRig) -> None:
     assert not rig.replies(e.scheduler)
     rig.wait(0.1)
     assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
-    rig.settle()  # the probe's answer comes too late for anybody
+    rig.answer_all()  # the probe's answer comes too late for anybody
     assert rig.quiet()
 
 
@@ -78,7 +78,7 @@ def test_an_asker_hears_at_once_that_tiers_are_at_work(rig: TierRig) -> None:
     rig.only_in_tiers(e, "a")
     rig.begin(e, "a")
     assert rig.promoting == [m.Promoting(seq=7)]
-    rig.settle()
+    rig.answer_all()
     assert [r.chunks for r in rig.replies(e.scheduler)] == [1]
     rig.begin(e, "a")
     assert [type(r) for r in rig.replies(e.scheduler)] == [m.Matched], "L1 has it"
@@ -89,11 +89,11 @@ def test_who_leaves_waits_no_more_and_the_load_goes_on(rig: TierRig) -> None:
     e, other = rig.ready(), rig.ready("other")
     rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a", "b")
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     e.quit()
     assert rig.gauge("promotions", "pins", "rows_loading") == (0, 0, 2)
     rig.begin(other, "a", "b")
-    rig.settle()
+    rig.answer_all()
     assert rig.replies(other.scheduler)[0].chunks == 2
 
 
@@ -106,7 +106,7 @@ def test_what_a_lost_scheduler_asked_for_is_not_loaded() -> None:
     rig.begin(e, "b")
     rig.lose(e.scheduler)
     assert rig.status["promotions"] == 1
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     assert not rig.open_ops(TierLoad)
     assert rig.quiet()
 
@@ -115,11 +115,11 @@ def test_a_clear_makes_what_waits_a_miss_and_what_loads_worthless(rig: TierRig) 
     e = rig.ready()
     rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a", "b")
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     (load,) = rig.open_ops(TierLoad)
     rig.say(e.scheduler, m.Clear(seq=11))
     assert [r.chunks for r in rig.replies(e.scheduler)] == [0]  # Cleared waits for the tier
-    rig.settle()
+    rig.answer_all()
     assert load not in rig.asked
     (cleared,) = rig.replies(e.scheduler)
     assert isinstance(cleared, m.Cleared)
@@ -135,7 +135,7 @@ def test_a_lookup_waits_for_the_tiers_first_word(rig: TierRig) -> None:
     e = again.engine()
     again.begin(e, "a")
     assert not again.replies(e.scheduler)
-    again.settle()
+    again.answer_all()
     assert [r.chunks for r in again.replies(e.scheduler)] == [1]
 
 
@@ -146,7 +146,7 @@ def test_a_first_word_that_does_not_come_is_a_miss_in_time(rig: TierRig) -> None
     assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
     rig.down = True
     rig.begin(e, "b")
-    rig.settle()
+    rig.answer_all()
     assert [r.chunks for r in rig.replies(e.scheduler)] == [0]
     assert rig.quiet()
 
@@ -188,7 +188,7 @@ def test_a_namespace_that_is_forgotten_meanwhile_is_a_miss(rig: TierRig) -> None
     rig.engine("other", identity={"model": "other"})
     assert [r.chunks for r in rig.replies(looker)] == [0]
     rig.answer(probe)
-    rig.settle()
+    rig.answer_all()
     assert rig.quiet()
 
 
@@ -197,7 +197,7 @@ def test_lookups_that_wait_for_an_epoch_go_on_in_slices() -> None:
     e = rig.engine("e")
     for i in range(7):
         rig.begin(e, f"prompt {i}")
-    rig.settle(TierEpoch)
+    rig.answer_all(TierEpoch)
     asked = len(rig.open_ops(TierProbe))
     assert asked == 2, "two go on in the step that brings the epoch"
     for _ in range(3):
@@ -219,7 +219,7 @@ def waiting() -> tuple[TierRig, Engine]:
     for _ in range(10):
         message = m.Lookup(seq=7, request="r", digests=digests("a", "b"), width=WIDTH)
         rig.say(e.scheduler, message)
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     rig.replies(e.scheduler)
     return rig, e
 
@@ -245,7 +245,7 @@ def test_lookups_of_a_lost_scheduler_end_in_slices(waiting: tuple[TierRig, Engin
     rig, e = waiting
     rig.lose(e.scheduler)
     assert rig.gauge("promotions") == (8,)
-    rig.settle(TierLoad)
+    rig.answer_all(TierLoad)
     rig.finish()
     assert rig.gauge("promotions", "pins", "leases", "rows") == (0, 0, 0, 2)
     assert not rig.replies(e.scheduler)
@@ -257,7 +257,7 @@ def test_lookups_that_a_clear_makes_miss_are_answered_in_slices(
     rig, e = waiting
     rig.say(e.scheduler, m.Clear(seq=9))
     assert [r.chunks for r in rig.replies(e.scheduler)] == [0, 0]
-    rig.settle(TierLoad)
+    rig.answer_all(TierLoad)
     assert rig.finish() > 2
     assert [r.chunks for r in rig.replies(e.scheduler)] == [0] * 8
     assert rig.gauge("promotions", "pins", "leases", "rows") == (0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Laws 5-7 and 12, reading: a match is pinned for named ranks, until they release or it lapses."""
+"""Lookups, prefetches and releases (laws 5-7 and 12): a hit is pinned for named ranks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_prefetch_holds_nothing() -> None:
     looker = rig.open()
     rig.replies(looker)
     rig.say(looker, prefetch(e, "a", "b"))
-    rig.settle()
+    rig.answer_all()
     assert [(r.seq, r.chunks) for r in rig.replies(looker)] == [(5, 2)]
     assert rig.quiet()
     rig.begin(e, "a", "b")
@@ -139,7 +139,7 @@ def test_the_rest_of_a_prompt_is_waited_for_its_share_of_the_time() -> None:
     e = rig.ready()
     for start in range(0, 100, 10):
         e.store(*range(start, start + 10))
-        rig.settle()
+        rig.answer_all()
     rig.begin(e, *range(101), budget_ms=16_160.0, prefill_tokens_s=100.0)
     assert rig.machine.state.promotions.next_due == pytest.approx(rig.now + 0.16)
     rig.wait(0.2)

@@ -314,10 +314,10 @@ def evicted() -> tuple[TierRig, Engine]:
     rig = TierRig(pages=8, extent=1)
     engine = rig.ready()
     stored(engine, "old")
-    rig.settle()
+    rig.answer_all()
     for number in range(8):
         engine.store(number)
-        rig.settle()
+        rig.answer_all()
     rig.replies(engine.scheduler)
     return rig, engine
 
@@ -333,7 +333,7 @@ def test_an_evicted_chunk_that_a_tier_has_is_found_and_promoted() -> None:
 def test_a_clear_ends_entries_whose_rows_are_in_a_tier_only() -> None:
     rig, engine = evicted()
     rig.say(engine.scheduler, m.Clear(seq=11))
-    rig.settle()
+    rig.answer_all()
     assert found(engine, "old") == b""
     rig.wait(GRACE_S)
     assert rig.gauge("indexed_chunks") == (0,)
@@ -356,9 +356,9 @@ def test_after_a_tier_is_added_an_entry_stays_when_its_row_leaves_l1() -> None:
     rig.shelves.append(set())
     rig.notes.append({})
     rig.step(TiersAre((0,), ("tier0",)))
-    rig.settle()
+    rig.answer_all()
     for number in range(8):
         engine.store(number)
-        rig.settle()
+        rig.answer_all()
     assert found(engine, "old") == digests("old")
     assert rig.gauge("indexed_chunks") == (1,)

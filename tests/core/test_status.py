@@ -87,14 +87,14 @@ def test_why_a_lookup_that_asked_tiers_missed(why: str) -> None:
         rig.step(TierReport(0, {"up": False}))
     rig.begin(e, *(["x", "y"] if why == "absent" else ["a", "b"]), budget_ms=1000)
     if why == "late":
-        rig.settle(TierProbe)
+        rig.answer_all(TierProbe)
         rig.wait(1.5)
     if why == "cleared":
         rig.say(e.scheduler, m.Clear(seq=11))
     if why == "load_failed":
-        rig.settle(TierProbe)
+        rig.answer_all(TierProbe)
         rig.shelves[0].clear()
-    rig.settle()
+    rig.answer_all()
     assert misses(rig) == {why: 2}
     assert seen(rig.status["histograms"]["lookup_tiers_seconds"]) == 1
 
@@ -117,16 +117,16 @@ def test_what_tiers_move_is_counted_in_bytes_and_seconds() -> None:
     e = rig.ready()
     rig.only_in_tiers(e, "a", "b")
     rig.begin(e, "a", "b")
-    rig.settle(TierProbe)
+    rig.answer_all(TierProbe)
     rig.now += 0.3
-    rig.settle()
+    rig.answer_all()
     (tier,) = rig.status["tiers"]
     assert tier["stored_bytes"] == tier["loaded_bytes"] == 2 * PAGE
     assert seen(tier["store_seconds"]) >= 1
     assert tier["load_seconds"]["sum"] == pytest.approx(0.3)
     rig.down = True
     e.store("q")
-    rig.settle()
+    rig.answer_all()
     rig.wait(0.5)
     assert rig.status["tiers"][0]["flush_queue_oldest_s"] == 0.5
 

@@ -242,7 +242,7 @@ def test_what_a_tier_gives_is_paid_for_by_who_asked() -> None:
     rig = TierRig(core={"quotas": (quota("a", cap=3), quota("b"))})
     e = rig.ready()
     store(e, "b", "x", "y", "z", "w")
-    rig.settle()
+    rig.answer_all()
     rig.forget_l1()
     assert pages_of(rig, "b") == 0
     (found,) = rig.look_up(e, "x", tenant="a")

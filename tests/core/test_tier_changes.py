@@ -30,7 +30,7 @@ def test_a_tier_that_is_added_takes_part() -> None:
     (asked,) = rig.open_ops(TierEpoch)
     rig.answer(asked)
     e.store("after")
-    rig.settle()
+    rig.answer_all()
     assert [name[3].rstrip(b"\0") for name in rig.shelves[0]] == [b"after"]
     rig.forget_l1()
     assert rig.look_up(e, "after")[0].chunks == 1
@@ -42,7 +42,7 @@ def test_tiers_are_asked_in_their_new_order() -> None:
     e = rig.ready()
     rig.only_in_tiers(e, "a")
     use(rig, 2, 1, 0)
-    rig.settle(TierEpoch)
+    rig.answer_all(TierEpoch)
     assert places(rig) == [3, 2, 1]
     rig.begin(e, "a")
     for tier in (2, 1):
@@ -51,7 +51,7 @@ def test_tiers_are_asked_in_their_new_order() -> None:
         rig.answer(probe)
     (load,) = rig.open_ops(TierLoad)
     assert load.tier == 1
-    rig.settle()
+    rig.answer_all()
     assert len(rig.shelves[2]) == 1, "what tier 1 brought goes to the one before it"
     assert len(rig.shelves[0]) == 1
 
@@ -86,13 +86,13 @@ def test_who_waits_for_a_removed_tier_is_answered(when: type[TierProbe | TierLoa
     rig.only_in_tiers(e, "a")
     rig.begin(e, "a")
     if when is TierLoad:
-        rig.settle(TierProbe)
+        rig.answer_all(TierProbe)
     use(rig)
     assert all(isinstance(op, when) for op in rig.asked)
     assert rig.asked
     assert not rig.replies(e.scheduler)
     rig.down = True
-    rig.settle()
+    rig.answer_all()
     (reply,) = rig.replies(e.scheduler)
     assert reply.chunks == 0
     rig.down = False
@@ -113,7 +113,7 @@ def test_nothing_is_loaded_from_a_tier_that_went_while_another_was_asked() -> No
     use(rig, 0, 1)
     rig.answer(second)
     assert not [load for load in rig.open_ops(TierLoad) if load.tier == 0]
-    rig.settle()
+    rig.answer_all()
     assert rig.replies(e.scheduler)[0].chunks == 0
     assert rig.look_up(e, "a", "b")[0].chunks == 2
 
@@ -129,7 +129,7 @@ def test_a_tier_that_was_away_learns_of_a_clear_when_it_comes_back() -> None:
     assert asked.renew
     assert rig.look_up(e, "a")[0].chunks == 0
     e.store("a")
-    rig.settle()
+    rig.answer_all()
     assert len({epoch for _, epoch, _, _ in rig.shelves[0]}) == 2
 
 
@@ -139,7 +139,7 @@ def test_a_clear_that_a_tier_did_not_note_before_it_went_is_said_to_have_failed(
     rig.say(e.scheduler, m.Clear(seq=11))
     use(rig)
     rig.down = True
-    rig.settle()
+    rig.answer_all()
     (reply,) = rig.replies(e.scheduler)
     assert isinstance(reply, m.Error)
     assert reply.code == "tier_down"
@@ -153,7 +153,7 @@ def test_a_tier_whose_store_may_be_another_tells_its_epochs_anew() -> None:
     use(rig, 0, renewed=(0,))
     e.store("b")
     assert not rig.open_ops(TierStore), "its epoch there is not known"
-    rig.settle()
+    rig.answer_all()
     assert {epoch for _, epoch, _, _ in rig.shelves[0]} == set(rig.notes[0].values())
 
 
@@ -162,8 +162,8 @@ def test_an_engine_of_its_own_generation_still_uses_no_tier() -> None:
     e = rig.ready()
     move(e)
     use(rig, 0)
-    rig.settle()
+    rig.answer_all()
     e.store("a")
     rig.wait(40)
-    rig.settle()
+    rig.answer_all()
     assert not rig.shelves[0]

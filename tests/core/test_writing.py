@@ -1,4 +1,4 @@
-"""Laws 2-4 and 12, writing: every shard in time, or nothing; a slot being written is nobody's."""
+"""The messages of a store: reserve, abort and handing over; what is refused changes nothing."""
 
 from __future__ import annotations
 

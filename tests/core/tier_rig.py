@@ -66,8 +66,8 @@ class TierRig(Rig):
     def open_ops(self, kind: type[Asked]) -> list[Asked]:
         return [one for one in self.asked if isinstance(one, kind)]
 
-    def settle(self, *kinds: type[Any]) -> None:
-        """Answer everything (of these kinds), as a tier that works does, until nothing is asked."""
+    def answer_all(self, *kinds: type[Any]) -> None:
+        """Answer all open operations (of these kinds) as a tier does, until none is open."""
         while todo := [one for one in self.asked if not kinds or isinstance(one, kinds)]:
             self.answer(todo[0])
 
@@ -109,14 +109,14 @@ class TierRig(Rig):
     def ready(self, instance: str = "e", **fields: Any) -> Engine:
         """An engine whose namespace's epochs are known."""
         engine = self.engine(instance, **fields)
-        self.settle()
+        self.answer_all()
         self.replies(engine.scheduler)
         return engine
 
     def look_up(self, engine: Engine, *wanted: object, **fields: Any) -> list[Any]:
         """Ask, answer the tiers, and the replies."""
         self.begin(engine, *wanted, **fields)
-        self.settle()
+        self.answer_all()
         return self.replies(engine.scheduler)
 
     def begin(self, engine: Engine, *wanted: object, **fields: Any) -> None:
@@ -128,7 +128,7 @@ class TierRig(Rig):
     def only_in_tiers(self, engine: Engine, *wanted: object, **item: Any) -> None:
         """Store these; then L1 has nothing any more."""
         engine.store(*wanted, **item)
-        self.settle()
+        self.answer_all()
         self.forget_l1()
         assert self.status["rows"] == 0
         self.replies(engine.scheduler)

@@ -31,6 +31,7 @@ def own_rank(session: ClientSession, rank: int) -> int:
 
 
 def instance_of(state: State, session: ClientSession) -> Instance:
+    """The instance of a session that has registered."""
     if session.registered is None:
         raise Refused("not_registered", "send Register first")
     return state.instances[session.registered.instance]

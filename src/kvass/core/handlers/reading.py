@@ -60,15 +60,8 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     if msg.spare < 0:
         raise Refused("bad_value", f"spare: {msg.spare} is negative")
     readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
-    blocks, start = [
-        split_keys(each, msg.width, 0, state.config.limits) if each else NO_BLOCKS
-        for each in (msg.blocks, msg.first_blocks)
-    ]
     ns = state.namespace_of(instance)
-    if ns is None or not ns.chunk_blocks or msg.spare:
-        blocks = start = NO_BLOCKS
-    elif max(len(blocks), len(start)) >= ns.chunk_blocks:
-        raise Refused("bad_value", f"blocks: fewer than the {ns.chunk_blocks} of a chunk")
+    blocks, start = _blocks(state, ns, msg)
     _check_leases(state, instance.id)
     if not msg.again:
         state.counters["lookups"] += 1
@@ -99,6 +92,22 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     state.answered(instance, ns, asked, given, why, _speed(msg), msg.again)
     state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why, again=msg.again)
     return state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
+
+
+def _blocks(state: State, ns: Namespace | None, msg: Lookup) -> tuple[U64Array, U64Array]:
+    """The keys of the blocks after the last chunk, and of the blocks of chunk ``first``.
+
+    There are none where hits end with a chunk.
+    """
+    blocks, start = [
+        split_keys(each, msg.width, 0, state.config.limits) if each else NO_BLOCKS
+        for each in (msg.blocks, msg.first_blocks)
+    ]
+    if ns is None or not ns.chunk_blocks or msg.spare:
+        blocks = start = NO_BLOCKS
+    elif max(len(blocks), len(start)) >= ns.chunk_blocks:
+        raise Refused("bad_value", f"blocks: fewer than the {ns.chunk_blocks} of a chunk")
+    return blocks, start
 
 
 def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:

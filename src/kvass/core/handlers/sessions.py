@@ -22,6 +22,7 @@ or is ahead."""
 
 
 def opened(state: State, event: Opened) -> None:
+    """A client has connected. It is refused, or it takes a place, perhaps another session's."""
     assert event.session not in state.sessions, "a session id was reused"
     session = ClientSession(id=event.session, uid=event.uid, own=event.own, pid=event.pid)
     state.sessions[session.id] = session
@@ -32,12 +33,14 @@ def opened(state: State, event: Opened) -> None:
 
 
 def end_silent(state: State) -> None:
+    """End the sessions that have not sent Hello in time."""
     for session in state.session_limits.overdue(state.now):
         text = f"say Hello within {state.config.timing.hello_s:g} s"
         end(state, state.sessions[session], "limit", text)
 
 
 def faulted(state: State, event: Faulted) -> None:
+    """Bytes of the session were no message: end the session."""
     session = state.sessions.get(event.session)
     if session is not None and not session.ending:
         end(state, session, event.code, event.text)
@@ -98,6 +101,7 @@ def populated(state: State, event: PopulatedTo) -> None:
 
 
 def hello(state: State, session: ClientSession, msg: Hello) -> None:
+    """Answer with ``Welcome``, or end a session whose protocol or clock does not fit."""
     if session.greeted:
         raise Refused("bad_message", "Hello was said already")
     protocol = min(msg.protocol_max, PROTOCOL_MAX)

@@ -71,15 +71,18 @@ class Ledger(Generic[E]):
         self._due: list[tuple[float, int]] = []
 
     def of(self, instance: str) -> dict[int, E]:
+        """The open entries of an instance, by number."""
         return self._of.get(instance, {})
 
     def add(self, entry: E) -> None:
+        """Open an entry. It is due at its deadline."""
         self.all[entry.id] = entry
         self._of.setdefault(entry.instance, {})[entry.id] = entry
         self.bytes_of[entry.instance] = self.bytes_of.get(entry.instance, 0) + entry.size_bytes
         self.wake_at(entry.deadline, entry)
 
     def drop(self, entry: E) -> None:
+        """Close an open entry. Its bytes are given back."""
         del self.all[entry.id]
         mine = self._of[entry.instance]
         del mine[entry.id]

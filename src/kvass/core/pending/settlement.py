@@ -205,6 +205,7 @@ class Settlement:
 
     @property
     def next_due(self) -> float | None:
+        """When ``lapse`` has something to end; ``None``: never."""
         if self._losses:
             return self.now
         return soonest(self.leases.next_due, self.reservations.next_due)
