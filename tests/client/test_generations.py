@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from kvass.client import endpoint
-from kvass.client.scheduler import Match, SchedulerClient
+from kvass.client.lookups import Match
+from kvass.client.scheduler import SchedulerClient
 from kvass.client.session import open_session
 from kvass.messages import Clear, Error, FromClient, Lookup, Register
 from kvass.testing.daemon import Daemon
@@ -88,7 +89,7 @@ def test_a_reset_that_no_daemon_hears_is_known_to_the_next(
 @pytest.mark.parametrize("clears", [False, True])
 def test_a_suspended_daemon_gives_no_row_of_before(real: Daemon, pair: Pair, clears: bool) -> None:
     a, b = pair
-    a.scheduler._step_wait_s = a.scheduler._left_s = 0.02
+    a.scheduler.step.wait_s = a.scheduler.step.left_s = 0.02
     real.suspend()
     if clears:
         assert not a.scheduler.clear(0.05)
@@ -104,7 +105,7 @@ def test_a_suspended_daemon_gives_no_row_of_before(real: Daemon, pair: Pair, cle
         return a.scheduler.answering
 
     assert eventually(known)
-    a.scheduler._step_wait_s = 20
+    a.scheduler.step.wait_s = 20
     assert not a.load("old")
     assert b.load("old") != clears
     check_apart(a, b)

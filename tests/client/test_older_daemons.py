@@ -14,7 +14,7 @@ import pytest
 
 from kvass.client import session
 from kvass.client.client import Client
-from kvass.client.scheduler import Match
+from kvass.client.lookups import Match
 from kvass.errors import Incompatible, Refused
 from kvass.messages import (
     Commit,

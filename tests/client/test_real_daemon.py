@@ -15,7 +15,8 @@ import pytest
 
 from kvass.client import endpoint
 from kvass.client.endpoint import Endpoint
-from kvass.client.scheduler import Match, SchedulerClient
+from kvass.client.lookups import Match
+from kvass.client.scheduler import SchedulerClient
 from kvass.client.session import open_session
 from kvass.client.worker import WorkerClient
 from kvass.errors import Unavailable
@@ -129,9 +130,9 @@ def test_ten_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engin
     assert engine.store("a")
     assert eventually(lambda: engine.load("a"))
     scheduler = engine.scheduler
-    scheduler._lookup_budget_s = PATIENCE_S
+    scheduler.lookups.budget_s = PATIENCE_S
     for i in range(10_000):
-        scheduler._step_wait_s = PATIENCE_S * (i % 2)  # every other one is given up at once
+        scheduler.step.wait_s = PATIENCE_S * (i % 2)  # every other one is given up at once
         scheduler.new_step()
         found = scheduler.match(f"r{i}", digests("a"), WIDTH, 0)
         assert found is not None

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvass.client.lookups import PENDING, Match
 from kvass.client.requests import MAX_UNANSWERED
-from kvass.client.scheduler import PENDING, Match, Reserving, SchedulerClient
+from kvass.client.scheduler import Reserving, SchedulerClient
 from kvass.client.session import DaemonSession
 from kvass.messages import (
     Abort,
@@ -51,7 +52,7 @@ def scheduler(daemon: ScriptedDaemon, registration: Register) -> Iterator[Schedu
 
 def hasty(client: SchedulerClient, budget_s: float = 0.1) -> None:
     """Waits of the real size, for tests in which the daemon does not answer."""
-    client._reserve_wait_s, client._step_wait_s, client._lookup_budget_s = 0.001, 0.002, budget_s
+    client._reserve_wait_s, client.step.wait_s, client.lookups.budget_s = 0.001, 0.002, budget_s
     client.new_step()
 
 
@@ -143,8 +144,8 @@ def test_a_match_of_a_lost_connection_is_void_though_its_second_lookup_has_anoth
         return end
 
     daemon.answers[Lookup] = one_chunk
-    answer = scheduler._answer
-    monkeypatch.setattr(scheduler, "_answer", reconnect)
+    answer = scheduler.lookups._answer
+    monkeypatch.setattr(scheduler.lookups, "_answer", reconnect)
     assert scheduler.match("r", DIGESTS, WIDTH, 0, blocks=lambda _: DIGESTS[:WIDTH]) is None
     assert scheduler.take("r") is None
     assert daemon.got(Release, 0) == []
@@ -259,12 +260,12 @@ def test_a_lookup_given_up_is_released_when_it_answers(
 def test_a_step_has_one_budget(daemon: ScriptedDaemon, scheduler: SchedulerClient) -> None:
     Slow(daemon)
     hasty(scheduler, budget_s=30)
-    scheduler._left_s = 0.1
+    scheduler.step.left_s = 0.1
     began_s = time.monotonic()
     for i in range(200):
         assert match(scheduler, f"r{i}") is PENDING
     assert time.monotonic() - began_s < 5  # and not 200 times 0.1
-    assert scheduler._left_s == 0 or scheduler.silent_s > 0
+    assert scheduler.step.left_s == 0 or scheduler.silent_s > 0
 
 
 def test_a_silent_daemon_is_asked_little_and_then_nothing(
@@ -440,7 +441,7 @@ def test_a_lookup_is_waited_for_once_the_late_answer_is_there(
     hasty(scheduler)
     asked(scheduler)
     slow.let_go()
-    scheduler._left_s = 5
+    scheduler.step.left_s = 5
     assert isinstance(match(scheduler), Match)
 
 

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from kvass.client.client import Client
+from kvass.client.lookups import PENDING
 from kvass.client.requests import MAX_UNANSWERED
-from kvass.client.scheduler import PENDING, SchedulerClient
+from kvass.client.scheduler import SchedulerClient
 from kvass.messages import (
     Lookup,
     Matched,
@@ -119,7 +120,7 @@ def test_stores_go_on_while_a_lookup_waits(
 def test_any_number_of_waiting_lookups_keeps_no_other_request_back(
     tiers: ScriptedDaemon, scheduler: SchedulerClient
 ) -> None:
-    scheduler._lookup_budget_s = 30.0  # a busy machine is not taken for a daemon that hangs
+    scheduler.lookups.budget_s = 30.0  # a busy machine is not taken for a daemon that hangs
     for i in range(2 * MAX_UNANSWERED):
         assert match(scheduler, f"r{i}") is PENDING
         scheduler.new_step()

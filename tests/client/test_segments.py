@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvass.client.scheduler import PENDING, SchedulerClient
+from kvass.client.lookups import PENDING
+from kvass.client.scheduler import SchedulerClient
 from kvass.client.segments import SegmentClient
 from kvass.messages import (
     FindSegments,

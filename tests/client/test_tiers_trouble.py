@@ -58,7 +58,7 @@ def faulty(folder: Path) -> Iterator[Faulty]:
 
 def in_bounds(one: FakeEngine, prompt: range) -> int:
     """``loaded``, which must not take long, whatever the tier does."""
-    one.scheduler._lookup_budget_s = 0.2
+    one.scheduler.lookups.budget_s = 0.2
     began = time.monotonic()
     chunks = loaded(one, prompt)
     assert time.monotonic() - began < BOUND_S

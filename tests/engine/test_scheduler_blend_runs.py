@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from kvass.client.scheduler import Match
+from kvass.client.lookups import Match
 from kvass.connectors.vllm import blend_planner
 from kvass.connectors.vllm.blend_pages import Placement
 from kvass.connectors.vllm.blend_planner import BlendPlanner

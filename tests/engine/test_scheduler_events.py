@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from examples.router import Subscriber
-from kvass.client.scheduler import Match
+from kvass.client.lookups import Match
 from kvass.connectors.vllm.events import VllmEvents
 from kvass.engine import adapter_files, adapters, row_events
 from kvass.testing.daemon import Daemon, running_daemon

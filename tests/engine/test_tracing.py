@@ -79,7 +79,7 @@ def test_a_request_that_loads_from_a_tier(
     exporter.clear()
 
     engine = connected(daemon)
-    engine.client._step_wait_s = engine.client._left_s = 0.0
+    engine.client.step.wait_s = engine.client.step.left_s = 0.0
     (tmp_path / "hold-load").touch()
     request = engine.world.add("second", PROMPT)
     request.trace_headers = HEADERS

@@ -17,7 +17,8 @@ import time
 from itertools import pairwise
 from typing import Final
 
-from kvass.client.scheduler import PENDING, Pending, SchedulerClient
+from kvass.client.lookups import PENDING, Pending
+from kvass.client.scheduler import SchedulerClient
 from kvass.client.session import DaemonSession
 from kvass.errors import Unavailable
 from kvass.messages import Error, FindSegments, FromDaemon, IndexChunks, Segments

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from kvass.client.scheduler import Match, Pending, SchedulerClient
+from kvass.client.lookups import Match, Pending
+from kvass.client.scheduler import SchedulerClient
 from kvass.engine import tracing
 from kvass.engine.adapters import Adapters, Named, NoSalt
 from kvass.engine.changes import Changes, OwnCache

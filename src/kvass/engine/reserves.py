@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvass.client.scheduler import Pending, Reserving, SchedulerClient
+from kvass.client.lookups import Pending
+from kvass.client.scheduler import Reserving, SchedulerClient
 from kvass.engine.granted_stores import GrantedStores
 from kvass.engine.held_blocks import excess
 from kvass.engine.offers import Offer, StepOffers

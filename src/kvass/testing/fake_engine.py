@@ -29,8 +29,9 @@ import msgspec
 import numpy as np
 
 from kvass.client.endpoint import Endpoint
+from kvass.client.lookups import PENDING, Match, Pending
 from kvass.client.parallel import ParallelStrategy
-from kvass.client.scheduler import PENDING, Match, Pending, SchedulerClient
+from kvass.client.scheduler import SchedulerClient
 from kvass.client.segments import SegmentClient
 from kvass.errors import Unavailable, UsageError
 from kvass.messages import Ping, ReserveItem, Segments

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvass.client.scheduler import PENDING, Match, Pending, Reserving
+from kvass.client.lookups import PENDING, Match, Pending
+from kvass.client.scheduler import Reserving
 from kvass.messages import Grant, Granted, Register, ReserveItem
 from kvass.types import Slots
 

@@ -248,7 +248,7 @@ def prepare(connector: Any, patient: bool, late: bool) -> None:
     pool.hold = lambda ids: [] if _here.settings.late_stores else hold(ids)
     if patient:
         client = planner._client
-        client._step_wait_s = client._left_s = PATIENCE_S
+        client.step.wait_s = client.step.left_s = PATIENCE_S
         vars(scheduler)["LATE_S"] = PATIENCE_S
         client._reserve_wait_s = 0.0 if late else PATIENCE_S
         vars(adapters).update(WAIT_S=PATIENCE_S, PATIENCE_S=PATIENCE_S)

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvass.client.lookups import PENDING
 from kvass.client.parallel import ParallelStrategy
-from kvass.client.scheduler import PENDING
 from kvass.testing.daemon import Daemon
 from tests.support.vllm.lora_ranks import LoraManager
 from tests.support.vllm.scheduler import ALONE, CHUNK, SchedulerHarness, make_configs
@@ -205,7 +205,7 @@ class StubModelEngine:
         self.loads: list[Any] = []
         self.client = world.connector._planner._client
         # Long waits: on a loaded machine a slow answer would count as a miss.
-        self.client._reserve_wait_s = self.client._step_wait_s = self.client._left_s = 5.0
+        self.client._reserve_wait_s = self.client.step.wait_s = self.client.step.left_s = 5.0
         begin = self.client.begin_reserve
         # Grants come at once, unless ``delay_grants`` says otherwise.
         self.client.begin_reserve = lambda items, width, wait=True: begin(items, width)

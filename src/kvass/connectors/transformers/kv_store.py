@@ -19,8 +19,9 @@ from typing import Final
 import numpy as np
 
 from kvass.blend.plan import PlacedSegment
+from kvass.client.lookups import BlockHashes, Match, Pending
 from kvass.client.parallel import ParallelStrategy
-from kvass.client.scheduler import BlockHashes, Match, Pending, SchedulerClient
+from kvass.client.scheduler import SchedulerClient
 from kvass.client.segments import SegmentClient
 from kvass.client.worker import WorkerClient
 from kvass.connectors.transformers.rows import BLOCK, KV, Rows

@@ -22,7 +22,7 @@ from itertools import takewhile
 import numpy as np
 
 from kvass.blend.plan import Choice, PlacedSegment, Prompt, all_tokens, plan
-from kvass.client.scheduler import Match, Pending
+from kvass.client.lookups import Match, Pending
 from kvass.client.segments import SegmentClient
 from kvass.connectors.vllm.adapt import VllmRequest
 from kvass.connectors.vllm.blend_pages import Placement, Span

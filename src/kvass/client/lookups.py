@@ -1,0 +1,313 @@
+"""Lookups of an engine's requests: asked, answered within a step's time, and held until taken.
+
+Laws of this file:
+
+- What a request has asked for or holds changes only along ``TRANSITIONS``; any other change is a
+  defect and asserts.
+- A lease is held for exactly one request, here, until ``take`` or ``give_back``.
+- What was asked or is held through a lost connection is void.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from kvass.client.client import bounded
+from kvass.client.endpoint import Endpoint
+from kvass.client.session import DaemonSession
+from kvass.client.step_budget import StepBudget
+from kvass.errors import Unavailable
+from kvass.messages import Error, FromDaemon, Lookup, Matched, Release
+
+ANSWER_S: Final = 0.02
+"""How much sooner the daemon is to answer than we give up."""
+
+Match = Matched
+"""The answer to a lookup that found at least a chunk, or blocks of one. ``slots[g]``: where the
+rows of group ``g`` lie that the hit needs, which are those of its last ``len(slots[g])`` chunks."""
+BlockHashes = Callable[[int], bytes]
+"""The hashes of the first blocks of a chunk, back to back: of those that a hit may use which ends
+inside of this chunk."""
+
+
+class Pending:
+    """The daemon has not answered yet: ask again in a later step. Test with ``is PENDING``."""
+
+
+PENDING: Final = Pending()
+
+
+class LookupState(Enum):
+    """What a request has asked for, or holds."""
+
+    IDLE = "nothing is asked and nothing is held"
+    ASKED = "its lookup is in flight"
+    ASKED_AGAIN = "a second lookup is in flight, for blocks after the chunk where the first ended"
+    MATCHED = "a match is held, whose lease is ours"
+
+
+_S = LookupState
+TRANSITIONS: Final = frozenset(
+    {
+        (_S.IDLE, _S.ASKED),
+        (_S.IDLE, _S.ASKED_AGAIN),
+        (_S.ASKED, _S.IDLE),
+        (_S.ASKED, _S.MATCHED),
+        (_S.ASKED_AGAIN, _S.IDLE),
+        (_S.ASKED_AGAIN, _S.MATCHED),
+        (_S.MATCHED, _S.ASKED_AGAIN),
+        (_S.MATCHED, _S.IDLE),
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class RequestLookup:
+    """The lookup of one request. ``session``: the connection that it was asked through.
+
+    In flight it is ``seq``, from chunk ``first`` on: for ``chunks`` chunks in all and ``blocks``
+    blocks of the chunk after them, or ``start`` blocks of chunk ``first``. ``match``: what is held.
+    While it is asked again, that is the match of the first lookup, or None if that missed.
+    """
+
+    state: LookupState = LookupState.IDLE
+    session: DaemonSession | None = None
+    first: int = 0
+    seq: int = 0
+    chunks: int = 0
+    blocks: int = 0
+    start: int = 0
+    match: Match | None = None
+    give_up_s: float = 0.0
+    """CLOCK_MONOTONIC until which the caller may be answered ``PENDING``; 0: it never was."""
+    acknowledged_by_s: float = 0.0
+    """CLOCK_MONOTONIC until which the daemon must have said that what is asked for may come."""
+
+    @property
+    def in_flight(self) -> bool:
+        return self.state in (LookupState.ASKED, LookupState.ASKED_AGAIN)
+
+    def move(self, to: LookupState) -> None:
+        """It is asked, answered, taken or given back."""
+        assert (self.state, to) in TRANSITIONS, (self.state, to)
+        self.state = to
+        if not self.in_flight:
+            self.seq = 0
+
+    def end(self, match: Match | None = None) -> None:
+        """Nothing is in flight any more; ``match`` is held."""
+        self.match = match
+        to = LookupState.IDLE if match is None else LookupState.MATCHED
+        if to is not self.state:
+            self.move(to)
+
+    def blocks_after(self, end: int) -> int:
+        """How many blocks a match of ``end`` chunks may have of the next chunk."""
+        if end == self.chunks:
+            return self.blocks
+        return self.start if end == self.first else 0
+
+    def may_go_on(self, end: int) -> bool:
+        """Whether blocks may match after ``end`` chunks that the daemon was not asked for."""
+        return end < self.chunks and not (self.start and end == self.first)
+
+
+class Lookups:
+    """The lookups of one engine, by request. Used from its scheduler's thread only.
+
+    ``readers``: the ranks that each release a match; None: rank 0 alone. ``spare``: of every
+    ``Lookup``. ``budget_s``: how long in all a request may wait for its answer; None: as long as
+    computing what it asks for takes, but no less than the daemon's ``lookup_budget_ms``.
+    """
+
+    def __init__(
+        self,
+        client: Endpoint,
+        step: StepBudget,
+        *,
+        readers: tuple[int, ...] | None,
+        spare: int,
+        chunk_tokens: int,
+        budget_s: float | None,
+    ) -> None:
+        self.budget_s = budget_s
+        self._client = client
+        self._step = step
+        self._readers = readers
+        self._spare = spare
+        self._chunk_tokens = chunk_tokens
+        self._of: dict[str, RequestLookup] = {}
+
+    def match(self, message: Lookup, blocks: BlockHashes | None) -> Match | Pending | None:
+        """As ``SchedulerClient.match``; ``message`` says what to look up."""
+        client, wait_s = self._client, 0.0
+        lookup = self._of.setdefault(message.request, RequestLookup())
+        if lookup.first != message.first or self._lapsing(lookup):
+            self._void(lookup)
+        if lookup.match is None and not lookup.in_flight:
+            wait_s = self._ask(lookup, message, blocks)
+        while lookup.seq:
+            asked_again = lookup.state is LookupState.ASKED_AGAIN
+            end = self._answer(lookup, wait_s)
+            if isinstance(end, Pending):
+                return end
+            if end is None:
+                break
+            if not asked_again and blocks is not None and lookup.may_go_on(end):
+                if lookup.session is not client.session:  # what it holds went with its connection
+                    lookup.end(None)
+                    break
+                message.digests, message.again = message.digests[: end * message.width], True
+                message.first_blocks = b""
+                wait_s = self._ask(lookup, message, blocks)
+            if not lookup.seq:
+                client.counters["misses" if lookup.match is None else "hits"] += 1
+        return lookup.match
+
+    def take(self, request: str) -> Match | None:
+        """The held match, whose lease is the caller's from here on; None if none is held, or its
+        connection is gone."""
+        lookup, taken = self._of.get(request), None
+        if lookup is not None and lookup.session is self._client.session:
+            taken = lookup.match
+            if lookup.state is LookupState.MATCHED:
+                lookup.end(None)
+        self.give_back(request)
+        return taken
+
+    def give_back(self, request: str) -> None:
+        """Give back whatever is held or asked for ``request`` and forget it. Idempotent."""
+        if (lookup := self._of.pop(request, None)) is not None:
+            self._void(lookup)
+
+    def give_back_all(self) -> None:
+        """Of all requests."""
+        for request in list(self._of):
+            self.give_back(request)
+
+    def promoting(self, request: str) -> bool:
+        """Whether the lookup of ``request`` waits for tiers, or for what another engine stores."""
+        lookup = self._of.get(request)
+        if lookup is None or lookup.session is None:
+            return False
+        return lookup.seq in lookup.session.requests.promoting
+
+    def _lapsing(self, lookup: RequestLookup) -> bool:
+        """Whether what ``lookup`` has is void, or its lease too old to begin a load on."""
+        if lookup.session is not self._client.session:
+            return True
+        if lookup.state is not LookupState.MATCHED or lookup.session is None:
+            return False
+        assert lookup.match is not None
+        half_s = lookup.session.welcome.timing.lease_s / 2
+        return lookup.match.deadline_s - time.monotonic() < half_s
+
+    def _void(self, lookup: RequestLookup) -> None:
+        if lookup.session is self._client.session:  # else it went with its connection
+            if lookup.match is not None:
+                self._client.post(Release(boot=lookup.match.boot, lease=lookup.match.lease))
+            if lookup.in_flight:
+                self._client.discard(lookup.seq)
+        lookup.end(None)
+
+    # ------------------------------------------------------------ asking
+
+    def _ask(self, lookup: RequestLookup, message: Lookup, blocks: BlockHashes | None) -> float:
+        """Send the lookup, if there is a daemon that answers; how long to wait for it."""
+        client, width = self._client, message.width
+        if (session := client.session) is None:
+            client.counters["unasked"] += message.first * width < len(message.digests)
+            return 0.0
+        message.digests = message.digests[: session.welcome.limits.keys_per_message * width]
+        chunks = len(message.digests) // max(1, width)
+        if blocks is not None:
+            message.blocks = blocks(chunks)
+            if message.first < chunks:
+                message.first_blocks = blocks(message.first)
+        if (message.first >= chunks or message.again) and not message.blocks:
+            return 0.0
+        if client.silent_s:
+            client.poll()  # what was late may have come since the last step
+        if not self._patient(lookup, session, message, chunks):
+            client.counters["timeouts"] += 1  # it would only cost this request its patience
+            return 0.0
+        message.readers, message.spare, message.writing = self._readers, self._spare, True
+        left_s = lookup.give_up_s - time.monotonic()
+        message.budget_ms = bounded(1000 * max(left_s - ANSWER_S, 0.001))
+        seq = client.submit(message)
+        lookup.first, lookup.session, lookup.chunks = message.first, session, chunks
+        lookup.blocks = len(message.blocks) // max(1, width)
+        lookup.start = len(message.first_blocks) // max(1, width)
+        client.counters["lookups"] += not message.again
+        if seq:
+            lookup.move(LookupState.ASKED_AGAIN if message.again else LookupState.ASKED)
+            lookup.seq = seq
+        return 0.0 if client.silent_s else self._step.left_s
+
+    def _patient(
+        self, lookup: RequestLookup, session: DaemonSession, message: Lookup, chunks: int
+    ) -> bool:
+        """Set how long the answer may take; False if the daemon has been silent for longer."""
+        welcome, patience_s, now_s = session.welcome, self.budget_s, time.monotonic()
+        least_s = welcome.timing.lookup_budget_ms / 1000
+        if self._client.silent_s > (least_s if patience_s is None else patience_s):
+            return False
+        if not lookup.give_up_s:
+            if patience_s is None:
+                tokens = (chunks - message.first) * self._chunk_tokens
+                patience_s = welcome.timing.patience_s(tokens, message.prefill_tokens_s)
+            lookup.give_up_s = now_s + patience_s
+        unbounded = self.budget_s is None or welcome.tiers
+        lookup.acknowledged_by_s = now_s + least_s if unbounded else lookup.give_up_s
+        return True
+
+    # ------------------------------------------------------------ answers
+
+    def _answer(self, lookup: RequestLookup, wait_s: float) -> int | Pending | None:
+        """The chunk at which the answer to the lookup in flight ends, after ``wait_s`` at most;
+        None: there is none. What it brings is held in ``lookup``."""
+        client = self._client
+        try:
+            reply = self._step.wait(client, lookup.seq, wait_s)
+        except Unavailable:
+            lookup.end(None)
+            return None
+        if reply is None:
+            assert lookup.session is not None
+            now_s = time.monotonic()
+            acknowledged = lookup.seq in lookup.session.requests.promoting
+            if now_s < lookup.give_up_s and (acknowledged or now_s < lookup.acknowledged_by_s):
+                return PENDING
+            client.counters["timeouts"] += 1
+            client.discard(lookup.seq)
+            lookup.end(lookup.match)  # that of the first lookup
+            return None
+        better, worse = self._checked(lookup, reply), lookup.match
+        if lookup.state is LookupState.ASKED_AGAIN and (better is None or not better.blocks):
+            better, worse = worse, better
+        lookup.end(better)
+        if worse is not None:
+            client.post(Release(boot=worse.boot, lease=worse.lease))
+        return reply.chunks if isinstance(reply, Matched) else lookup.chunks
+
+    def _checked(self, lookup: RequestLookup, reply: FromDaemon) -> Match | None:
+        """The match that ``reply`` is, if it is one of what was asked for."""
+        if isinstance(reply, Error):
+            self._client.refused(reply)
+            return None
+        assert isinstance(reply, Matched)
+        assert lookup.session is not None
+        if not (
+            reply.boot == lookup.session.boot
+            and reply.first == lookup.first <= reply.chunks <= lookup.chunks
+            and 0 <= reply.blocks <= lookup.blocks_after(reply.chunks)
+            and (reply.lease > 0) == (reply.chunks > reply.first or reply.blocks > 0)
+            and (not reply.lease or reply.spare == self._spare)
+        ):
+            self._client.fault(lookup.session, "a match of what was not asked for")
+            return None
+        return reply if reply.lease else None

@@ -1,0 +1,52 @@
+"""The states of a request's lookup: what may follow what."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from kvass.client.lookups import TRANSITIONS, LookupState, Match, RequestLookup
+
+FOUND = Match(boot=b"b", lease=1, chunks=1)
+
+
+@pytest.mark.parametrize(("before", "after"), product(LookupState, LookupState))
+def test_a_lookup_changes_only_along_the_table(before: LookupState, after: LookupState) -> None:
+    lookup = RequestLookup(before)
+    if (before, after) in TRANSITIONS:
+        lookup.move(after)
+        assert lookup.state is after
+    else:
+        with pytest.raises(AssertionError):
+            lookup.move(after)
+
+
+def test_every_transition_of_the_table_is_taken_by_a_lookup_that_is_asked_and_answered() -> None:
+    taken = set[tuple[LookupState, LookupState]]()
+    for path in (
+        [LookupState.ASKED, FOUND, None],
+        [LookupState.ASKED, None],
+        [LookupState.ASKED, FOUND, LookupState.ASKED_AGAIN, FOUND, None],
+        [LookupState.ASKED, None, LookupState.ASKED_AGAIN, None],
+    ):
+        lookup = RequestLookup()
+        for one in path:
+            before = lookup.state
+            if isinstance(one, LookupState):
+                lookup.move(one)
+                lookup.seq = 7
+            else:
+                lookup.end(one)
+                assert lookup.seq == 0
+            taken.add((before, lookup.state))
+    assert taken == TRANSITIONS
+
+
+def test_who_gives_up_the_second_lookup_keeps_the_match_of_the_first() -> None:
+    lookup = RequestLookup()
+    lookup.move(LookupState.ASKED)
+    lookup.end(FOUND)
+    lookup.move(LookupState.ASKED_AGAIN)
+    lookup.end(lookup.match)
+    assert (lookup.state, lookup.match) == (LookupState.MATCHED, FOUND)
