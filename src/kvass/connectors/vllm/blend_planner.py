@@ -125,8 +125,8 @@ class BlendPlanner:
         unique = {digest: row for row, digest in enumerate(dict.fromkeys(each))}
         if not unique:
             return False
-        asked = _second(name), b"".join(unique), width, 0, 0.0, one.request.tenant
-        match = self._client.match(*asked)
+        tenant = one.request.tenant
+        match = self._client.match(_second(name), b"".join(unique), width, 0, 0.0, tenant)
         if isinstance(match, Pending):
             return None
         there = {digest: row for digest, row in unique.items() if match and row < match.chunks}
