@@ -21,8 +21,8 @@ Each prints a table, or with ``--json`` one object. The exit status is 1 if any 
 from what was stored. Nothing is left behind on a disk or a server.
 
 What the names mean: those of ``--tier`` stand in ``bench.tiers``, those of ``--gpu`` in
-``bench.gpu``, those of ``--engine`` in ``bench.engine``, those of ``--blend`` in ``bench.blend`` and
-``bench.blend_engine``. Copies as DeepSeek-V3 makes them: ``kvass bench --model deepseek-v3``.
+``bench.gpu``, those of ``--engine`` in ``bench.engine``, those of ``--blend`` in ``bench.blend``
+and ``bench.blend_engine``. Copies as DeepSeek-V3 makes them: ``kvass bench --model deepseek-v3``.
 ``python -m bench`` alone has:
 
 - ``first_touch_gbps``: how fast the kernel hands out shared memory.
