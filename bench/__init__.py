@@ -1,10 +1,10 @@
-"""Developers' benchmarks: all that ``kvass bench`` measures, and what only developers compare.
+"""Developers' benchmarks: what ``kvass bench`` does not measure.
 
 From the root of the repository, with what ``make setup`` installs:
 
     make bench-check                        kvass bench against bench/baseline.json
-    make bench                              the daemon, all figures; some five minutes
-    python -m bench                         the same; --json, --l1-size, --rounds
+    make bench                              the daemon; some three minutes
+    python -m bench                         the same; --json, --l1-size
     python -m bench --tier disk:/some/path  a tier behind a daemon; also redis:, s3:, gcs:, azure:,
                                             mooncake:, each on a server that runs, and alone, too
     python -m bench --gpu                   copies between a GPU and the arena; needs an idle
@@ -20,15 +20,15 @@ From the root of the repository, with what ``make setup`` installs:
 Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed
 from what was stored. Nothing is left behind on a disk or a server.
 
-What the names mean: those of ``kvass bench`` stand in ``kvass.cli.bench``, those of ``--tier`` in
-``bench.tiers``, those of ``--gpu`` in ``bench.gpu``, those of ``--engine`` in ``bench.engine``,
-those of ``--blend`` in ``bench.blend`` and ``bench.blend_engine``.
-``python -m bench`` alone has, besides:
+What the names mean: those of ``--tier`` stand in ``bench.tiers``, those of ``--gpu`` in
+``bench.gpu``, those of ``--engine`` in ``bench.engine``, those of ``--blend`` in ``bench.blend``
+and ``bench.blend_engine``. Copies as DeepSeek-V3 makes them: ``kvass bench --model deepseek-v3``.
+``python -m bench`` alone has:
 
 - ``first_touch_gbps``: how fast the kernel hands out shared memory.
-- ``mla_...``: store and load as DeepSeek-V3 does: scattered runs of 18 KiB, rows of 17 MiB.
-- ``lookup_128k_tp8_us``, ``release_128k_tp8_us``: for eight ranks and rows of eight shards; eight
-  sessions release, and all eight pings must have come back.
+- ``lookup_128k_tp8_us``, ``release_128k_tp8_us``: as ``lookup_128k_us`` of ``kvass bench``, for
+  eight ranks and rows of eight shards; eight sessions release, and all eight pings must have come
+  back.
 - ``coverage_3x512_us``: how far 512 chunks reach in three layer groups at once (full, a window, a
   state), once the rows are found: the arithmetic alone, in the bench's own process.
 - ``segments_ms``: to find segments (``bench.segments``); ``segments_found``: whether exactly those

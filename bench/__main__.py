@@ -6,25 +6,19 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from bench import engine, gpu, tiers
 from bench.core_time import measure_coverage, measure_longest
-from bench.figures import add
 from bench.footprint import first_touch_gbps, measure_footprint
 from bench.gpu import torch_device
 from bench.pings import measure_pings
 from bench.segments import measure_segments
 from kvass._version import __version__
 from kvass.cli import bench as shipped
-from kvass.cli.bench.copies import PromptShape, measure_copies
 from kvass.cli.bench.lookups import measure_lookups
-from kvass.cli.bench.rig import CHUNK_TOKENS, say, start_daemon, table
-from kvass.cli.geometry import BLOCK_TOKENS
+from kvass.cli.bench.rig import say, start_daemon, table
 from kvass.errors import ConfigError, KvassError, UsageError
-from kvass.simulate.models import layers_of, layout
-
-_MODELS: Final = {"": "llama-3-8b", "mla_": "deepseek-v3"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,28 +57,22 @@ def run(argv: Sequence[str]) -> int:
     elif args.tier is not None:
         figures = tiers.measure_tier(args.tier, args.l1_size, args.rounds)
     else:
-        figures = measure(args.l1_size, args.rounds)
+        figures = measure(args.l1_size)
     print(json.dumps(figures) if args.json else shown(figures))
     return 0 if figures.get("bytes_equal", True) else 1
 
 
-def measure(l1_bytes: int, rounds: int) -> dict[str, Any]:
-    """All figures of a daemon. Raises ``KvassError``."""
+def measure(l1_bytes: int) -> dict[str, Any]:
+    """What ``kvass bench`` does not measure of a daemon. Raises ``KvassError``."""
     say("first touch of fresh shared memory")
-    figures: dict[str, Any] = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
+    figures: dict[str, Any] = {"version": __version__, "cores": os.cpu_count()}
     figures["first_touch_gbps"] = first_touch_gbps()
     say("segments of prompts of 128k tokens among 100,000 chunks and 1,000,000")
     figures |= measure_segments()
     say("a daemon")
     with start_daemon(l1_bytes) as daemon:
-        figures["ready_s"] = daemon.ready_s
-        for prefix, model in _MODELS.items():
-            prompt = PromptShape(layout(layers_of(model), BLOCK_TOKENS), CHUNK_TOKENS)
-            prompt = prompt.within(l1_bytes // 4)
-            add(figures, measure_copies(daemon.socket, rounds, prompt), prefix)
-        for tp in (1, 8):
-            say(f"lookups among 65,536 rows, ranks: {tp}")
-            figures |= measure_lookups(daemon.socket, tp=tp)
+        say("lookups among 65,536 rows, ranks: 8")
+        figures |= measure_lookups(daemon.socket, tp=8)
         say("pings")
         figures["coverage_3x512_us"] = measure_coverage()
         figures["ping_rps"] = {str(n): measure_pings(daemon.socket, n) for n in (1, 16)}

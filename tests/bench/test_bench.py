@@ -15,7 +15,7 @@ from bench.__main__ import main
 from bench.core_time import measure_longest
 from bench.figures import add
 from bench.segments import measure_segments
-from kvass.cli.bench import copies, lookups
+from kvass.cli.bench import lookups
 from kvass.core.effects import Received
 from kvass.messages import Error
 
@@ -23,8 +23,8 @@ from kvass.messages import Error
 def test_one_difference_is_a_difference() -> None:
     figures: dict[str, Any] = {}
     for same in (True, False, True):
-        add(figures, {"bytes_equal": same, "store_gbps": 1.5}, "mla_")
-    assert figures == {"bytes_equal": False, "mla_store_gbps": 1.5}
+        add(figures, {"bytes_equal": same, "store_gbps": 1.5}, "_small")
+    assert figures == {"bytes_equal": False, "store_gbps_small": 1.5}
 
 
 def test_the_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,16 +33,9 @@ def test_the_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < figure < 10_000 for figure in figures.values()), figures
 
 
-COPIES = {
-    *("store_vs_memcpy", "load_vs_memcpy", "store_gbps", "load_gbps", "memcpy_gbps"),
-    *("store_copies_vs_pages", "load_copies_vs_pages", "store_us", "load_us"),
-}
 NAMES = {
-    *("version", "cores", "rounds", "first_touch_gbps", "ready_s", "bytes_equal"),
-    *COPIES,
-    *(f"mla_{name}" for name in COPIES),
-    *("lookup_128k_us", "release_128k_us", "lookup_128k_tp8_us", "release_128k_tp8_us"),
-    *("lookup_128k_vs_dict", "lookup_128k_tp8_vs_dict"),
+    *("version", "cores", "first_touch_gbps"),
+    *("lookup_128k_tp8_us", "release_128k_tp8_us", "lookup_128k_tp8_vs_dict"),
     *("coverage_3x512_us", "ping_rps", "longest_step_ms", "segments_ms", "segments_found"),
     *("daemon_rss_mib", "daemon_idle_cpu_percent"),
 }
@@ -50,7 +43,6 @@ NAMES = {
 
 def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under these names: others compare them."""
-    monkeypatch.setattr(copies, "PROMPT_BYTES", 1)
     monkeypatch.setattr(
         command, "measure_lookups", partial(lookups.measure_lookups, resident=lookups.BATCH)
     )
@@ -60,9 +52,8 @@ def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(command, "measure_segments", few_chunks)
     monkeypatch.setattr(pings, "PING_S", 0.05)
     monkeypatch.setattr(footprint, "IDLE_S", 0.1)
-    figures = command.measure(256 << 20, 1)
+    figures = command.measure(256 << 20)
     assert set(figures) == NAMES
-    assert figures["bytes_equal"] is True
     assert figures["segments_found"] is True
     assert set(figures["ping_rps"]) == {"1", "16"}
     assert 1 < figures["daemon_rss_mib"] < 1000
@@ -82,7 +73,7 @@ def test_output_and_exit_status(
     assert main(["--json", "--l1-size", "4GiB"]) == 0
     assert json.loads(capsys.readouterr().out) == {"ping_rps": {"1": 9.0}, "bytes_equal": True}
     assert main(["--rounds", "7"]) == 1
-    assert asked == [(4 << 30, 9), (3 << 30, 7)]
+    assert asked == [(4 << 30,), (3 << 30,)]
     assert main(["--rounds", "3"]) == 2
     assert capsys.readouterr().err == "bench: --rounds 3: use 7 or more, or figures are noise\n"
 

@@ -24,12 +24,13 @@ def test_a_lookup_changes_only_along_the_table(before: LookupState, after: Looku
 
 def test_every_transition_of_the_table_is_taken_by_a_lookup_that_is_asked_and_answered() -> None:
     taken = set[tuple[LookupState, LookupState]]()
-    for path in (
+    paths: list[list[LookupState | Match | None]] = [
         [LookupState.ASKED, FOUND, None],
         [LookupState.ASKED, None],
         [LookupState.ASKED, FOUND, LookupState.ASKED_AGAIN, FOUND, None],
         [LookupState.ASKED, None, LookupState.ASKED_AGAIN, None],
-    ):
+    ]
+    for path in paths:
         lookup = RequestLookup()
         for one in path:
             before = lookup.state

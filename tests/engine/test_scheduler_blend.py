@@ -3,6 +3,8 @@ vLLM's real scheduler does with blended requests."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,16 @@ import vllm
 
 from kvass.blend import plan
 from kvass.blend.plan import FirstK, Prompt
-from kvass.connectors.vllm import blend_pages, blend_planner, configuration, namespace
+from kvass.connectors.vllm import (
+    adapt,
+    blend_pages,
+    blend_planner,
+    blend_setup,
+    namespace,
+)
+from kvass.connectors.vllm.blend_connector import BlendConnector
 from kvass.connectors.vllm.blend_oracle import KeptSegments
+from kvass.connectors.vllm.connector import KvassConnector
 from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
 from kvass.messages import Segment, Segments
@@ -50,9 +60,8 @@ def configs(blend: str = "first_k:16", oracle: bool = False, **options: Any) -> 
 
 
 def refuse(config: Any, *layouts: GroupLayout, blend: str = "none") -> str:
-    options = configuration.Options(blend=blend)
     with pytest.raises(UsageError) as refused:
-        configuration._blend(options, config, layouts or [FULL])
+        blend_setup.read_choice(blend, False, config, layouts or [FULL])
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -61,6 +70,29 @@ def test_what_it_needs() -> None:
     assert read_setup(*configs()).blend == FirstK(16)
     assert read_setup(*configs("kv_dev:0.1", oracle=True)).blend == 0.1
     assert read_setup(*make_configs()).blend is None
+
+
+IMPORTS = """
+import sys
+import kvass.connectors.vllm.connector
+print([name for name in sys.modules if name.startswith("kvass.") and "blend" in name])
+import kvass.connectors.vllm.blend_connector
+print([name for name in sys.modules if name.startswith("kvass.") and "blend" in name])
+"""
+
+
+def test_the_connector_without_blend_imports_nothing_of_it() -> None:
+    run = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True)
+    without, control = run.stdout.decode().splitlines()[-2:]
+    assert without == "[]"
+    assert "kvass.blend.plan" in control
+
+
+def test_the_options_choose_the_class() -> None:
+    for (config, caches), kind in [(configs(), BlendConnector), (make_configs(), KvassConnector)]:
+        connector = KvassConnector(config, adapt.KVConnectorRole.SCHEDULER, caches)
+        assert type(connector) is kind
+        connector.shutdown()
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

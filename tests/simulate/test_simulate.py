@@ -148,8 +148,6 @@ def test_a_request_waits_no_longer_than_computing_takes() -> None:
     prompts = [[1, 2, 3], *([n] for n in range(10, 40)), [1, 2, 3]]
     setting = Setting(24 * ROW, CHUNK, 4096 * ROW, ROW / 1000, CHUNK * 2.0, skip_slow_loads=False)
     assert 1.5 < play(trace_of(prompts, 1e5), setting).waited_s < 1.51  # 30 probes, too
-    patient = replace(setting, lookup_budget_ms=5000.0)
-    assert 5.0 < play(trace_of(prompts, 1e5), patient).waited_s < 5.01
 
 
 def test_when_rows_go_to_the_tier_is_a_setting() -> None:
@@ -485,7 +483,6 @@ SWEPT = {
     "--flush": "write_through,on_evict",
     "--keep-loaded": "yes,no",
     "--skip-slow-loads": "yes,no",
-    "--lookup-budget-ms": "100,1000",
 }
 
 

@@ -35,7 +35,6 @@ _SWEPT: Final[dict[str, Any]] = {
         "flush",
         "keep_loaded",
         "skip_slow_loads",
-        "lookup_budget_ms",
         "tails",
     )
 }
@@ -200,9 +199,6 @@ def _parser() -> Parser:
     )
     for flag in ("--keep-loaded", "--skip-slow-loads"):
         parser.add_argument(flag, type=_switch, metavar="yes,no", help="as of kvass serve")
-    parser.add_argument(
-        "--lookup-budget-ms", type=_counts, metavar="N", help="as of kvass serve, like 100,1000"
-    )
     parser.add_argument(
         "--tails",
         type=_switch,

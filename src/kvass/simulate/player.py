@@ -45,7 +45,7 @@ from kvass.messages import (
 from kvass.recording import EngineLine
 from kvass.simulate.prompts import WIDTH, PromptKeys, prompt_of
 from kvass.simulate.traces import MOST_TOKENS, Trace, TraceRequest
-from kvass.types import SCHEDULER, GroupLayout, RankLayout, Timing, chunk_blocks
+from kvass.types import SCHEDULER, GroupLayout, RankLayout, chunk_blocks
 
 _PROBE_S: Final = 0.0002
 _EVICTED: Final = [name for name in COUNTERS if name.startswith("evicted_")]
@@ -70,7 +70,6 @@ class Setting:
     flush: FlushMode = "write_through"
     keep_loaded: bool = True
     skip_slow_loads: bool = True
-    lookup_budget_ms: float = Timing().lookup_budget_ms
     tails: bool = False
 
 
@@ -215,7 +214,6 @@ class Player:
                 boot=bytes(16),
                 arena_bytes=setting.l1_bytes,
                 tiers=("l2",) if setting.l2_bytes else (),
-                timing=Timing(lookup_budget_ms=setting.lookup_budget_ms),
                 flush=setting.flush,
                 retain_promoted=setting.keep_loaded,
                 weigh_loads=setting.skip_slow_loads,

@@ -69,7 +69,6 @@ def _dimensions(s: Setting) -> dict[str, str]:
         "flush": s.flush,
         "keep-loaded": yes[s.keep_loaded],
         "skip-slow-loads": yes[s.skip_slow_loads],
-        "lookup-budget-ms": f"{s.lookup_budget_ms:g}",
     }
     return {
         "chunk": f"{s.chunk_tokens}",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvass.connectors.vllm import configuration, connector
+from kvass.connectors.vllm import blend_connector, configuration, connector
 from kvass.engine.copier import Copier
 from kvass.engine.memory import KVMemory
 from tests.support.gpu.engine_mover import EngineMover
@@ -20,6 +20,11 @@ def open_mover(memory: KVMemory) -> EngineMover:
 
 class KvassConnector(connector.KvassConnector):
     """See above."""
+
+    def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> connector.KvassConnector:
+        blends = cls is KvassConnector and configuration.wants_blend(vllm_config)
+        kind = BlendConnector if blends else cls
+        return super().__new__(kind, vllm_config, role, kv_cache_config)
 
     def _make_copier(self, setup: configuration.VllmSetup, vllm_config: Any, *_: Any) -> Copier:
         return super()._make_copier(setup, vllm_config, open_mover)
@@ -51,3 +56,7 @@ class KvassConnector(connector.KvassConnector):
         """Wait for the engine's stream."""
         if self.mover is not None:
             self.mover.synchronize()
+
+
+class BlendConnector(KvassConnector, blend_connector.BlendConnector):
+    """The same with ``kvass.blend``."""

@@ -13,11 +13,11 @@ import hashlib
 import time
 import uuid
 from contextlib import suppress
-from itertools import takewhile
 from typing import Final
 
 import numpy as np
 
+from kvass.blend.place import chunk_keys, place
 from kvass.blend.plan import PlacedSegment
 from kvass.client.lookups import BlockHashes, Match, Pending
 from kvass.client.parallel import ParallelStrategy
@@ -78,15 +78,17 @@ class KVStore:
     ) -> None:
         """``fields``: the namespace; ``name``: the model's, for people."""
         self._rows, self._boundary = rows, boundary
-        one, told = ParallelStrategy(), (uuid.uuid4().hex, fields, rows.chunk_tokens)
+        strategy, instance = ParallelStrategy(), uuid.uuid4().hex
         self._client = SchedulerClient(
             socket,
-            one.register(*told, model=name),
+            strategy.register(instance, fields, rows.chunk_tokens, model=name),
             reserve_wait_s=WAIT_S,
             step_wait_s=WAIT_S,
             daemon_uid=daemon_uid,
         )
-        registration = one.at(0).register(*told, rows.layout, model=name)
+        registration = strategy.at(0).register(
+            instance, fields, rows.chunk_tokens, rows.layout, model=name
+        )
         self._worker = WorkerClient(socket, registration, daemon_uid=daemon_uid)
         self._segments = SegmentClient(self._client, rows.chunk_tokens)
         self._client.start()
@@ -136,23 +138,16 @@ class KVStore:
         token, into ``kv``: where they stand, as they were stored."""
         each = self._rows.chunk_tokens
         found = self.find(name, prompt.tokens[:-1], space, first)
-        digests = [found.digests[at : at + WIDTH] for at in range(0, len(found.digests), WIDTH)]
-        unique = list(dict.fromkeys(digests))  # a chunk may stand in the prompt several times
-        match = self._match(f"{name}, segments", b"".join(unique), tenant) if unique else None
+        keys = chunk_keys(found, WIDTH)
+        match = self._match(f"{name}, segments", b"".join(keys), tenant) if keys else None
         if match is None:
             return ()
-        rows = {digest: row for row, digest in enumerate(unique[: match.chunks])}
-        segments, places, at = list[PlacedSegment](), list[tuple[int, int, int]](), 0
-        for one in found.segments:
-            of_one = digests[at : at + one.length // each]
-            there = [rows[digest] for digest in takewhile(rows.__contains__, of_one)]
-            if there:
-                length, last = len(there) * each, of_one[len(there) - 1]
-                kept = PlacedSegment(one.new_start, one.old_start, length, one.predecessor, last)
-                segments.append(kept)
-                starts = range(kept.new_start, kept.new_end, each)
-                places += [(row, t, each // BLOCK) for row, t in zip(there, starts, strict=True)]
-            at += len(of_one)
+        segments, rows = place(found, WIDTH, each, match.chunks)
+        places = [
+            (row, segment.new_start + at * each, each // BLOCK)
+            for segment, of_one in zip(segments, rows, strict=True)
+            for at, row in enumerate(of_one)
+        ]
         return tuple(segments) if self._read(match, places, kv) else ()
 
     def find(self, name: str, tokens: U32Array, space: bytes, first: int = 0) -> Segments:

@@ -24,7 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -53,9 +53,6 @@ try:
 except ImportError:  # before 0.32
     HIT_SOURCE = None
 
-if TYPE_CHECKING:
-    from kvass.connectors.vllm.blend_pages import Placement
-
 __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorRole",
@@ -75,11 +72,7 @@ CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 
 @dataclass
 class StepMetadata(StepWork, KVConnectorMetadata):
-    """Scheduler to workers: one step's loads and stores. vLLM's transport pickles it.
-    ``replaced``: see ``blend_oracle.py``."""
-
-    placements: list[Placement] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
+    """Scheduler to workers: one step's loads and stores. vLLM's transport pickles it."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """vLLM's scheduler, for blended requests: ``scheduler_cls`` is this module's ``BlendScheduler``.
 
 A file of vLLM's version (see ``adapt.py``). It overrides internals of vLLM's scheduler, so it works
-with the versions in ``configuration.BLENDS`` only. Without ``kvass.blend`` it is vLLM's scheduler.
+with the versions in ``blend_setup.BLENDS`` only. Without ``kvass.blend`` it is vLLM's scheduler.
 
 A blended request has its blocks up to the last segment when it is admitted, and waits there until
 the segments are in place. Then it is computed run by run, a step for each: before a step its
@@ -19,6 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from kvass.connectors.vllm.blend_connector import BlendConnector
 from kvass.connectors.vllm.blend_planner import BlendPlanner
 from kvass.connectors.vllm.connector import KvassConnector
 from kvass.errors import ConfigError
@@ -33,7 +34,9 @@ class BlendScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         if not isinstance(self.connector, KvassConnector):
             raise ConfigError("BlendScheduler needs kvass as the engine's only KV connector")
-        self._blender, self._boundary = self.connector.blender, self.connector.boundary
+        self._boundary = self.connector.boundary
+        blends = isinstance(self.connector, BlendConnector)
+        self._blender = self.connector.blender if blends else None
         self._lost = WeakSet[Request]()
         """Planning them raised: they are computed on from where they are, without a jump."""
         if self._blender is not None:
@@ -46,8 +49,7 @@ class BlendScheduler(Scheduler):
         """The planner's answer. None: the request is lost."""
         if request in self._lost:
             return None
-        asked = self._blender, request.request_id, tokens, *more
-        answer = self._boundary.run(None, call, *asked)
+        answer = self._boundary.run(None, call, self._blender, request.request_id, tokens, *more)
         if answer is None:
             self._lost.add(request)
         return answer
@@ -72,8 +74,9 @@ class BlendScheduler(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         """How many tokens a step computes of a request: no more than its run has."""
-        asked = request, num_computed_tokens, num_new_tokens
-        tokens: int = super()._reserve_prefill_lookahead(*asked)
+        tokens: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
         if self._blender is None:
             return tokens
         limit = self._ask(BlendPlanner.limit, request, num_computed_tokens, tokens)

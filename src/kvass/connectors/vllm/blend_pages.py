@@ -144,7 +144,7 @@ class Placer:
         """These were planned in this step."""
         self._waiting |= {one.request: one for one in placements}
 
-    def settle(self, finished: set[str], failed: set[str]) -> tuple[set[str], set[str]]:
+    def ended(self, finished: set[str], failed: set[str]) -> tuple[set[str], set[str]]:
         """Of loads that ended the requests that are complete, and those of them that failed."""
         if not self._waiting:
             return finished, failed

@@ -17,10 +17,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import numpy as np
 
+from kvass.blend.place import chunk_keys, place
 from kvass.blend.plan import Choice, PlacedSegment, Prompt, all_tokens, plan
 from kvass.client.lookups import Match, Pending
 from kvass.client.segments import SegmentClient
@@ -120,36 +120,22 @@ class BlendPlanner:
             if isinstance(found, Pending):
                 return None
             one.found = found
-        digests = one.found.digests
-        each = [digests[at : at + width] for at in range(0, len(digests), width)]
-        unique = {digest: row for row, digest in enumerate(dict.fromkeys(each))}
-        if not unique:
+        keys = chunk_keys(one.found, width)
+        if not keys:
             return False
-        asked = _second(name), b"".join(unique), width, 0, 0.0, one.request.tenant
-        match = self._client.match(*asked)
+        tenant = one.request.tenant
+        match = self._client.match(_second(name), b"".join(keys), width, 0, 0.0, tenant)
         if isinstance(match, Pending):
             return None
-        there = {digest: row for digest, row in unique.items() if match and row < match.chunks}
-        self._plan(one, each, there)
+        rows = 0 if match is None else match.chunks
+        segments, one.rows = place(one.found, width, self._chunk, rows)
+        self._plan(one, segments)
         if not one.segments:
             self._settle(name)
         return bool(one.segments)
 
-    def _plan(self, one: BlendRequest, digests: list[bytes], there: dict[bytes, int]) -> None:
-        """The segments, as far as their rows are ``there``, and the runs."""
-        assert one.found is not None
-        segments, rows, at = list[PlacedSegment](), list[list[int]](), 0
-        for seg in one.found.segments:
-            of_one = digests[at : at + seg.length // self._chunk]
-            at += len(of_one)
-            kept = list(takewhile(there.__contains__, of_one))
-            if kept:
-                length = len(kept) * self._chunk
-                kept_seg = PlacedSegment(
-                    seg.new_start, seg.old_start, length, seg.predecessor, kept[-1]
-                )
-                segments.append(kept_seg)
-                rows.append([there[digest] for digest in kept])
+    def _plan(self, one: BlendRequest, segments: list[PlacedSegment]) -> None:
+        """What is computed of a request with these segments: its runs."""
         chunks, rest = divmod(one.prefix, self._chunk)
         last = one.request.chunk_hashes(chunks - 1, chunks)[0] if chunks and not rest else b""
         one.prompt = Prompt(len(one.tokens), one.prefix, tuple(segments), last)
@@ -158,7 +144,7 @@ class BlendPlanner:
         positions = plan(one.prompt, select)
         cuts = np.flatnonzero(np.diff(positions) != 1) + 1
         one.runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(positions, cuts)]
-        one.segments, one.rows = segments, rows
+        one.segments = segments  # last: nothing above raised
 
     # ------------------------------------------------------------ blocks
 

@@ -13,19 +13,17 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import vllm
 from msgspec import Meta
 
-from kvass._version import code_version
-from kvass.blend.plan import Choice, parse
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import Uid, default_socket
 from kvass.connectors.vllm import groups, namespace, weight_files
@@ -36,10 +34,10 @@ from kvass.engine.boundary import log
 from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
 from kvass.transfer import DEVICES, ON_REQUEST
-from kvass.types import MAX_RANKS, GroupLayout, chunk_blocks
+from kvass.types import MAX_RANKS, chunk_blocks
 
-BLENDS: Final = frozenset({"0.32.0"})
-"""Versions of vLLM whose internals ``blend.py`` overrides."""
+if TYPE_CHECKING:
+    from kvass.blend.plan import Choice
 
 
 class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
@@ -136,8 +134,11 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
     spare = _spare_chunks(vllm_config, kv_cache_config, chunk_tokens)
     each_block = hash_tokens == blocks[0] == unit and not spare
-    blends = options.blend or options.blend_oracle
-    blend = _blend(options, vllm_config, layouts) if blends else None
+    blend = None
+    if wants_blend(vllm_config):
+        from kvass.connectors.vllm.blend_setup import read_choice
+
+        blend = read_choice(options.blend, options.blend_oracle, vllm_config, layouts)
     model = vllm_config.model_config
     source = str(model.model_weights or model.model)  # an address, a path, or a name on the Hub
     source = os.path.realpath(source) if os.path.exists(source) else source
@@ -166,49 +167,10 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     )
 
 
-def _blend(options: Options, vllm_config: Any, layouts: Sequence[GroupLayout]) -> Choice:
-    """Raises :class:`ConfigError` with the reason for an engine that cannot be blended."""
-    choice = parse(options.blend)
-    if not callable(choice) and not options.blend_oracle:
-        raise ConfigError(
-            f"kvass.blend {options.blend!r}: use first_k:TOKENS, all or none in vLLM; "
-            "kv_dev works with kvass.blend_oracle alone"
-        )
-    if reason := next(_unblended(vllm_config, layouts), ""):
-        raise ConfigError(f"kvass.blend: {reason}")
-    return choice
-
-
-def _unblended(vllm_config: Any, layouts: Sequence[GroupLayout]) -> Iterator[str]:
-    """Why segments cannot be reused here."""
-    parallel, schedules = vllm_config.parallel_config, vllm_config.scheduler_config
-    if code_version(vllm.__version__) not in BLENDS:
-        yield f"it was never tried with vLLM {vllm.__version__}, only {', '.join(sorted(BLENDS))}"
-    if vllm_config.use_v2_model_runner:
-        yield "model runner V2 is not supported: set VLLM_USE_V2_MODEL_RUNNER=0"
-    if (kind := namespace.device_kind()) != "cpu":
-        yield f"device {kind!r} is not supported, only cpu"
-    if vllm_config.compilation_config.cudagraph_mode.name != "NONE":
-        yield "CUDA graphs are not supported: set --enforce-eager"
-    if schedules.async_scheduling:
-        yield "asynchronous scheduling is not supported: set --no-async-scheduling"
-    if vllm_config.speculative_config is not None:
-        yield "speculative decoding is not supported"
-    if parallel.world_size > 1:
-        yield "several ranks (TP, PP) are not supported"
-    if vllm_config.lora_config is not None:
-        yield "LoRA adapters are not supported"
-    if vllm_config.model_config.runner_type != "generate":
-        yield f"models that do not generate ({vllm_config.model_config.runner_type})"
-    kinds = sorted({one.kind for one in layouts} - {"full"})
-    if kinds:
-        yield f"layers of kind {', '.join(kinds)} are not supported, only full attention"
-    if len(layouts) > 1 or vllm_config.model_config.use_mla:
-        yield "MLA, and models with several KV cache groups, are not supported"
-    if "fp8" in vllm_config.cache_config.cache_dtype:
-        yield "a KV cache in fp8 is not supported"
-    if not getattr(schedules.get_scheduler_cls(), "blends", False):
-        yield "set --scheduler-cls kvass.connectors.vllm.blend.BlendScheduler"
+def wants_blend(vllm_config: Any) -> bool:
+    """Whether the options ask for reuse of segments; their values are not checked yet."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return bool(extra.get("kvass.blend") or extra.get("kvass.blend_oracle"))
 
 
 def _verdict(options: Options) -> Verdict:

@@ -1,7 +1,10 @@
-"""The class that vLLM loads: its hooks, handed on. No exception gets past it to vLLM.
+"""``KvassConnector``, the class that vLLM loads: its hooks call the planner and the copier.
+
+No exception of kvass reaches vLLM, except for options that cannot be used.
 
 There is one object per role: in the scheduler's process it plans, in each worker's it copies. An
 inert connector has neither half and answers every hook as if nothing were ever cached.
+With ``kvass.blend`` the object is a ``BlendConnector``; without it nothing of blend is imported.
 """
 
 from __future__ import annotations
@@ -12,8 +15,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvass.connectors.vllm import adapt, configuration, events, lora, rpcs, tiles
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
-from kvass.connectors.vllm.blend_pages import Placer
-from kvass.connectors.vllm.blend_planner import BlendPlanner
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.connectors.vllm.logs import log_as_vllm
@@ -24,10 +25,11 @@ from kvass.engine.memory import KVMemory
 from kvass.engine.planner import Planner
 from kvass.engine.setup import Inert, log_naming
 from kvass.errors import UsageError
+from kvass.layout.spans import Table
 from kvass.transfer.base import Mover
 
 P = ParamSpec("P")
-H = TypeVar("H", Planner, Copier, BlendPlanner)
+H = TypeVar("H")
 R = TypeVar("R")
 
 
@@ -38,6 +40,17 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     """
 
     _cache_hit_source = adapt.HIT_SOURCE
+    _metadata = StepMetadata
+
+    def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> KvassConnector:
+        """With ``kvass.blend`` it is a ``BlendConnector``. Other subclasses stay what they are."""
+        kind: type[KvassConnector] = cls
+        if cls is KvassConnector and configuration.wants_blend(vllm_config):
+            from kvass.connectors.vllm.blend_connector import BlendConnector
+
+            kind = BlendConnector
+        connector: KvassConnector = super().__new__(kind)
+        return connector
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -46,10 +59,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._setup: VllmSetup | None = None
         self._planner: Planner | None = None
         self._copier: Copier | None = None
-        self._placer: Placer | None = None
         self._handled: BaseException | None = None
         self._adapters = vllm_config.lora_config is not None
-        self.blender: BlendPlanner | None = None
         plans = role == adapt.KVConnectorRole.SCHEDULER
         logs = plans or self._boundary.run(0, configuration.worker_rank, vllm_config) == 0
         setup = self._read(vllm_config, kv_cache_config)
@@ -64,8 +75,6 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             watched = self._boundary.run(False, self._watch, setup)
             maker = events.maker(vllm_config, kv_cache_config, setup)
             self._planner = Planner(setup, maker, watched=watched)
-            if setup.blend is not None:
-                self.blender = BlendPlanner(setup, self._planner, setup.blend)
         else:
             self._copier = self._boundary.run(None, self._make_copier, setup, vllm_config)
         if logs and not setup.named:
@@ -174,40 +183,32 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         """A request was added."""
         if self._setup is not None:
-            theirs = adapt.VllmRequest(request, self._setup, self._texts)
-            self._run(self._planner, None, Planner.track, theirs)
-            self._run(self.blender, None, BlendPlanner.track, theirs)
+            self._track(adapt.VllmRequest(request, self._setup, self._texts))
+
+    def _track(self, request: adapt.VllmRequest) -> None:
+        self._run(self._planner, None, Planner.track, request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond the local hit (None: ask again); if any, asynchronously."""
-        asked = request.request_id, num_computed_tokens
-        if self.blender is not None:
-            tokens = self._run(self.blender, 0, BlendPlanner.match, *asked)
-        else:
-            tokens = self._run(self._planner, 0, Planner.match, *asked)
+        name = request.request_id
+        tokens = self._run(self._planner, 0, Planner.match, name, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its blocks; ``num_external_tokens`` of them are to be loaded."""
-        name = request.request_id
         table = self._boundary.run((), adapt.block_table, blocks) if num_external_tokens else ()
-        if self.blender is not None:
-            given = name, table, num_external_tokens
-            left = self._run(self.blender, num_external_tokens, BlendPlanner.allocated, *given)
-            num_external_tokens = left
-        self._run(self._planner, None, Planner.allocated, name, table, num_external_tokens)
-        if num_external_tokens:  # vLLM waits for it now, whether planning it succeeded or not
+        self._allocated(request.request_id, table, num_external_tokens)
+
+    def _allocated(self, name: str, table: Table, tokens: int) -> None:
+        self._run(self._planner, None, Planner.allocated, name, table, tokens)
+        if tokens:  # vLLM waits for it now, whether planning it succeeded or not
             self._run(self._planner, None, Planner.ensure_load, name)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's loads and stores, for the workers."""
-        work = StepMetadata()
-        if self.blender is not None:
-            work.placements = self._run(self.blender, [], BlendPlanner.take_placements)
-            scheduled = scheduler_output.num_scheduled_tokens
-            work.replaced = self._run(self.blender, [], BlendPlanner.replaced, scheduled)
+        work = self._metadata()
         self._run(self._planner, None, plan, scheduler_output, work)
         if not self._run(self._planner, False, Planner.hand_over, work):
             self._run(self._planner, None, Planner.revoke, work)
@@ -235,7 +236,6 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: those being stored are held."""
         self._run(self._planner, None, Planner.forget, request.request_id, block_ids)
-        self._run(self.blender, None, BlendPlanner.forget, request.request_id)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
@@ -264,9 +264,6 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """The worker's KV caches exist; without them every lookup stays a miss."""
         if self._setup is not None:
-            if self._setup.blend is not None and self._copier is not None:
-                block = self._setup.hash_tokens
-                self._placer = Placer(self._vllm_config, kv_caches, block, self._boundary)
             self._run(self._copier, None, self._attach, self._setup, kv_caches)
 
     def _attach(self, copier: Copier, setup: VllmSetup, kv_caches: Mapping[str, Any]) -> None:
@@ -286,23 +283,17 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         self._handled = sys.exc_info()[1]
         self._run(self._copier, None, Copier.load, connector_metadata)
-        if self._placer is not None:
-            self._placer.expect(connector_metadata.placements)
-            self._boundary.run(None, self._placer.oracle.begin, connector_metadata.replaced)
 
     def has_connector_metadata(self) -> bool:
         """Only attention layers ask: whether they are to call the two hooks below for themselves.
-        Every load is asynchronous and whole chunks are stored after the forward pass, so only the
-        oracle of blend has something to do there."""
-        return self._placer is not None
+        Every load is asynchronous and whole chunks are stored after the forward pass."""
+        return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: loads have begun. vLLM calls this after the forward pass was launched."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No scheduled request waits for a load."""
-        if self._placer is not None:
-            self._boundary.run(None, self._placer.oracle.replace, layer_name)
+        """Nothing to do: no scheduled request waits for a load."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -325,9 +316,6 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Loads that ended."""
         none: tuple[set[str], set[str]] = (set(), set())
         finished, failed = self._run(self._copier, none, Copier.results, self._computed())
-        if self._placer is not None:
-            finished, failed = self._placer.settle(finished, failed)
-            self._placer.oracle.forget(finished_req_ids)
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
