@@ -17,10 +17,12 @@ from typing import Any, Final
 SHARING: Final = tuple(
     f"tests/engine/test_{name}.py"
     for name in (
-        *("engines_come_and_go", "lora", "never_in_the_way", "pairs", "ranks", "right", "tiers"),
+        *("engines_come_and_go", "events", "lora", "never_in_the_way", "pairs", "ranks", "right"),
+        *("tenants", "tiers"),
     )
 )
-"""These share the engines of ``tests/engine/conftest.py``, so they are one group."""
+"""These share the engines of ``tests/engine/conftest.py``, so they are one group: another process
+would start each engine again."""
 
 LONGEST_FIRST: Final = (
     *(*SHARING, "tests/test_soak.py"),

@@ -12,7 +12,7 @@ from threading import Event
 
 import pytest
 
-from tests.side_by_side import LONGEST_FIRST, Room, rank
+from tests.side_by_side import LONGEST_FIRST, Room, group, rank
 
 ROOT = Path(__file__).parent.parent
 LONG_S, SHORT_S = 60.0, 0.2
@@ -69,6 +69,13 @@ def test_what_is_said_to_be_long_is_there() -> None:
     assert [path for path in LONGEST_FIRST if not (ROOT / path).exists()] == []
     assert rank(f"{LONGEST_FIRST[0]}::test") == 0
     assert rank("tests/test_side_by_side.py") == len(LONGEST_FIRST)
+
+
+def test_whatever_uses_the_shared_engines_shares_a_process() -> None:
+    files = sorted((ROOT / "tests/engine").glob("test_*.py"))
+    uses = [one for one in files if re.search(r"\b[ab]: EngineProcess", one.read_text())]
+    assert len(uses) > 3
+    assert [one.name for one in uses if group(f"tests/engine/{one.name}::test") != "engines"] == []
 
 
 def test_a_file_stays_in_one_process() -> None:

@@ -49,12 +49,7 @@ class ChildEngine:
             **config["args"],
         }
         if "connector" in config:
-            args["kv_transfer_config"] = {
-                "kv_connector": "KvassConnector",
-                "kv_connector_module_path": config["module"],
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": config["connector"],
-            }
+            args["kv_transfer_config"] = instruments.transfer_config(config)
         if "transfer" in config:
             args["kv_transfer_config"] = config["transfer"]
             instruments.scan_dicts_only()

@@ -49,6 +49,16 @@ HOOKS: Final = (
 PATIENCE_S: Final = 10.0
 
 
+def transfer_config(config: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's ``kv_transfer_config`` of an engine with kvass. ``config``: its child's."""
+    return {
+        "kv_connector": "KvassConnector",
+        "kv_connector_module_path": config["module"],
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": config["connector"],
+    }
+
+
 class RunningClock:
     """Time, but that in which this process's Python threads wait for a CPU: what a busy machine
     takes. An idle one takes none."""

@@ -26,12 +26,7 @@ class Served:
             instruments.fork_ranks()
         transfer: dict[str, Any] = {}
         if "connector" in config:
-            transfer["kv_transfer_config"] = {
-                "kv_connector": "KvassConnector",
-                "kv_connector_module_path": config["module"],
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": config["connector"],
-            }
+            transfer["kv_transfer_config"] = instruments.transfer_config(config)
         own = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
         more = {"block_size": 32, "max_num_seqs": 8, "seed": 0, **config["args"], **transfer}
         self.llm = LLM(model=config["model"], **own, **more)
