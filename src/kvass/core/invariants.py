@@ -284,7 +284,9 @@ def _sums(state: State) -> None:
     assert counters["l1_in_bytes"] - left == held, "bytes in, out and there disagree"
     for ns in state.namespaces.values():
         seen = ns.traffic
-        assert seen.asked == seen.given + sum(seen.missed.values()), "hits and misses disagree"
+        assert seen.lookup_tokens == seen.hit_tokens + sum(seen.miss_tokens.values()), (
+            "hits and misses disagree"
+        )
 
 
 def _instances(state: State) -> None:
