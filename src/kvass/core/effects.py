@@ -239,9 +239,9 @@ class TierStore(msgspec.Struct, frozen=True, tag=True):
 class TierEpoch(msgspec.Struct, frozen=True, tag=True):
     """Ask for the namespace's epoch in a tier. ``EpochIs`` ends it.
 
-    ``core.tiers.epochs.to_note`` says what is to be noted there. ``known``: the highest epoch that was
-    seen there before, 0 if none was. ``fresh``: random bits for a fresh one, which ``renew`` asks
-    for.
+    ``core.tiers.epochs.to_note`` says what is to be noted there. ``known``: the highest epoch that
+    was seen there before, 0 if none was. ``fresh``: random bits for a fresh one, which ``renew``
+    asks for.
     """
 
     tier: int

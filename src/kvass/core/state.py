@@ -121,7 +121,8 @@ class State:
         """Answer a lookup: pin the rows of ``hit`` under a lease for ``readers``, and count them.
 
         A hit that has only the ``first`` chunks, which the engine has itself, is a miss without a
-        lease. ``again``: the chunks of the hit were counted before."""
+        lease. ``again``: the chunks of the hit were counted before.
+        """
         if hit.chunks == first and not hit.blocks:
             return Matched(boot=self.config.boot, first=first, chunks=first)
         lease = self.settlement.lend(instance, request, hit.parts, readers)

@@ -8,7 +8,8 @@ one. Of these only the first ``SHOWN`` names have counts of their own; the other
 ``OTHER``.
 
 A tenant's *share* is what is reserved for it plus an equal part of what is reserved for nobody, and
-its cap at most. Tenants that have more than their share make room first."""
+its cap at most. Tenants that have more than their share make room first.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The longest hit of a prompt, from the chunks that each layer group has.
 
 A hit ends at the end of a chunk. It needs the chunks of each group that ``GroupLayout.needs``
-names. It needs none before ``first``, because the engine has those itself."""
+names. It needs none before ``first``, because the engine has those itself.
+"""
 
 from __future__ import annotations
 

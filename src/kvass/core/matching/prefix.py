@@ -122,7 +122,8 @@ class PrefixView:
         """How many blocks of the chunk after ``end`` chunks all classes have, and the row of each
         class that has them.
 
-        It is 0 blocks unless the hit has all chunks of the prompt, or only the engine's own."""
+        It is 0 blocks unless the hit has all chunks of the prompt, or only the engine's own.
+        """
         classes, none = self._ns.classes, [np.empty(0, np.int64) for _ in self._ns.classes]
         indexes = [c.blocks for c in classes if c.blocks is not None]
         wanted = self._start if end == self._first else NO_BLOCKS

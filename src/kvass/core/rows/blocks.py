@@ -88,7 +88,8 @@ class BlockIndex:
         """The row that shares the most first blocks with a chunk, given by the prints of its
         blocks.
 
-        Returns how many blocks it shares, and the row; 0 and ``ABSENT`` if there is none."""
+        Returns how many blocks it shares, and the row; 0 and ``ABSENT`` if there is none.
+        """
         found = self.index.find(wanted[:, None])
         rows = found[found != ABSENT]
         if not len(rows):

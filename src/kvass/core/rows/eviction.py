@@ -2,7 +2,8 @@
 
 In a ``full`` group a chunk is never older than the chunks that follow it in its prefix, because
 each use of a prefix stamps all of it, the deepest chunk first. So the deeper chunk is evicted
-first."""
+first.
+"""
 
 from __future__ import annotations
 

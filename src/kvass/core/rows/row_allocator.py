@@ -84,7 +84,8 @@ class RowAllocator:
     def reclaim(self) -> None:
         """Give back cleared extent sets that nobody reads or writes, and memory of removed classes.
 
-        One call gives back ``slice_slots`` slots, or one set, so that it does not take long."""
+        One call gives back ``slice_slots`` slots, or one set, so that it does not take long.
+        """
         self._classes.free_memory()
         self._classes.segments.reclaim()
         if self._sets.cleared and len(sets := self._sets.idle_cleared()):

@@ -111,7 +111,8 @@ class RowStates:
         """Undo one ``pin`` of the same ``rows``. Rows in the states ``_LEAVING`` are freed when
         their last pin is gone.
 
-        ``ahead``: a prefetch had pinned the rows for a later reader, so TRANSIENT rows stay."""
+        ``ahead``: a prefetch had pinned the rows for a later reader, so TRANSIENT rows stay.
+        """
         table = self.table
         table.pins[rows] -= 1
         np.subtract.at(self._sets.held, self._sets_of(rows), 1)
@@ -133,7 +134,8 @@ class RowStates:
         """Record the prints of the blocks of WRITING ``rows``: uint64, shape ``(len(rows),
         chunk_blocks - 1)``. They leave out the last block of a chunk.
 
-        ``tail``: so many first blocks of the last row will be written; 0: all of them."""
+        ``tail``: so many first blocks of the last row will be written; 0: all of them.
+        """
         assert row_class.blocks is not None, "blocks of a class whose hits end with a chunk"
         row_class.blocks.prints.note(rows, prints, tail)
         if tail:
@@ -143,7 +145,8 @@ class RowStates:
         """Make WRITING ``rows`` readable, because every shard of them is written.
 
         Returns those that may be flushed to tiers: all but tails, because a record always takes the
-        size of a whole row."""
+        size of a whole row.
+        """
         self.move(rows, WRITING, READY)
         owner = self.class_of(rows)
         if owner is None or owner.blocks is None:

@@ -107,7 +107,8 @@ class SegmentIndex:
     def reaches_tiers(self, namespace: int, in_tiers: bool) -> None:
         """Set whether a namespace's rows may be in tiers.
 
-        If not any more, its entries are removed, because the rows of some were only in tiers."""
+        If not any more, its entries are removed, because the rows of some were only in tiers.
+        """
         entries = self.of.get(namespace)
         if entries is not None and in_tiers and not entries.in_tiers:
             self.of[namespace] = entries._replace(in_tiers=True)
