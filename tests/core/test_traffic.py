@@ -48,6 +48,10 @@ def test_the_last_minute_is_fifty_to_sixty_seconds_and_its_memory_bounded() -> N
         most = sum(k for t, k in counts if t > now - 60)
         assert least <= seen.last_minute(now)[0] <= most
         assert len(seen.slots) <= 7
-    assert seen.asked == sum(k for _, k in counts) == seen.given + seen.missed["absent"]
-    assert abs(seen.saved_s - seen.given / 10.0) < 1e-6
+    assert (
+        seen.lookup_tokens
+        == sum(k for _, k in counts)
+        == seen.hit_tokens + seen.miss_tokens["absent"]
+    )
+    assert abs(seen.saved_s - seen.hit_tokens / 10.0) < 1e-6
     assert seen.last_minute(now + 60) == (0, 0)

@@ -1,8 +1,8 @@
-"""What goes into ``CacheMachine.step`` and what comes out of it.
+"""The events that go into ``CacheMachine.step``, and the effects that come out of it.
 
-Plain values. An event says what happened; an effect says what the daemon must do. The result of an
-effect, where it has one, is a later event. What goes to a tier or comes from it is tagged, because
-it travels to and from the tier's process.
+Both are plain values. An event says what happened. An effect says what the daemon must do. If an
+effect has a result, it is a later event. The effects and events of a tier are tagged structs,
+because they are encoded for the tier's process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SessionId = int
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A peer of user ``uid`` connected. ``own``: it is the daemon's user, or root. ``refusal``: why
-    it may not connect; empty: it may."""
+    """A peer of user ``uid`` connected. ``own``: that is the daemon's user, or root. ``refusal``:
+    why the peer may not connect; empty if it may."""
 
     session: SessionId
     uid: int = 0
@@ -43,7 +43,7 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Faulted(msgspec.Struct, frozen=True):
-    """Bytes of a session that are no message. Its stream cannot be trusted any more (law 11)."""
+    """A session sent bytes that are no message. The rest of its stream is not read (law 11)."""
 
     session: SessionId
     code: ErrorCode
@@ -51,9 +51,9 @@ class Faulted(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """EOF: the peer starts no more writes. Writes that its device has begun may still go on.
+    """A session ended (EOF). The peer starts no more writes. Writes of its device may still go on.
 
-    ``exiting``: its process was seen to be exiting. Its end is told, if it is watched (``Watch``).
+    ``exiting``: its process is exiting. If it is watched (``Watch``), ``ProcessEnded`` follows.
     """
 
     session: SessionId
@@ -61,31 +61,33 @@ class Lost(msgspec.Struct, frozen=True):
 
 
 class ProcessEnded(msgspec.Struct, frozen=True):
-    """The process behind a lost session has ended, and the kernel has released its files."""
+    """The process of a lost session ended, and the kernel has released its files."""
 
     session: SessionId
 
 
 class PopulatedTo(msgspec.Struct, frozen=True):
-    """The arena's first ``bytes`` are faulted in."""
+    """The first ``bytes`` bytes of the arena are populated (faulted in)."""
 
     bytes: int
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time passed: do what is due."""
+    """Time passed. The core does what is due."""
 
 
 class QuotasAre(msgspec.Struct, frozen=True):
-    """These are all quotas from now on. Nothing changes if they cannot be (``Tenants.replace``)."""
+    """Replace all quotas. Nothing changes if the new ones cannot be set (``Tenants.replace``)."""
 
     quotas: tuple[Quota, ...]
 
 
 class TiersAre(msgspec.Struct, frozen=True):
-    """These tiers are used from now on, in this order. A number that is new is the next one; that
-    of a removed tier comes back with the same name and only when it owes no answer. ``renewed``: of
-    a tier that stays, whose store may be another one or may have changed."""
+    """Replace the list of tiers, in the order in which lookups ask them.
+
+    A new tier has the next number, or that of a removed tier of the same name that owes no answer.
+    ``renewed``: the numbers of tiers that stay, but whose store may be another or have changed.
+    """
 
     numbers: tuple[int, ...]
     names: tuple[str, ...]
@@ -93,31 +95,34 @@ class TiersAre(msgspec.Struct, frozen=True):
 
 
 class Stopping(msgspec.Struct, frozen=True):
-    """The daemon was told to stop: what is queued for tiers is flushed, and nothing new."""
+    """The daemon will stop: rows that are queued for tiers are flushed, and no others are
+    queued."""
 
 
-# A tier's answers. Each ends the operation ``op``, once; they come in any order. ``held`` and
-# ``which``: bool, one per record.
+# The answers of tiers. Each ends the operation ``op``, once, in any order. ``held`` and ``which``
+# are bool, one per record.
 
 
 class Probed(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierProbe``: which records it holds, all batches in a row."""
+    """The end of a ``TierProbe``. ``held``: which records the tier has, all batches
+    concatenated."""
 
     op: int
     held: npt.NDArray[np.bool_]
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierLoad``: nobody writes to its slots any more; ``which`` are right."""
+    """The end of a ``TierLoad``: the tier writes to its slots no more. ``which``: the good
+    records."""
 
     op: int
     which: npt.NDArray[np.bool_]
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierStore``: nobody reads its slots any more; ``which`` are held now.
+    """The end of a ``TierStore``: the tier reads its slots no more. ``which``: the stored records.
 
-    ``down``: the tier was not asked, or it is down, which says nothing about these records.
+    ``down``: the tier is down or was not asked, so the records may be stored later.
     """
 
     op: int
@@ -126,21 +131,21 @@ class Stored(msgspec.Struct, frozen=True, tag=True):
 
 
 class EpochIs(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierEpoch``; None: the tier could not tell, or not keep it."""
+    """The end of a ``TierEpoch``. ``None``: the tier could not read or write the epoch."""
 
     op: int
     epoch: int | None
 
 
 class Emptied(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierClear``."""
+    """The end of a ``TierClear``. ``done``: whether it succeeded."""
 
     op: int
     done: bool
 
 
 class TierReport(msgspec.Struct, frozen=True, tag=True):
-    """How a tier is: JSON-able fields for ``kvass status``. No operation's end."""
+    """The state of a tier: JSON-able fields for ``kvass status``. It ends no operation."""
 
     tier: int
     fields: dict[str, Any]
@@ -148,15 +153,15 @@ class TierReport(msgspec.Struct, frozen=True, tag=True):
 
 FromTier = Probed | Loaded | Stored | EpochIs | Emptied
 FromSession = Opened | Received | Faulted | Lost | ProcessEnded
-Told = QuotasAre | TiersAre | Stopping
-Event = FromSession | PopulatedTo | Told | Tick | TierReport | FromTier
+Instruction = QuotasAre | TiersAre | Stopping
+Event = FromSession | PopulatedTo | Instruction | Tick | TierReport | FromTier
 
 
 # ---------------------------------------------------------------- effects
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send ``message``; with ``with_arena`` the arena's descriptor rides on its frame."""
+    """Send ``message``. ``with_arena``: its frame carries the file descriptor of the arena."""
 
     session: SessionId
     message: FromDaemon
@@ -164,22 +169,24 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Close the session after what was sent to it: it owes nothing. ``Lost`` need not follow."""
+    """Close a session that owes nothing, after all messages to it. ``Lost`` need not follow."""
 
     session: SessionId
 
 
 class HalfClose(msgspec.Struct, frozen=True):
-    """Shut down our sending side, drop whatever still arrives, and wait for EOF (then ``Lost``):
-    the session may still write to slots that it was granted (law 3)."""
+    """Shut down the daemon's sending side, drop what still arrives, and report EOF as ``Lost``.
+
+    The session may still write to slots that it was granted (law 3).
+    """
 
     session: SessionId
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """A lost session owed commits: if its process ends before ``until``, say ``ProcessEnded``.
+    """Watch the process of a lost session that owed commits. Report its end as ``ProcessEnded``.
 
-    ``until``: CLOCK_MONOTONIC, seconds; infinity for a process that is exiting.
+    ``until``: the watch ends at this CLOCK_MONOTONIC second; infinity if the process is exiting.
     """
 
     session: SessionId
@@ -187,9 +194,9 @@ class Watch(msgspec.Struct, frozen=True):
 
 
 class Records(msgspec.Struct, frozen=True):
-    """Records of one row class in a tier: what ``tiers.codec.record_key`` is made of.
+    """Records of one row class in a tier: the fields of ``tiers.codec.record_key``.
 
-    ``keys``: uint64, shape ``(n, 4)``: chunk hashes, filled up with zeros to 32 bytes.
+    ``keys``: chunk hashes, padded with zeros to 32 bytes: uint64, shape ``(n, 4)``.
     """
 
     namespace: bytes
@@ -199,7 +206,7 @@ class Records(msgspec.Struct, frozen=True):
 
 
 class TierProbe(msgspec.Struct, frozen=True, tag=True):
-    """Ask tier number ``tier`` which of these records it holds; ``Probed`` is its end."""
+    """Ask tier number ``tier`` which of these records it has. ``Probed`` ends it."""
 
     tier: int
     op: int
@@ -207,8 +214,8 @@ class TierProbe(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierLoad(msgspec.Struct, frozen=True, tag=True):
-    """Have the tier fill ``slots``, one per record, each of shards of ``shard_bytes``. They are
-    nobody else's until ``Loaded``."""
+    """Have the tier load each record into one of ``slots``, which have shards of ``shard_bytes``.
+    Nobody else uses the slots until ``Loaded``."""
 
     tier: int
     op: int
@@ -218,8 +225,8 @@ class TierLoad(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierStore(msgspec.Struct, frozen=True, tag=True):
-    """Have the tier keep what is in ``slots``, which do not change until ``Stored``. ``tenant``
-    pays for them."""
+    """Have the tier store each of ``slots`` as a record. They do not change until ``Stored``.
+    ``tenant`` pays for the rows."""
 
     tier: int
     op: int
@@ -230,11 +237,11 @@ class TierStore(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierEpoch(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the namespace's epoch in a tier; ``EpochIs`` is its end.
+    """Ask for the namespace's epoch in a tier. ``EpochIs`` ends it.
 
-    ``core.epochs.to_note`` says what is to be noted there. ``known``: the highest epoch that was
-    seen there before, 0 if none was. ``fresh``: random bits for a fresh one, which ``renew`` asks
-    for.
+    ``core.tiers.epochs.to_note`` says what is to be noted there. ``known``: the highest epoch that
+    was seen there before, 0 if none was. ``fresh``: random bits for a fresh one, which ``renew``
+    asks for.
     """
 
     tier: int
@@ -246,7 +253,7 @@ class TierEpoch(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierClear(msgspec.Struct, frozen=True, tag=True):
-    """Have the tier forget every record, of all namespaces; ``Emptied`` is its end."""
+    """Have the tier delete every record of all namespaces. ``Emptied`` ends it."""
 
     tier: int
     op: int

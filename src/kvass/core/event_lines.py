@@ -1,7 +1,7 @@
-"""Events as lines of text, and back: for logs, traces and replays.
+"""Events as lines of text, for logs, traces and replays.
 
-A line is JSON: ``[time, the event's name, its fields]``, bytes in base64. ``parse`` gives back what
-``line`` was given, unless the line was cut.
+A line is JSON: ``[time, the event's name, its fields]``, with bytes in base64. ``parse`` is the
+inverse of ``line``, unless the line was cut.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from kvass.core.effects import Event, Received
 from kvass.messages import FindSegments, IndexChunks
 
 MAX_CHARS: Final = 8 << 20
-"""A longer line is cut in a log. The largest frame fits."""
+"""The length at which a line of a log is cut. The line of the largest frame is shorter."""
 
 _KINDS: Final[dict[str, type[Event]]] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def line(now: float, event: Event, max_chars: int | None = MAX_CHARS) -> str:
-    """One line of at most ``max_chars`` characters (and a remark, if it was cut). With a limit it
-    is for a log: zeros stand in it for the tokens of prompts."""
+    """The line of an event. It is cut at ``max_chars`` characters, with a remark.
+
+    A line with a limit is for a log, so zeros replace the tokens of prompts.
+    """
     if max_chars is not None and isinstance(event, Received):
         message = event.message
         if isinstance(message, IndexChunks | FindSegments):
@@ -37,7 +39,11 @@ def line(now: float, event: Event, max_chars: int | None = MAX_CHARS) -> str:
 
 
 def parse(text: str) -> tuple[float, Event]:
-    """When, and what. Raises ``ValueError`` for a line that was cut."""
+    """The time and the event of a line.
+
+    Raises:
+        ValueError: the line was cut.
+    """
     now, kind, fields = json.loads(text)
     event: Event = msgspec.convert(fields, _KINDS[kind], dec_hook=_array)
     return now, event

@@ -1,4 +1,4 @@
-"""How often something took how long."""
+"""Histograms of durations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ BOUNDS: Final = tuple(n * 10.0**e for e in range(-5, 4) for n in (1, 2, 5))
 
 
 class Histogram(msgspec.Struct):
-    """``counts``: for each bound, how many values are at most that and above the one before; the
-    last count is of all above. ``sum``: of all values."""
+    """A histogram of seconds. ``counts[i]``: how many values are at most ``BOUNDS[i]`` and above
+    the bound before; the last count is of all values above. ``sum``: the sum of all values."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     sum: float = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """``value`` was seen, so many times."""
+        """Count ``value`` ``times`` times."""
         self.counts[bisect_left(BOUNDS, value)] += times
         self.sum += value * times
 
     def fields(self) -> dict[str, Any]:
-        """JSON-able."""
+        """The histogram as a JSON-able dictionary."""
         return {"counts": list(self.counts), "sum": self.sum}

@@ -1,6 +1,6 @@
-"""What must be true of the state after every event; for tests and the simulator.
+"""The invariants of the state, checked after every event by tests and the simulator.
 
-It reads everything and changes nothing. An ``AssertionError`` says which invariant is broken.
+Law of this file: a check changes nothing. Its ``AssertionError`` says which invariant is broken.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def validate(state: State) -> None:
-    """Assert all of it (laws 2, 3, 4, 6, 12)."""
+    """Check all invariants (laws 2, 3, 4, 6, 12)."""
     pinned = [part for lease in state.leases.all.values() for part in lease.parts]
     pinned += [part for p in state.promotions.all.values() for part in p.pinned]
     pinned += [op.part for op in state.tiers.ops.values() if isinstance(op, Flushing)]
@@ -61,7 +61,7 @@ def validate(state: State) -> None:
 
 
 def _behind(part: Settlement | Promotions, now: float) -> bool:
-    """Whether more should have ended, or gone on, than one step did."""
+    """Whether one step could not end or continue all entries that are due."""
     return part.next_due is not None and part.next_due <= now
 
 
@@ -73,7 +73,8 @@ def _leases(state: State) -> None:
 
 
 def _reservations(state: State) -> None:
-    """Rows in transit belong to one reservation, which is open as long as they may be written."""
+    """A WRITING or QUARANTINED row belongs to one reservation, which is open while it may be
+    written."""
     table, now, behind = state.rows.table, state.now, _behind(state.settlement, state.now)
     writers = dict[int, int]()
     owed = Counter[str]()
@@ -96,7 +97,7 @@ def _reservations(state: State) -> None:
 
 
 def _pins(state: State, pinned: list[ClassRows]) -> None:
-    """``pinned``: what leases, promotions and flushes hold. Each of them counts a row once."""
+    """The pins of a row are those of ``pinned``: what leases, promotions and flushes hold."""
     pins = state.rows.table.pins
     rows = np.flatnonzero(pins)
     counted = dict(zip(rows.tolist(), pins[rows].tolist(), strict=True))
@@ -105,7 +106,7 @@ def _pins(state: State, pinned: list[ClassRows]) -> None:
 
 
 def _loading(state: State) -> None:
-    """LOADING rows, and nothing else, are a tier's to write."""
+    """Each LOADING row belongs to one load of a tier, and a load has no other rows."""
     table, tiers = state.rows.table, state.tiers
     loading = {n: op for n, op in tiers.ops.items() if isinstance(op, Loading)}
     rows = {row: n for n, op in loading.items() for row in op.part.rows.tolist()}
@@ -176,7 +177,7 @@ def _flushes(state: State) -> None:
 
 
 def _tiers(state: State) -> None:
-    """Their places, and that a removed one is of no use."""
+    """The places of tiers are their order, and a removed tier has none."""
     tiers = state.tiers
     assert [t.place for t in tiers.used] == [*range(1, len(tiers.used) + 1)], "tiers have places"
     assert sum(t.place > 0 for t in tiers.all) == len(tiers.used), "a removed tier has a place"
@@ -204,7 +205,7 @@ def _extents(state: State) -> None:
 
 
 def _rows(state: State) -> None:
-    """A slot is listed as free once, or used; a row that may be read matches."""
+    """A slot is either free, and listed once, or used. A readable row is in the index."""
     table, classes = state.rows.table, state.classes.by_id.values()
     free, readable, failed = table.state == FREE, table.state >= READY, table.state == FAILED
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
@@ -257,7 +258,7 @@ def _blocks(blocks: BlockIndex, table: RowTable, own: npt.NDArray[np.bool_]) -> 
 
 
 def _counts(state: State, pinned: list[ClassRows]) -> None:
-    """What is counted per set and class is so. ``pinned``: all that is pinned."""
+    """The counts of sets and row classes are right. ``pinned``: all pinned rows."""
     classes, table, sets = state.classes, state.rows.table, state.classes.sets
     held, used = np.zeros_like(sets.held), np.zeros_like(sets.used)
     filled = table.set_of[table.state != FREE]
@@ -287,7 +288,7 @@ def _counts(state: State, pinned: list[ClassRows]) -> None:
 
 
 def _tenants(state: State) -> None:
-    """What each has is counted, and no more is reserved than there is."""
+    """The counts of tenants are right, and no more is reserved than the arena has."""
     classes, tenants = state.classes, state.tenants.all.values()
     taken = Counter[str]()
     for number, extent_set in classes.extents.sets.items():
@@ -303,14 +304,16 @@ def _tenants(state: State) -> None:
 
 
 def _sums(state: State) -> None:
-    """What came into L1 and did not leave is there; what lookups were not given, they missed."""
+    """L1 has the bytes that came in and did not leave. Lookup tokens are hit tokens plus misses."""
     counters = state.counters
     left = sum(n for name, n in counters.items() if name.startswith("bytes_evicted_"))
     held = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.classes.by_id.values())
     assert counters["l1_in_bytes"] - left == held, "bytes in, out and there disagree"
     for ns in state.namespaces.values():
         seen = ns.traffic
-        assert seen.asked == seen.given + sum(seen.missed.values()), "hits and misses disagree"
+        assert seen.lookup_tokens == seen.hit_tokens + sum(seen.miss_tokens.values()), (
+            "hits and misses disagree"
+        )
 
 
 def _instances(state: State) -> None:
@@ -324,7 +327,7 @@ def _instances(state: State) -> None:
 
 
 def _segments(state: State) -> None:
-    """Indexed chunks have rows, or are of a namespace that has tiers; none is counted twice."""
+    """An indexed chunk has rows, unless its namespace uses tiers. The counts are right."""
     segments, count = state.classes.segments, Counter[int]()
     for namespace, entries in segments.of.items():
         ns, matcher = state.namespaces[namespace], entries.chunks.matcher

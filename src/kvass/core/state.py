@@ -1,4 +1,4 @@
-"""The state of the machine in one place; what changes it is in the other files."""
+"""The state of the core, in one place. The files in ``handlers`` and ``tiers`` change it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSALS: Final = 8
 
 
 class CoreConfig(msgspec.Struct, frozen=True):
-    """What a machine is born with. ``extent_bytes`` None: min(64 MiB, arena / 64)."""
+    """The configuration of a core. ``extent_bytes`` None: min(64 MiB, arena / 64)."""
 
     boot: bytes
     arena_bytes: int
@@ -38,28 +38,28 @@ class CoreConfig(msgspec.Struct, frozen=True):
     limits: Limits = Limits()
     version: str = ""
     pid: int = 0
-    """The daemon's, for people."""
+    """The daemon's process id, for people."""
     started_s: float = 0.0
-    """When it started, by the clock of its steps."""
+    """When the daemon started, by the clock of ``step``."""
     seed: bytes = b""
-    """Secret: what spreads the index's keys. Told to nobody, unlike ``boot``."""
+    """The secret from which the indexes hash keys. No client learns it, unlike ``boot``."""
     tiers: tuple[str, ...] = ()
-    """Names of the tiers at the start, in the order in which they are asked."""
+    """The names of the tiers at the start, in the order in which lookups ask them."""
     flush: FlushMode = "write_through"
     retain_promoted: bool = True
-    """Whether promoted rows stay in L1 when nobody reads them any more."""
+    """Whether promoted rows stay in L1 after their last unpin."""
     weigh_loads: bool = True
-    """Whether what is cheaper to compute again is not promoted."""
+    """Whether a promotion is skipped if computing the tokens is faster."""
     quotas: tuple[Quota, ...] = ()
     slice_slots: int = 2048
-    """Slots of cleared rows that one step gives back: 2 ms of work."""
+    """How many slots of cleared rows one step gives back: 2 ms of work."""
     slice_ends: int = 32
-    """Leases, reservations, lookups and sessions that one step ends, or lets go on, of those whose
-    turn has come together: 5 ms of work. And the classes that one step clears."""
+    """How many leases, reservations, lookups and sessions one step ends or continues, if more are
+    due: 5 ms of work. And how many row classes one step clears."""
 
 
 class State:
-    """Everything the daemon knows."""
+    """All state of the core."""
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
@@ -91,22 +91,23 @@ class State:
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}
         self.forgotten: dict[str, Traffic] = {}
-        """By model, what namespaces counted that are no more: no sum ever falls."""
+        """By model, the counts of namespaces that were removed, so that no sum decreases."""
         self.refusals: dict[str, Refusal] = {}
-        """The last engines that were refused, by name, until they register."""
+        """The last refused engines, by name, until they register."""
         self.messages: Counter[type[FromClient]] = Counter()
-        """Messages that were received, by kind, refused ones included."""
+        """The number of received messages by kind, including refused ones."""
         self.clears: list[Clearing] = []
-        """Those with namespaces still to be cleared, the oldest first."""
+        """The clears that have namespaces left to clear; the oldest is first."""
         self.populated_bytes = 0
         self.now = float("-inf")
         self.out: list[Effect] = []
-        """What the step in progress has the daemon do."""
+        """The effects of the step in progress."""
         self.tiers = Tiers(config.tiers, config.boot)
         self.promotions = Promotions()
         self.stopping = False
 
     def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
+        """Add an effect that sends a message."""
         self.out.append(Send(session, message, with_arena))
 
     def matched(
@@ -119,8 +120,11 @@ class State:
         spare: int,
         again: bool = False,
     ) -> Matched:
-        """The answer to a lookup: ``hit`` is lent to ``readers``. If it has but the ``first``
-        chunks, it is a miss. ``again``: the hit's chunks are counted already."""
+        """Answer a lookup: pin the rows of ``hit`` under a lease for ``readers``, and count them.
+
+        A hit that has only the ``first`` chunks, which the engine has itself, is a miss without a
+        lease. ``again``: the chunks of the hit were counted before.
+        """
         if hit.chunks == first and not hit.blocks:
             return Matched(boot=self.config.boot, first=first, chunks=first)
         lease = self.settlement.lend(instance, request, hit.parts, readers)
@@ -146,42 +150,43 @@ class State:
         self,
         who: Instance,
         ns: Namespace,
-        asked: int,
-        given: int,
+        lookup_tokens: int,
+        hit_tokens: int,
         why: str,
         tokens_s: float,
         again: bool = False,
     ) -> None:
-        """A lookup of so many tokens was given so many; ``why`` not all (``metrics.MISSES``).
-        ``tokens_s``: how fast its engine computes; 0: not known."""
-        ns.traffic.answered(self.now, asked, given, why, tokens_s, again)
-        who.asked += asked
-        who.given += given
+        """Count an answered lookup. ``why``: the reason for its misses (``metrics.MISSES``).
+        ``tokens_s``: the engine's prefill speed; 0 if it is not known."""
+        ns.traffic.answered(self.now, lookup_tokens, hit_tokens, why, tokens_s, again)
+        who.lookup_tokens += lookup_tokens
+        who.hit_tokens += hit_tokens
         who.seen_s = self.now
 
     def refused(self, instance: str, text: str) -> None:
-        """An engine may not register."""
+        """Record that an engine was refused when it registered."""
         self.refusals.pop(instance, None)
         self.refusals[instance] = Refusal(self.now, text)
         if len(self.refusals) > _REFUSALS:
             del self.refusals[next(iter(self.refusals))]
 
     def forget(self, ns: Namespace) -> None:
-        """A namespace is dropped: what it counted stays, for so many models at most."""
+        """Keep the counts of a removed namespace under its model, for a bounded number of
+        models."""
         model = ns.model if len(self.forgotten) < _MODELS or ns.model in self.forgotten else "other"
         fresh = Traffic(from_tiers=[0] * len(self.tiers.all))
         self.forgotten.setdefault(model, fresh).add(ns.traffic)
 
     @property
     def loading_bytes(self) -> int:
-        """Bytes of all LOADING rows (law 12)."""
+        """The bytes of all LOADING rows (law 12)."""
         return sum(tier.speed.loading_bytes for tier in self.tiers.all)
 
     @property
     def quota(self) -> int:
-        """Bytes one instance may have reserved or quarantined (law 12)."""
+        """The most bytes that one instance may have reserved or quarantined (law 12)."""
         return int(self.config.arena_bytes * self.config.limits.instance_write_share)
 
     def namespace_of(self, instance: Instance) -> Namespace | None:
-        """The instance's namespace, while all its ranks are registered."""
+        """The instance's namespace; ``None`` while ranks are not registered."""
         return None if instance.namespace is None else self.namespaces[instance.namespace]

@@ -1,4 +1,4 @@
-"""The fields of ``kvass status``."""
+"""The fields of ``kvass status``. ``metrics`` declares and explains each number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TENANTS_TRAFFIC: Final = (
 
 
 def status(state: State) -> dict[str, Any]:
-    """JSON-able. ``metrics`` says what each number means."""
+    """The status of the daemon's core: a JSON-able dictionary."""
     namespaces = [
         {
             "namespace": ns.digest.hex(),
@@ -86,17 +86,17 @@ def status(state: State) -> dict[str, Any]:
 
 
 def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
-    asked, given = traffic.last_minute(now)
+    minute_lookup, minute_hit = traffic.last_minute(now)
     return {
         "lookups": traffic.lookups,
-        "lookup_tokens": traffic.asked,
-        "hit_tokens": traffic.given,
+        "lookup_tokens": traffic.lookup_tokens,
+        "hit_tokens": traffic.hit_tokens,
         "hit_tokens_tiers": list(traffic.from_tiers),
-        "miss_tokens": dict(traffic.missed),
-        "stored_tokens": traffic.stored,
+        "miss_tokens": dict(traffic.miss_tokens),
+        "stored_tokens": traffic.stored_tokens,
         "saved_prefill_s": round(traffic.saved_s, 3),
-        "minute_lookup_tokens": asked,
-        "minute_hit_tokens": given,
+        "minute_lookup_tokens": minute_lookup,
+        "minute_hit_tokens": minute_hit,
     }
 
 
@@ -122,8 +122,8 @@ def _engine(state: State, instance: Instance) -> dict[str, Any]:
         "namespace": "" if ns is None else ns.digest.hex(),
         "uids": sorted({session.uid for session in sessions}),
         "pids": sorted({session.pid for session in sessions}),
-        "lookup_tokens": instance.asked,
-        "hit_tokens": instance.given,
+        "lookup_tokens": instance.lookup_tokens,
+        "hit_tokens": instance.hit_tokens,
         "seen_s": round(state.now - instance.seen_s, 1),
         "ranks": instance.terms.ranks,
         "missing_ranks": list(instance.missing),
@@ -132,12 +132,13 @@ def _engine(state: State, instance: Instance) -> dict[str, Any]:
 
 
 def _age(state: State, entry: Entry | None, lasts_s: float) -> float:
-    """How long an entry that ends ``lasts_s`` after it began has been open; 0: there is none."""
+    """The age of a lease or reservation that lasts ``lasts_s``; 0 for ``None``."""
     return 0.0 if entry is None else round(state.now - entry.deadline + lasts_s, 3)
 
 
 def _tier(tier: TierState, now: float) -> dict[str, Any]:
-    """What its process reports may have any names: ours win."""
+    """A row of the table of tiers. The core's own fields replace fields of the same name that the
+    tier's process reports."""
     return {
         **tier.report,
         "tier": tier.name,

@@ -1,4 +1,4 @@
-"""Who asks: sessions, instances and tenants.
+"""The clients of the core: sessions, instances and tenants.
 
-An instance whose ranks contradict each other gets no namespace, and no user can take all places.
+An instance whose ranks contradict each other gets no namespace. No user can take all sessions.
 """

@@ -1,11 +1,11 @@
-"""Sessions, instances, and the digest of a namespace.
+"""Sessions and instances, the checks of a registration, and the digest of a namespace.
 
-A namespace is the digest of everything that changes bytes (law 10). A contradiction can exist only
-inside one instance, and is refused with the name of the field.
+Law of this file: the namespace of an instance is the digest of everything that changes the bytes of
+its rows (law 10).
 
-What is to be known of a layout is computed once, when its rank registers, and the layout is kept
-by nobody: an instance may have 128 ranks of thousands of layers each, and a step is short. So are
-the collector's, which would look at all of them.
+Ranks of one instance must agree. A rank that contradicts them is refused, with the name of the
+field. A layout is evaluated once, when its rank registers, and it is not kept: an instance may have
+128 ranks with thousands of layers each, and the garbage collector would visit all of them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvass.types import (
 
 
 class ClientSession(msgspec.Struct):
-    """One connection. ``own``: of the daemon's user. ``pid``: 0 if unknown. ``ending``: it was told
-    to go; what it still says is ignored."""
+    """A connection of a client. ``own``: its user is that of the daemon, or root. ``pid``: 0 if
+    unknown. ``ending``: the core has ended it, and ignores what it still sends."""
 
     id: int
     uid: int = 0
@@ -43,15 +43,16 @@ class ClientSession(msgspec.Struct):
     ending: bool = False
     wants_arena: bool = False
     features: tuple[str, ...] = ()
-    """Those that both sides know."""
+    """The protocol features that both sides know."""
     registered: Register | None = None
-    """Without its layout, whose digest is ``layout``."""
+    """Its ``Register``, without the layout. ``layout`` has the layout's digest."""
     layout: bytes = b""
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """One registered rank. ``layout``: its digest. ``groups``: without their layers, so they are
-    alike on all ranks. ``shard_bytes``: of its shard of a row, by group, padded."""
+    """A registered rank. ``layout``: the digest of its layout. ``groups``: its layer groups without
+    their layers, so they are equal on all ranks. ``shard_bytes``: the padded size of its shard of a
+    row, by group."""
 
     shard: int
     writer: bool
@@ -61,31 +62,34 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class Instance(msgspec.Struct):
-    """One engine: its live sessions by rank (the scheduler's under ``SCHEDULER``)."""
+    """An engine. ``sessions``: its live sessions by rank; the scheduler's is under
+    ``SCHEDULER``."""
 
     id: str
     terms: Register
-    """What all its sessions must agree on, as the first one said it."""
+    """The ``Register`` of its first session, with which all its sessions must agree."""
     sessions: dict[int, int] = {}
     workers: dict[int, Worker] = {}
     generation: bytes = b""
-    """What its scheduler said last (``Register``)."""
+    """The last generation that its scheduler registered (``Register``)."""
     namespace: int | None = None
-    """Set exactly while all its ranks are registered."""
-    asked: int = 0
-    given: int = 0
-    """Tokens that its lookups asked for and were given."""
+    """``None`` unless all its ranks are registered."""
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    """Tokens that its lookups asked for, and those that they hit."""
     seen_s: float = 0.0
-    """When it looked something up last, or registered."""
+    """The time of its last lookup or registration."""
 
     @property
     def missing(self) -> tuple[int, ...]:
+        """The ranks that are not registered."""
         if len(self.workers) == self.terms.ranks:
             return ()
         return tuple(sorted({*range(self.terms.ranks)}.difference(self.workers)))
 
     @property
     def writers(self) -> tuple[int, ...]:
+        """The registered ranks that write their shard."""
         return tuple(sorted(r for r, w in self.workers.items() if w.writer))
 
     def covers_all_shards(self, ranks: Iterable[int]) -> bool:
@@ -95,17 +99,17 @@ class Instance(msgspec.Struct):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """An engine that may not register, and why."""
+    """Why an engine was refused when it registered, and when."""
 
     when: float
     text: str
 
 
 class RowClassSpec(msgspec.Struct, frozen=True):
-    """What a slot of one (namespace, group) takes: bytes of each shard, padded.
+    """The size of a slot of one (namespace, group): the padded bytes of each shard.
 
-    ``layout`` is the group as every rank has it: without its layers. ``chunk_blocks``: blocks of a
-    chunk, if hits may end at each of them; 0: they end with a chunk.
+    ``layout``: the layer group without its layers, as all ranks have it. ``chunk_blocks``: the
+    blocks of a chunk if hits may end at each block; 0 if hits end at chunks only.
     """
 
     group: int
@@ -120,17 +124,20 @@ class RowClassSpec(msgspec.Struct, frozen=True):
 
 MAX_GENERATION: Final = 64
 _MODEL_CHARS: Final = 256
-"""Of a model's name so many are shown: statuses and labels repeat it."""
+"""The characters of a model's name that are shown, because statuses and labels repeat it."""
 
 
 def model_of(terms: Register) -> str:
-    """What an engine's model is called, for people."""
+    """The name of an engine's model, for people."""
     return (terms.model or terms.identity.get("model", ""))[:_MODEL_CHARS]
 
 
 def check_register(msg: Register, layout: RankLayout | None, limits: Limits) -> None:
-    """Raises ``Refused`` (``bad_value``, ``bad_rank`` or ``limit``), naming the field, for a
-    ``Register`` that is wrong in itself. ``layout``: of its rank."""
+    """Check a ``Register`` by itself. ``layout``: its layout, decoded.
+
+    Raises:
+        Refused: ``bad_value``, ``bad_rank`` or ``limit``, with the name of the field.
+    """
     if not msg.instance or len(msg.instance) > limits.request_id_bytes:
         raise Refused("bad_value", "instance: give a non-empty id of at most 512 characters")
     if len(msg.identity) > limits.identity_fields:
@@ -184,12 +191,12 @@ def _check_layout(layout: RankLayout, chunk_tokens: int, limits: Limits) -> None
 
 
 def layout_digest(layout: RankLayout | None) -> bytes:
-    """SHA-256 of a layout as it is on the wire; empty for a scheduler's."""
+    """The SHA-256 of an encoded layout; empty for a scheduler, which has none."""
     return b"" if layout is None else hashlib.sha256(msgspec.msgpack.encode(layout)).digest()
 
 
 def worker_of(msg: Register, layout: RankLayout, digest: bytes) -> Worker:
-    """What there is to know of a rank that registers."""
+    """The ``Worker`` of a rank that registers."""
     return Worker(
         shard=msg.shard,
         writer=msg.writer,
@@ -205,8 +212,11 @@ _TERMS = ("identity", "chunk_tokens", "ranks", "world_size")
 
 
 def check_agrees(msg: Register, worker: Worker | None, instance: Instance) -> None:
-    """Raises ``Refused`` (``contradiction``), naming the field and both values, for a ``Register``
-    that contradicts what its own instance said before. ``worker``: of a rank."""
+    """Check that a ``Register`` agrees with its instance. ``worker``: ``None`` for a scheduler.
+
+    Raises:
+        Refused: ``contradiction``, with the name of the field and both values.
+    """
     for name in _TERMS:
         ours, theirs = getattr(instance.terms, name), getattr(msg, name)
         if isinstance(ours, dict) and ours != theirs:
@@ -235,7 +245,8 @@ _NAMED: Final = 8
 
 
 def differences(ours: Register, theirs: Register) -> tuple[str, ...]:
-    """What ``theirs`` differs in, for people: a field with both values, if they are short."""
+    """The fields in which ``theirs`` differs, for people. A field has both values if they are
+    short."""
     old, new = (
         terms.identity | {name: str(getattr(terms, name)) for name in _TERMS[1:]}
         for terms in (ours, theirs)
@@ -256,7 +267,7 @@ def _shape(worker: Worker) -> list[tuple[str, int, int]]:
 
 
 def namespace_digest(instance: Instance) -> bytes:
-    """SHA-256 over the tagged, length-prefixed fields of a complete instance."""
+    """The SHA-256 over the tagged, length-prefixed fields of a complete instance."""
     h = hashlib.sha256()
 
     def field(tag: str, *values: object) -> None:
@@ -281,7 +292,7 @@ def namespace_digest(instance: Instance) -> bytes:
 
 
 def row_class_specs(instance: Instance) -> list[RowClassSpec]:
-    """One spec per group of a complete instance, from a rank holding each shard."""
+    """The row class of each layer group of a complete instance."""
     terms = instance.terms
     by_shard = {w.shard: w for w in instance.workers.values()}
     holders = [by_shard[s] for s in range(terms.world_size)]

@@ -1,8 +1,11 @@
-"""How many sessions there may be, in all and of one user, and which must end for another.
+"""The limits on sessions, in all and per user, and the sessions that end for others.
 
-No user can take all places. A session that has not said Hello is ended if another needs its place.
-The daemon's own user can always connect to look (``kvass status``). Only sessions that have not
-registered are ended, because others may owe a commit or a release (law 3).
+Law of this file: no user can take all places (law 12).
+
+A *place* is one of the limited number of sessions. A session that has not said Hello is ended if
+another one needs its place. Sessions of the daemon's own user can always connect to look (``kvass
+status``). A session that has registered is never ended for a place, because it may owe a commit or
+a release (law 3).
 """
 
 from __future__ import annotations
@@ -16,27 +19,29 @@ from kvass.errors import Refused
 from kvass.types import Limits
 
 OBSERVERS: Final = 16
-"""Places beyond the limits, for the daemon's own user. Who has one of them can look and not
-register. If they are all taken, the one taken first is given to the next."""
+"""Extra places for the daemon's own user. A session in one of them cannot register. If all are
+taken, the oldest of these sessions ends for the next one."""
 
 
 class SessionLimits:
-    """Which sessions have a place. ``hello_s``: how long a session may take to say Hello."""
+    """The sessions that have a place. ``hello_s``: how long a session may take to say Hello."""
 
     def __init__(self, limits: Limits, hello_s: float, slice_ends: int) -> None:
         self._limits = limits
         self._hello_s = hello_s
         self._slice_ends = slice_ends
         self._seated: dict[int, int] = {}
-        """Session -> its user, without those of ``_observers``."""
+        """Session -> its user, for sessions in ordinary places."""
         self._of_uid: Counter[int] = Counter()
         self._observers: dict[int, None] = {}
-        """Sessions in the places of ``OBSERVERS``, the oldest first."""
+        """The sessions in the extra places (``OBSERVERS``); the oldest is first."""
         self._silent: dict[int, float] = {}
-        """Sessions that have not said Hello, the oldest first, and when that becomes too long."""
+        """The sessions that have not said Hello, with their deadlines for it; the oldest is
+        first."""
 
     def admit(self, session: ClientSession, now: float) -> int | None:
-        """Give a new session a place. Returns which session must end for it, perhaps itself."""
+        """Give a new session a place. Returns the session that must end for it, if any. That is the
+        new session itself if there is no place for it."""
         self._silent[session.id] = now + self._hello_s
         if not self._lacks(session.uid):
             self._seat(session)
@@ -52,19 +57,25 @@ class SessionLimits:
         return next(iter(self._observers)) if len(self._observers) > OBSERVERS else None
 
     def greeted(self, session: ClientSession) -> None:
+        """A session said Hello."""
         self._silent.pop(session.id, None)
 
     def check(self, session: ClientSession) -> None:
-        """Raises ``Refused`` (``limit``) if a session may only look."""
+        """Check that a session may register.
+
+        Raises:
+            Refused: ``limit``, if it is in an extra place and there is no ordinary one.
+        """
         if session.id in self._observers and (lacks := self._lacks(session.uid)):
             raise Refused("limit", lacks)
 
-    def settle(self, session: ClientSession) -> None:
-        """It registers, which ``check`` allowed."""
+    def take_place(self, session: ClientSession) -> None:
+        """Move a session that registers to an ordinary place. Call ``check`` before."""
         if self._observers.pop(session.id, 0) is None:
             self._seat(session)
 
     def leave(self, session: ClientSession) -> None:
+        """A session ended."""
         self._silent.pop(session.id, None)
         self._observers.pop(session.id, None)
         if self._seated.pop(session.id, None) is not None:
@@ -73,12 +84,13 @@ class SessionLimits:
                 del self._of_uid[session.uid]
 
     def overdue(self, now: float) -> list[int]:
-        """Some of the sessions that should have said Hello by now; the next tick has more."""
+        """Sessions past their deadline for Hello, at most ``slice_ends`` of them."""
         first = itertools.islice(self._silent.items(), self._slice_ends)
         return [session for session, due in first if due <= now]
 
     @property
     def next_due(self) -> float | None:
+        """The first deadline for a Hello."""
         return next(iter(self._silent.values()), None)
 
     def _seat(self, session: ClientSession) -> None:
@@ -86,7 +98,7 @@ class SessionLimits:
         self._of_uid[session.uid] += 1
 
     def _lacks(self, uid: int) -> str:
-        """Why there is no place for one more session of a user; empty if there is one."""
+        """Why there is no ordinary place for a session of a user; empty if there is one."""
         if self._of_uid[uid] >= self._limits.sessions_per_uid:
             return f"user {uid} has {self._of_uid[uid]} sessions, which is all it may have"
         if len(self._seated) >= self._limits.sessions:

@@ -1,12 +1,14 @@
-"""Tenants: who pays for rows, and how much of L1 each may have.
+"""Tenants, which pay for rows, and their quotas of L1.
 
-A row is paid for by the tenant whose request stored it first; who else finds it uses it too. A
-tenant with a quota has extent sets of its own. All requests of tenants without one are paid for by
-``DEFAULT``. So a client that invents names gains nothing, and takes no memory: only the first
-``SHOWN`` of such names have figures of their own, the others are summed as ``OTHER``.
+Law of this file: there are at most ``MOST`` tenants, whatever names clients invent (law 12).
 
-A tenant's *share* is what is reserved for it and an equal part of what is reserved for nobody, but
-no more than its cap. Whoever has more than its share is the first to make room for others.
+The tenant whose request stored a row first pays for it. Lookups of all tenants find it. A tenant
+with a quota has extent sets of its own. ``DEFAULT`` pays for the requests of all tenants without
+one. Of these only the first ``SHOWN`` names have counts of their own; the others count as
+``OTHER``.
+
+A tenant's *share* is what is reserved for it plus an equal part of what is reserved for nobody, and
+its cap at most. Tenants that have more than their share make room first.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ DEFAULT: Final = DEFAULT_TENANT
 OTHER: Final = "other"
 SHOWN: Final = 32
 MOST: Final = 128
-"""Tenants in all: with a quota, with figures only, and those whose quota was removed."""
+"""The most tenants: those with a quota, those with counts only, and those whose quota was
+removed."""
 
 
 class Tenant(msgspec.Struct, eq=False):
-    """``listed``: it has a quota. ``taken_bytes``: its extent sets. ``evicted_bytes``: its rows
-    that were evicted so far."""
+    """A tenant. ``listed``: it has a quota. ``taken_bytes``: the size of its extent sets.
+    ``evicted_bytes``: the size of its rows that were evicted so far."""
 
     id: int
     name: str
@@ -46,17 +49,17 @@ class Tenant(msgspec.Struct, eq=False):
 
 
 class Tenants:
-    """All tenants of an arena of ``arena_bytes``. Ids are small: they index arrays."""
+    """All tenants of an arena of ``arena_bytes``. Their ids are below ``MOST`` and index arrays."""
 
     def __init__(self, arena_bytes: int) -> None:
         self._arena_bytes = arena_bytes
         self.default, self._other = Tenant(0, DEFAULT), Tenant(1, OTHER)
         self.all = {DEFAULT: self.default, OTHER: self._other}
         self.divided = False
-        """Whether there was a quota in this boot: else one tenant has all of L1."""
+        """Whether any quota was set in this boot. If not, the default tenant has all of L1."""
 
     def of(self, name: str) -> Tenant:
-        """The tenant that a request names; its figures may be those of many."""
+        """The tenant whose counts a request of ``name`` belongs to."""
         tenant = self.all.get(name or DEFAULT)
         if tenant is None:
             unlisted = sum(not each.listed for each in self.all.values())
@@ -66,7 +69,7 @@ class Tenants:
         return tenant
 
     def payer(self, name: str) -> Tenant:
-        """Who pays for the rows that a request of ``name`` stores."""
+        """The tenant that pays for the rows that a request of ``name`` stores."""
         tenant = self.all.get(name)
         return tenant if tenant is not None and tenant.listed else self.default
 
@@ -83,7 +86,11 @@ class Tenants:
     # ------------------------------------------------------------ quotas
 
     def set(self, quota: Quota) -> None:
-        """Give a tenant a quota, or another one. Raises ``Refused`` (``bad_value``, ``limit``)."""
+        """Set or change a quota.
+
+        Raises:
+            Refused: ``bad_value`` or ``limit``.
+        """
         if wrong := quota.wrong():
             raise Refused("bad_value", wrong)
         others = sum(t.reserved_bytes for t in self.all.values() if t.name != quota.tenant)
@@ -100,7 +107,11 @@ class Tenants:
         tenant.listed = self.divided = True
 
     def _forget_idle(self) -> None:
-        """Drop who has neither a quota nor memory. Raises ``Refused`` if nobody is such."""
+        """Drop the tenants that have neither a quota nor an extent set.
+
+        Raises:
+            Refused: ``limit``, if there is none.
+        """
         known = len(self.all)
         for t in [*self.all.values()]:
             if not (t.listed or t.taken_bytes or t in (self.default, self._other)):
@@ -109,16 +120,19 @@ class Tenants:
             raise Refused("limit", f"at most {MOST} tenants: remove the quota of another one")
 
     def remove(self, name: str) -> None:
-        """Take a quota away: what the tenant has stays, and is the first to make room. Raises
-        ``Refused``."""
+        """Remove a quota. The tenant keeps its extent sets, which make room for others first.
+
+        Raises:
+            Refused: ``bad_value``, if the tenant has no quota.
+        """
         tenant = self.all.get(name)
         if tenant is None or not tenant.listed:
             raise Refused("bad_value", f"quota {name[:64]!r}: there is none")
         tenant.listed, tenant.cap_bytes, tenant.reserved_bytes = False, NO_CAP, 0
 
     def replace(self, quotas: tuple[Quota, ...]) -> None:
-        """These are all quotas from now on. Nothing changes if tenants that had quotas before have
-        so much left that there is no place for them."""
+        """Replace all quotas. Nothing changes if the new ones cannot be set, for example because
+        there would be more than ``MOST`` tenants."""
         before = [t.quota for t in self.all.values() if t.listed]
         for quota in before:
             self.remove(quota.tenant)
@@ -131,7 +145,8 @@ class Tenants:
     # ------------------------------------------------------------ who makes room
 
     def shares(self, asker: Tenant) -> I64Array:
-        """By id the bytes of each tenant's share, while ``asker`` and all with memory share L1."""
+        """The share of each tenant in bytes, by id. ``asker`` and all tenants with extent sets
+        share L1."""
         paying = [t for t in self.all.values() if t.listed or t is self.default]
         active = sum(t is asker or t.taken_bytes > 0 for t in paying)
         spare = self._arena_bytes - sum(t.reserved_bytes for t in paying)
@@ -141,7 +156,7 @@ class Tenants:
         return shares
 
     def taken(self) -> I64Array:
-        """By id the bytes that each has."""
+        """The size of each tenant's extent sets, by id."""
         taken = np.zeros(MOST, np.int64)
         for t in self.all.values():
             taken[t.id] = t.taken_bytes

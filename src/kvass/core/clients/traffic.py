@@ -1,4 +1,7 @@
-"""What engines asked a namespace for and were given, in tokens: in all, and in the last minute."""
+"""The tokens that lookups asked for and hit: in all, and in the last minute.
+
+Law of this file: every token that was asked for is either hit or missed for one reason.
+"""
 
 from __future__ import annotations
 
@@ -10,64 +13,67 @@ from kvass.core.metrics import MISSES
 
 SLOT_S: Final = 10.0
 SLOTS: Final = 6
-"""The last minute: so many slots of ``SLOT_S``, the current one among them."""
+"""The last minute is this many slots of ``SLOT_S``, including the current one."""
 
 
 class Traffic(msgspec.Struct):
-    """``asked``: tokens that lookups asked for, beyond what the engine had itself. ``given``: those
-    of them that lookups were given; ``missed``: all others, by reason. ``from_tiers``: those of
-    ``given`` that tiers loaded for it, by the tier's number; all others were in L1. ``stored``:
-    tokens that became readable. ``saved_s``: what computing ``given`` would have taken. Lookups
-    count when they are answered."""
+    """The counts of the lookups of a namespace or a tenant. A lookup counts when it is answered.
+
+    ``lookup_tokens``: tokens that lookups asked for, beyond those in the engine's own cache.
+    ``hit_tokens``: those of them that lookups hit. ``miss_tokens``: all others, by reason.
+    ``from_tiers``: those of ``hit_tokens`` that a tier loaded for the lookup, by the tier's number;
+    all others were in L1. ``stored_tokens``: tokens whose rows became readable. ``saved_s``: the
+    time that computing ``hit_tokens`` would have taken.
+    """
 
     lookups: int = 0
-    asked: int = 0
-    given: int = 0
-    missed: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(MISSES, 0))
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    miss_tokens: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(MISSES, 0))
     from_tiers: list[int] = []
-    stored: int = 0
+    stored_tokens: int = 0
     saved_s: float = 0.0
     slots: dict[int, list[int]] = {}
-    """Tokens asked for and given in each slot."""
+    """``[lookup_tokens, hit_tokens]`` of each slot."""
 
     def answered(
         self,
         now: float,
-        asked: int,
-        given: int,
+        lookup_tokens: int,
+        hit_tokens: int,
         why: str,
         prefill_tokens_s: float = 0.0,
         again: bool = False,
     ) -> None:
-        """A lookup asked for so many tokens and was given so many; ``why`` not all. ``again``: it
-        went on where the last one ended, and is not counted as another."""
+        """Count a lookup. ``why``: the reason for its misses, of ``metrics.MISSES``. ``again``: it
+        continues the last lookup, and does not count as another."""
         self.lookups += not again
-        self.asked += asked
-        self.given += given
-        self.missed[why] += asked - given
+        self.lookup_tokens += lookup_tokens
+        self.hit_tokens += hit_tokens
+        self.miss_tokens[why] += lookup_tokens - hit_tokens
         if prefill_tokens_s >= 1.0:  # no engine is slower, and a sum stays finite
-            self.saved_s += given / prefill_tokens_s
+            self.saved_s += hit_tokens / prefill_tokens_s
         slot = self._slot(now)
-        slot[0] += asked
-        slot[1] += given
+        slot[0] += lookup_tokens
+        slot[1] += hit_tokens
 
     def add(self, other: Traffic) -> None:
-        """What ``other`` counted in all, too."""
+        """Add the counts of ``other``, without those of the last minute."""
         self.lookups += other.lookups
-        self.asked += other.asked
-        self.given += other.given
-        self.stored += other.stored
+        self.lookup_tokens += other.lookup_tokens
+        self.hit_tokens += other.hit_tokens
+        self.stored_tokens += other.stored_tokens
         self.saved_s += other.saved_s
-        self.missed = {why: n + other.missed[why] for why, n in self.missed.items()}
+        self.miss_tokens = {why: n + other.miss_tokens[why] for why, n in self.miss_tokens.items()}
         self.from_tiers = [a + b for a, b in zip(self.from_tiers, other.from_tiers, strict=True)]
 
     def last_minute(self, now: float) -> tuple[int, int]:
-        """Tokens asked for and given."""
+        """The lookup tokens and hit tokens of the last minute."""
         if not self.slots:
             return 0, 0
         oldest = int(now // SLOT_S) - SLOTS
         recent = [pair for slot, pair in self.slots.items() if slot > oldest]
-        return sum(asked for asked, _ in recent), sum(given for _, given in recent)
+        return sum(lookup for lookup, _ in recent), sum(hit for _, hit in recent)
 
     def _slot(self, now: float) -> list[int]:
         number = int(now // SLOT_S)

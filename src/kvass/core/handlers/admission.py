@@ -88,7 +88,7 @@ def _admit(
     namespace = instance.namespace
     if not complete.missing and (instance.missing or moves):
         namespace = _namespace_for(state, complete)
-    state.session_limits.settle(session)
+    state.session_limits.take_place(session)
     if moves:
         _leave(state, instance)
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace

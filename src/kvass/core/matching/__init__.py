@@ -1,1 +1,1 @@
-"""How long a hit is. A hit is no longer than what every layer group has."""
+"""The length of a hit. A hit is no longer than what every layer group has."""

@@ -1,7 +1,7 @@
-"""The longest hit: how far a prompt's rows reach in every layer group at once.
+"""The longest hit of a prompt, from the chunks that each layer group has.
 
-A hit ends at a chunk's end, and needs of each group the chunks that ``GroupLayout.needs`` names
-from ``first`` on (what lies before, the engine has itself).
+A hit ends at the end of a chunk. It needs the chunks of each group that ``GroupLayout.needs``
+names. It needs none before ``first``, because the engine has those itself.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def first_chunk(group: GroupLayout, chunks: int, chunk_tokens: int, first: int = 0) -> int:
-    """The first chunk that a hit of ``chunks`` chunks needs of ``group``, from ``first`` on."""
+    """The first chunk of ``group`` that a hit of ``chunks`` chunks needs; ``first`` at least."""
     return min(chunks, max(first, group.needs(chunks * chunk_tokens) // chunk_tokens))
 
 
 def checked_groups(groups: Sequence[GroupLayout]) -> list[bool]:
-    """Which groups must have the spare chunks after a hit: the full ones, or else every window."""
+    """Which groups must have the spare chunks after a hit: the ``full`` groups. If there are none,
+    all groups but states."""
     full = [group.kind == "full" for group in groups]
     return full if any(full) else [group.kind != "state" for group in groups]
 
@@ -34,10 +35,10 @@ def longest_hit(
     first: int,
     spare: int = 0,
 ) -> int:
-    """The most chunks of a prompt, counted from its beginning, that can be had; ``first`` if none.
+    """The length of the longest hit in chunks, from the beginning of the prompt; ``first`` if none.
 
-    ``there[g][c]``: group ``g``'s row of chunk ``c`` can be read. All are equally long. With EAGLE
-    or MTP, the ``spare`` chunks after the hit must be there too, in ``checked_groups``.
+    ``there[g][c]``: whether group ``g`` has chunk ``c``. All have the same length. With EAGLE or
+    MTP, ``checked_groups`` must also have the ``spare`` chunks after the hit.
     """
     end = len(there[0])
     for group, rows in zip(groups, there, strict=True):
@@ -51,7 +52,7 @@ def longest_hit(
     chunk = np.arange(first, end)
     reachable = np.ones(end - first, np.bool_)
     for group, rows in windows:
-        # What is missing at or before a chunk must lie before all that a hit ending there needs.
+        # The last missing chunk must be before the first chunk that a hit ending here needs.
         missing = np.maximum.accumulate(np.where(rows[first:end], -1, chunk))
         needed = group.needs((chunk + 1) * chunk_tokens) // chunk_tokens
         reachable &= missing < np.maximum(needed, first)

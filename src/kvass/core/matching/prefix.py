@@ -1,4 +1,4 @@
-"""What a namespace has of one prompt: its rows are found once, and then asked about."""
+"""A view of the rows that a namespace has of one prompt. It looks the rows up once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ NO_BLOCKS: Final = np.empty((0, KEY_WORDS), np.uint64)
 
 
 class Hit(NamedTuple):
-    """``chunks`` chunks from chunk 0 on, and ``blocks`` blocks of the next. ``parts`` are the rows
-    that a lookup is given, ``spares`` its spare ones."""
+    """A hit: ``chunks`` chunks from chunk 0 on, and ``blocks`` blocks of the next chunk.
+
+    ``parts``: the rows that the lookup is given, by row class. ``spares``: the rows of the spare
+    chunks, which it is not given.
+    """
 
     chunks: int
     blocks: int
@@ -30,13 +33,13 @@ NO_HIT: Final = Hit(0, 0, (), ())
 
 
 class PrefixView:
-    """The rows of a prompt's chunks in every layer group. It is stale once rows come or go.
+    """The rows of a prompt's chunks in every layer group. It is stale after rows change.
 
-    ``keys``: of the prompt's chunks, from chunk 0 on. ``first``: the first chunk that the engine
-    does not have itself. With EAGLE or MTP, ``spare`` extra chunks after a hit must be there too:
-    they are checked, and not returned. ``rest``: the keys of the blocks after the last chunk,
-    ``start``: of those of chunk ``first``.
-    ``found``: per row class each chunk's row, or ``ABSENT``.
+    ``keys``: the keys of the prompt's chunks from chunk 0 on. ``first``: the first chunk that the
+    engine does not have itself. ``spare``: with EAGLE or MTP, the number of chunks after a hit that
+    must be present too; they are not part of the hit. ``rest``: the block hashes after the last
+    chunk. ``start``: the block hashes of chunk ``first``.
+    ``found``: by row class, the row of each chunk, or ``ABSENT``.
     """
 
     def __init__(
@@ -55,16 +58,17 @@ class PrefixView:
         self.found: list[I64Array] = [c.index.find(keys) for c in ns.classes]
 
     def there(self, least: int = READY) -> list[BoolArray]:
-        """Per class, which chunks have a row in state ``least`` or above (``rows``)."""
+        """By row class, which chunks have a row in state ``least`` or above."""
         return [self._rows.there(rows, least) for rows in self.found]
 
     def longest(self, there: list[BoolArray]) -> int:
-        """How many chunks of the prompt can be had, if ``there`` can be; ``first`` if none."""
+        """The length of the longest hit in chunks, if the rows of ``there`` are used; ``first`` if
+        there is none."""
         return longest_hit(self._groups, there, self._ns.chunk_tokens, self._first, self._spare)
 
     def needs(self, end: int) -> list[tuple[int, int]]:
-        """Per class, the chunks ``[begin, upto)`` that a hit of ``end`` chunks uses: from ``first``
-        on what it returns, and then the spare ones."""
+        """By row class, the chunks ``[begin, upto)`` that a hit of ``end`` chunks needs: those that
+        the lookup is given, then the spare ones."""
         tokens, first = self._ns.chunk_tokens, self._first
         if not self._spare or end == first:
             return [(first_chunk(group, end, tokens, first), end) for group in self._groups]
@@ -74,7 +78,7 @@ class PrefixView:
         ]
 
     def writers(self) -> set[int]:
-        """The reservations whose rows would make the hit longer."""
+        """The reservations whose WRITING rows would make the hit longer."""
         table, parts = self._rows.table, list[I64Array]()
         end = self.longest(self.there(WRITING))
         has = self._in_part(end)[0]
@@ -89,16 +93,16 @@ class PrefixView:
         return set(table.loader[rows[table.state[rows] == WRITING]].tolist())
 
     def last_used_s(self, end: int) -> float:
-        """How long the last chunk of a hit of ``end`` chunks was not used; 0 if no group needs it.
+        """The seconds since the last chunk of a hit of ``end`` chunks was used.
 
-        A window of one token needs no row, so not every group has one.
+        It is 0 if no group has a row of that chunk. A window of one token needs no row.
         """
         row = max([rows.item(end - 1) for rows in self.found])
         return 0.0 if row == ABSENT else self._rows.uses.age(self._rows.table.stamp.item(row))
 
     def use(self, end: int) -> Hit:
-        """The hit of ``end`` chunks. All its rows are in use now, and so is what there is of the
-        chunks that the engine has itself."""
+        """The hit of ``end`` chunks. It records a use of its rows, and of the rows of the chunks
+        that the engine has itself."""
         tokens, parts, spares = self._ns.chunk_tokens, [], []
         blocks, last = self._in_part(end)
         for c, rows, row, (begin, upto) in zip(
@@ -115,8 +119,11 @@ class PrefixView:
         return Hit(end, blocks, tuple(parts), tuple(spares))
 
     def _in_part(self, end: int) -> tuple[int, list[I64Array]]:
-        """How many blocks there are of the chunk after the first ``end`` ones, and the row of each
-        class that has them; none unless the hit has all chunks, or none but the engine's own."""
+        """How many blocks of the chunk after ``end`` chunks all classes have, and the row of each
+        class that has them.
+
+        It is 0 blocks unless the hit has all chunks of the prompt, or only the engine's own.
+        """
         classes, none = self._ns.classes, [np.empty(0, np.int64) for _ in self._ns.classes]
         indexes = [c.blocks for c in classes if c.blocks is not None]
         wanted = self._start if end == self._first else NO_BLOCKS

@@ -1,16 +1,17 @@
-"""Which row holds the first blocks of a prompt's chunk: hits that end inside of a chunk.
+"""The index of blocks: finds the row whose first blocks a prompt shares, for hits inside a chunk.
 
-An engine's block hash names all tokens up to its block's end. So the rows whose chunks begin alike
-agree in the hashes of their first blocks, and in none after the first that differs. A *tail* is a
-row of which only the first ``BlockPrints.tail`` blocks were written.
+An engine's block hash depends on all tokens up to the end of the block. So rows whose chunks begin
+with the same tokens have the same hashes up to the first block that differs, and none after it. A
+*tail* is a row of which only the first ``BlockPrints.tail`` blocks were written.
 
-A row keeps a *print* of each of its blocks but the last of a whole chunk: 64 bits that follow from
-the hash and from secret numbers. Two hashes that are as good as random share one with a probability
-of 2**-63. (Who makes up hashes can make two prints alike; but such a client could as well store
-anything under a hash that others use.) It is indexed once, under
-the first of its blocks that no other row of the index has. So a prompt's prints find the row that
-serves it best, or one that serves it as well. When a row leaves, what others share with it is not
-found any more, until a chunk that begins like them is stored anew.
+A row keeps a *print* of each block, except the last block of a whole chunk. A print is 64 bits that
+follow from the block's hash and from secret numbers. Two random hashes have the same print with a
+probability of 2**-63. (A client that invents hashes can construct two with the same print. But such
+a client could as well store anything under a hash that others use.)
+
+A row is indexed once, under its first block that no other row in the index has. So the prints of a
+prompt find the row that shares the most blocks with it. When a row leaves, the blocks that other
+rows share with it are not found until another chunk with these blocks is stored.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from kvass.core.rows.row_table import NOTED, UNKNOWN, RowTable
 from kvass.types import I64Array, U64Array
 
 MOST_ALIKE: Final = 16
-"""So many rows of one call may begin like another row. A prompt has one such row, so this is more
-than any engine needs; the others are not indexed."""
+"""How many rows of one ``add`` are indexed although another row has their first block. A prompt has
+one such row, so no engine needs more. The others are not indexed."""
 
 
 class BlockPrints:
     """The prints of all rows whose chunks have ``width + 1`` blocks: uint64, ``of[row, block]``.
-    ``tail``: of so many first blocks of a row were told; 0: of a whole chunk. Neither counts of a
-    row that is ``UNKNOWN``."""
+
+    ``tail``: how many first blocks a tail has; 0: the row is a whole chunk. Both mean nothing for a
+    row that is ``UNKNOWN``.
+    """
 
     def __init__(self, table: RowTable, width: int) -> None:
         self.table, self.width = table, width
@@ -42,13 +45,13 @@ class BlockPrints:
         self.tail: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def keys_of(self, rows: I64Array) -> U64Array:
-        """The prints that ``rows`` are indexed under, as keys of one word."""
+        """The prints under which ``rows`` are indexed, as keys of one word."""
         keys: U64Array = self.of[rows, self.table.entry[rows]][:, None]
         return keys
 
     def note(self, rows: I64Array, prints: U64Array, tail: int) -> None:
-        """``rows`` are to be written, and these are the prints of their blocks. Of the last of them
-        only ``tail`` blocks are, unless that is 0."""
+        """Record the prints of rows that are being written. ``tail``: how many first blocks of the
+        last row are written; 0: all."""
         if len(self.of) < len(self.table):
             self.of, old = self._memory(len(self.table)), self.of
             self.of[: len(old)] = old
@@ -60,29 +63,33 @@ class BlockPrints:
         self.table.entry[rows] = NOTED
 
     def tails(self, rows: I64Array) -> npt.NDArray[np.bool_]:
-        """Which of ``rows`` are known to be tails."""
+        """Which of ``rows`` are tails. A row without known blocks is none."""
         known = self.table.entry[rows] != UNKNOWN
         found = np.zeros(len(rows), np.bool_)
         found[known] = self.tail[rows[known]] > 0
         return found
 
     def _memory(self, rows: int) -> U64Array:
-        """Zeroed memory that the kernel finds page by page: the first touch of a huge page takes
-        long (``KeyIndex``)."""
+        """Zeroed memory in small pages, because the first touch of a huge page takes long
+        (``KeyIndex``)."""
         memory = mmap.mmap(-1, rows * self.width * 8, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_NOHUGEPAGE)
         return np.frombuffer(memory, np.uint64).reshape(rows, self.width)
 
 
 class BlockIndex:
-    """The READY rows of one class whose blocks are known."""
+    """The READY rows of a row class by their blocks."""
 
     def __init__(self, prints: BlockPrints, index: KeyIndex) -> None:
         self.prints, self.index = prints, index
         self._table = prints.table
 
     def longest(self, wanted: U64Array) -> tuple[int, int]:
-        """Of the first blocks of a chunk, with these prints, how many some row has, and the row."""
+        """The row that shares the most first blocks with a chunk, given by the prints of its
+        blocks.
+
+        Returns how many blocks it shares, and the row; 0 and ``ABSENT`` if there is none.
+        """
         found = self.index.find(wanted[:, None])
         rows = found[found != ABSENT]
         if not len(rows):
@@ -97,15 +104,15 @@ class BlockIndex:
         return int(agree[best]), int(rows[best])
 
     def _agree(self, rows: I64Array, wanted: U64Array) -> I64Array:
-        """In how many of their first blocks ``rows`` agree with ``wanted``."""
+        """How many first blocks each of ``rows`` shares with ``wanted``."""
         alike = self.prints.of[rows, : len(wanted)] == wanted
         ends = np.concatenate([alike, np.zeros((len(rows), 1), np.bool_)], axis=1)
         agreeing: I64Array = ends.argmin(axis=1)
         return agreeing
 
     def add(self, rows: I64Array) -> I64Array:
-        """Index those of ``rows``, READY since now, whose blocks are known. Returns the tails that
-        nobody needs any more, because another row has all their blocks."""
+        """Index those of ``rows``, which just became READY, whose blocks are known. Returns the
+        tails that are redundant now, because another row has all their blocks."""
         rows = rows[self._table.entry[rows] == NOTED]
         if not len(rows):
             return rows
@@ -125,7 +132,7 @@ class BlockIndex:
         self.index.add(rows)
 
     def _add_alike(self, row: int) -> I64Array:
-        """Index a row that begins like another one."""
+        """Index a row that shares its first block with another row; returns redundant tails."""
         one = np.array([row])
         self._table.entry[row] = UNKNOWN
         mine = self.prints.of[row, : int(self.prints.tail[row]) or self.prints.width]
@@ -143,7 +150,7 @@ class BlockIndex:
         return needless
 
     def remove(self, rows: I64Array) -> None:
-        """Take those of ``rows`` that are in the index out of it."""
+        """Remove those of ``rows`` that are in the index."""
         rows = rows[self._table.entry[rows] < NOTED]
         if len(rows):
             self.index.remove(rows)

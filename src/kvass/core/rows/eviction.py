@@ -1,7 +1,8 @@
-"""Which rows are evicted when room is needed: the least recently used ones.
+"""The order of eviction: exact LRU over the rows of a row class.
 
-Of a prefix the deeper chunk is evicted first: whoever uses a prefix touches all of it, deepest
-chunk first, so a chunk is never older than those that follow it.
+In a ``full`` group a chunk is never older than the chunks that follow it in its prefix, because
+each use of a prefix stamps all of it, the deepest chunk first. So the deeper chunk is evicted
+first.
 """
 
 from __future__ import annotations
@@ -15,30 +16,31 @@ from kvass.core.rows.row_table import RowTable
 from kvass.types import I64Array
 
 _SEGMENT: Final = 4096
-"""Entries of the log that are kept together."""
+"""Entries of a segment of the log."""
 _LOOK: Final = 512
-"""Entries that are looked at in one numpy call: most who ask need few."""
+"""Entries that one numpy call looks at. Most calls of ``oldest`` need few rows."""
 _TIDIED: Final = 2
-"""How many old segments are tidied for each new one: more keeps the log shorter, for more work."""
+"""How many old segments are compacted when a segment is full. More of them means a shorter log and
+more work."""
 
 _LogSegment = tuple[I64Array, I64Array]
-"""Rows, and the stamps that they were given: ascending."""
+"""Rows and the stamps that they were given. Stamps are ascending."""
 
 
 class UseLog:
-    """Exact LRU as a log of touches: appending and scanning are vectorised, nothing is sorted.
+    """The uses of a class's rows in order of time. Appending and scanning are vectorised.
 
-    An entry is stale once its row has another stamp. Whenever a segment is full, the next
-    ``_TIDIED`` old ones, in turn, lose their stale entries and are joined to their neighbours. So
-    no touch takes long, and the log has about twice its live entries.
+    An entry is stale when its row has a newer stamp. When a segment is full, the next ``_TIDIED``
+    old segments are compacted: they lose their stale entries and are joined to their neighbours. So
+    each call is short, and the log is about twice as long as it has entries that are not stale.
     """
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
         self._segments: list[_LogSegment] = []
-        """Full ones, the oldest first."""
+        """The full segments; the oldest is first."""
         self._tidied = 0
-        """The next to be tidied."""
+        """The next segment to be compacted."""
         self._begin(0)
 
     def _begin(self, size: int = _SEGMENT) -> None:
@@ -47,7 +49,7 @@ class UseLog:
         self._used = 0
 
     def touched(self, rows: I64Array, stamps: I64Array) -> None:
-        """``rows`` were used; ``stamps`` (ascending) are what the table now says of them."""
+        """Record that ``rows`` were used. ``stamps``: their new stamps in the table, ascending."""
         if not len(self._rows):  # the first one: most classes of a clear are never used again
             self._begin()
         while len(rows):
@@ -63,7 +65,7 @@ class UseLog:
                     self._tidy()
 
     def _tidy(self) -> None:
-        """Take the stale entries out of one segment, and join it to the one before if both fit."""
+        """Compact one segment, and join it to the one before if both fit into one."""
         at = self._tidied % len(self._segments)
         rows, stamps = self._segments[at]
         live = self._table.stamp[rows] == stamps
@@ -78,7 +80,7 @@ class UseLog:
             self._tidied = at + 1
 
     def oldest(self, count: int, protect: int) -> I64Array:
-        """At most ``count`` evictable rows stamped before ``protect``, the oldest first."""
+        """At most ``count`` evictable rows with a stamp below ``protect``; the oldest is first."""
         table, found, missing = self._table, list[I64Array](), count
         for rows, stamps in self._parts():
             if not missing or stamps[0] >= protect:
@@ -94,14 +96,14 @@ class UseLog:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def _parts(self) -> Iterator[_LogSegment]:
-        """The log, the oldest entries first: ``_LOOK`` at a time."""
+        """The log in parts of ``_LOOK`` entries; the oldest is first."""
         last = self._rows[: self._used], self._stamps[: self._used]
         for rows, stamps in (*self._segments, last):
             for begin in range(0, len(rows), _LOOK):
                 yield rows[begin : begin + _LOOK], stamps[begin : begin + _LOOK]
 
     def _drop_stale(self) -> None:
-        """Take the stale entries off the log's beginning."""
+        """Remove the stale entries at the beginning of the log."""
         while self._segments:
             rows, stamps = self._segments[0]
             live = self._table.stamp[rows[:_LOOK]] == stamps[:_LOOK]

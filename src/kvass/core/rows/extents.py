@@ -1,11 +1,13 @@
-"""Where extent sets lie in the arena, and which of them would have to go to make room.
+"""The places of extent sets in the arena, and the cheapest sets to give back for a new one.
 
-An extent set holds ``slots`` slots of one (namespace, group): one extent per distinct shard, each
-``slots * shard_bytes[shard]`` long. Extents never overlap. Layouts want extents of different
-lengths, so room is a matter of contiguous runs: a set goes with its neighbours if need be.
+Law of this file: extents never overlap.
 
-At 1 TiB there are 16,384 sets, so nothing loops over them in Python: the extents and the free spans
-are arrays, in the order of the arena.
+An extent set holds ``slots`` slots of one (namespace, group). It has one extent for each distinct
+shard, which is ``slots * shard_bytes[shard]`` bytes long. Layouts need extents of different
+lengths. So a new set may need the space of several neighbouring sets.
+
+At 1 TiB there are 16,384 sets, so no Python loop runs over them. Extents and free spans are arrays
+in the order of the arena.
 """
 
 from __future__ import annotations
@@ -21,25 +23,26 @@ import numpy as np
 from kvass.types import I64Array
 
 STAYS: Final = 1 << 62
-"""What a set is worth that may not go."""
+"""The value of a set that must stay."""
 _HOLE: Final = -STAYS
-"""What free space is worth."""
+"""The value of free space."""
 _NEW: Final = 256
-"""So many extents are sorted in at a time, since one by one takes longer."""
+"""New extents are sorted in when there are so many, because one by one takes longer."""
 _NONE: Final[I64Array] = np.empty(0, np.int64)
 
 
 class FreeSpace:
-    """Free space of a line of ``size`` units: first fit, neighbours coalesce."""
+    """The free spans of ``size`` units, allocated first fit. Neighbours coalesce."""
 
     def __init__(self, size: int) -> None:
         self.starts: I64Array = np.array([0] if size else [], np.int64)
         self.lengths: I64Array = np.array([size] if size else [], np.int64)
         self.total = size
-        """Free units in all."""
+        """The number of free units."""
 
     def take(self, n: int) -> int | None:
-        """The start of ``n`` contiguous units, now taken; ``None`` if no span is long enough."""
+        """Allocate ``n`` contiguous units; returns the first, or ``None`` if no span is long
+        enough."""
         fits = self.lengths >= n
         i = int(fits.argmax()) if len(fits) else 0
         if not len(fits) or not fits[i]:
@@ -56,7 +59,7 @@ class FreeSpace:
         return start
 
     def give(self, starts: I64Array, lengths: I64Array) -> None:
-        """Return all ``[start, start + length)``; they must be taken now."""
+        """Free all ``[start, start + length)``, which must be allocated."""
         starts = np.concatenate([self.starts, starts])
         order = np.argsort(starts, kind="stable")
         starts, lengths = starts[order], np.concatenate([self.lengths, lengths])[order]
@@ -69,7 +72,7 @@ class FreeSpace:
 
 
 class ExtentSet(msgspec.Struct, frozen=True):
-    """``bases[r]``: where shard ``r``'s extent begins in the arena, in bytes."""
+    """An extent set. ``bases[r]``: the first byte of the extent of shard ``r`` in the arena."""
 
     id: int
     slots: int
@@ -83,9 +86,9 @@ class ExtentSet(msgspec.Struct, frozen=True):
 
 
 class _Line(msgspec.Struct):
-    """The whole arena in order: extents, and holes between them.
+    """The whole arena in order: the extents and the free spans between them.
 
-    ``set_of``: -1 of a hole; ``cost``: what the set is worth.
+    ``set_of``: the set of an extent, -1 for a free span. ``cost``: the value of the set.
     """
 
     lengths: I64Array
@@ -93,7 +96,7 @@ class _Line(msgspec.Struct):
     set_of: I64Array
 
     def runs(self, limit: int) -> tuple[I64Array, I64Array, I64Array]:
-        """Where runs of what is worth no more than ``limit`` begin and end, and their bytes."""
+        """The runs of neighbours whose cost is ``limit`` at most: first, end and bytes of each."""
         edges = np.diff(np.concatenate([[False], self.cost <= limit, [False]]).astype(np.int8))
         first, end = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
         upto = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -110,7 +113,7 @@ class ExtentMap:
         self._row_ids = FreeSpace(1 << 48)
         self._unused_ids: list[int] = []
         self._base, self._length, self._set = _NONE, _NONE, _NONE
-        """Extents, in the order of the arena; new ones are put in when somebody looks."""
+        """The extents in the order of the arena, without those in ``_new``."""
         self._new: list[tuple[int, int, int]] = []
 
     @property
@@ -118,7 +121,8 @@ class ExtentMap:
         return self._bytes.total
 
     def add(self, shard_bytes: tuple[int, ...], slots: int) -> ExtentSet | None:
-        """A new set of ``slots`` slots, or of as many as fit (at least one), or ``None``."""
+        """Add a set of ``slots`` slots, or of a smaller number that fits; ``None`` if not one
+        fits."""
         slots = min(slots, self._bytes.total // sum(shard_bytes))
         while slots:
             needs = [slots * n for n in shard_bytes]
@@ -146,7 +150,7 @@ class ExtentMap:
         return made
 
     def remove(self, gone: I64Array) -> None:
-        """Give back all extents of sets (their ids) whose rows are all FREE."""
+        """Give back sets by their ids. All their rows are FREE."""
         sets = [self.sets.pop(i) for i in gone.tolist()]
         for i in gone.tolist():
             heapq.heappush(self._unused_ids, i)
@@ -175,11 +179,11 @@ class ExtentMap:
     def cheapest(
         self, shard_bytes: tuple[int, ...], slots: int, count: int, value: I64Array
     ) -> I64Array:
-        """The ids of the sets of least value whose removal lets ``add(shard_bytes, slots)`` succeed
-        in full ``count`` times, or as often as can be. Empty: not even once.
+        """The cheapest sets whose removal makes room for ``count`` sets of ``slots`` slots.
 
-        ``value[i]``: what set number ``i`` is worth, ``STAYS`` if it may not go. The value of a
-        choice is that of its dearest set.
+        Returns their ids. If there is no room for ``count`` sets, it is for as many as can be;
+        empty if there is no room for one. ``value[i]``: the value of set ``i``, ``STAYS`` if it
+        must stay. A choice costs as much as the most valuable set in it.
         """
         needs = [slots * n for n in shard_bytes]
         line = self._line(value)
@@ -211,10 +215,10 @@ class ExtentMap:
 
 
 def _fill(runs: I64Array, needs: list[int], count: int) -> tuple[I64Array, int]:
-    """How many bytes of each run are used for up to ``count`` times ``needs``, and how many times
-    they found room.
+    """How many bytes of each run ``count`` new sets would use, and for how many there is room.
 
-    Exact for one time, and for needs that are equal; else each need counts as the largest.
+    ``needs``: the extents of a set. It is exact for one set, and for equal needs. Otherwise each
+    need counts as the largest.
     """
     if count == 1:
         return _first_fit(runs, needs)
@@ -235,8 +239,8 @@ def _first_fit(runs: I64Array, needs: list[int]) -> tuple[I64Array, int]:
 
 
 def _leaving(line: _Line, first: int, end: int, used: int, needs: list[int]) -> I64Array:
-    """The sets of a run that go so that ``used`` bytes in a row are free: the fewest for a single
-    need, else those at its beginning."""
+    """The sets of a run that must go so that ``used`` contiguous bytes are free: the fewest if that
+    is for one extent, else those at the beginning of the run."""
     upto = np.concatenate([[0], np.cumsum(line.lengths[first:end])])
     stop = np.searchsorted(upto, upto + used)
     starts = np.flatnonzero(stop < len(upto)) if used in needs else np.zeros(1, np.int64)

@@ -1,13 +1,13 @@
-"""Which row holds a key, for many keys in one call: a hash table of buckets, vectorised.
+"""A vectorised hash table from keys to rows, which looks up many keys in one call.
 
-A key's home bucket and fingerprint come from all its bytes, by multiplication (Knuth, TAOCP vol. 3,
-6.4) with odd numbers drawn from a secret seed, so no client can make keys collide. A bucket is a
-cache line of ``SLOTS`` entries, each a row (low half) and its key's fingerprint, which only says
-where to look: ``find`` compares whole keys, which lie in the row table. A full bucket *spills* into
-the next and counts what it spilled, so that removing needs no tombstones: a search goes on while
-the bucket it looks at has spilled something.
+A key's home bucket and fingerprint follow from all its bytes by multiplication (Knuth, TAOCP vol.
+3, 6.4) with odd numbers that are drawn from a secret seed. So no client can make keys collide. A
+bucket is a cache line of ``SLOTS`` entries. An entry has a row (low half) and the fingerprint of
+its key. ``find`` compares whole keys, which are in the row table. A full bucket *spills* into the
+next bucket and counts the spilled entries. So removal needs no tombstones: a search continues to
+the next bucket while the count is above 0.
 
-A find takes half the time of ``dict[bytes, int]``'s, and a row well under half the memory.
+A lookup takes half the time that ``dict[bytes, int]`` takes, and a row less than half the memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvass.types import I64Array, U32Array, U64Array
 
 SLOTS: Final = 8  # a cache line; _in_bucket shifts by 3
 ABSENT: Final = -1
-"""What ``find`` says of a key that has no row."""
+"""What ``find`` returns for a key that has no row."""
 
 WARMED: Final = (512 << 10) // CACHE_LINE
-"""Buckets that ``warm`` touches: 128 pages. A smaller index needs no ``warm``."""
+"""Buckets that one ``warm`` touches: 128 pages. A smaller index needs no ``warm``."""
 MOVED: Final = 64
-"""Buckets whose rows move when a row is added to an index that grows, and half of one for each row
-more. Room was doubled, so all have moved when it is spent."""
+"""Buckets that each ``add`` moves while the index grows, plus half a bucket per added row. Growing
+doubles the room, so all buckets have moved before the index is full again."""
 _PAGE_BUCKETS: Final = 4096 // CACHE_LINE
 
 _EMPTY: Final = 0
@@ -42,23 +42,23 @@ _ONE: Final = np.uint64(1)
 _SMALLEST: Final = 64
 FILL: Final = 0.4
 _NOTHING: Final[U32Array] = np.zeros((0, SLOTS), np.uint32)
-"""Of an index that was never used: it has no memory."""
+"""The buckets of an index that was never used. They take no memory."""
 
 
 class Keyed(Protocol):
-    """What knows the key of each row."""
+    """A table that has the key of each row."""
 
     def keys_of(self, rows: I64Array) -> U64Array: ...
 
 
 class KeyIndex:
-    """An index over rows of ``table``. Arrays of keys: uint64, shape ``(n, words)``.
+    """An index over rows of ``table``. Arrays of keys are uint64, shape ``(n, words)``.
 
-    ``odd``: as many ``odd_numbers`` of the seed as a key has words. ``rows``: for so many there is
-    room at the first use. When there is room for no more, larger buckets are made, and each ``add``
-    moves some rows there: to move a million takes 0.8 s. Memory that nobody has touched before
-    takes long too: ``warm`` touches it. ``fill``: of its entries at most so many are used. The
-    fewer, the fewer buckets spill; the more, the less memory.
+    ``odd``: as many ``odd_numbers`` of the seed as a key has words. ``rows``: how many rows there
+    is room for at the first use. When the index is full it makes more buckets, and each ``add``
+    moves some rows into them, because to move a million rows takes 0.8 s. The first touch of memory
+    takes long too, so ``warm`` does it in parts. ``fill``: the largest part of the entries that may
+    be used. With a smaller one fewer buckets spill, and a larger one takes less memory.
     """
 
     def __init__(self, table: Keyed, odd: U64Array, rows: int = 0, fill: float = FILL) -> None:
@@ -66,31 +66,33 @@ class KeyIndex:
         self._least = max(_SMALLEST, self._buckets(rows))
         self._count = 0
         self._old: KeyIndex | None = None
-        """The rows that were not moved yet."""
+        """While the index grows: the old buckets, with the rows that were not moved yet."""
         self._moved = 0
-        """So many of its buckets are empty."""
+        """How many old buckets were moved."""
         self._mask, self._mark, self._row = 0, _NOTHING, _NOTHING
         self._cold = 0 if self._least > WARMED else self._least
-        """The first bucket that is not warm."""
+        """The first bucket that ``warm`` has not touched."""
 
     def __len__(self) -> int:
         return self._count + (0 if self._old is None else len(self._old))
 
     @property
     def room(self) -> int:
-        """For how many rows there is room at the first use."""
+        """How many rows there is room for at the first use."""
         return int(self._least * SLOTS * self._fill)
 
     def rows(self) -> I64Array:
+        """All indexed rows."""
         rows: I64Array = self._row[self._mark != _EMPTY].astype(np.int64)
         return rows if self._old is None else np.concatenate([rows, self._old.rows()])
 
     @property
     def cold(self) -> bool:
+        """Whether ``warm`` has buckets left to touch."""
         return self._cold < max(self._least, len(self._mark))
 
     def warm(self) -> None:
-        """Touch the next ``WARMED`` buckets, so that no step has the kernel find memory for all."""
+        """Touch the next ``WARMED`` buckets, so that no step has page faults for all buckets."""
         if not len(self._mark):
             self._make(self._least)
         begin, self._cold = self._cold, self._cold + WARMED
@@ -123,7 +125,8 @@ class KeyIndex:
         return rows
 
     def add(self, rows: I64Array) -> None:
-        """Index ``rows`` under their keys in the table, distinct and none of them in the index."""
+        """Index ``rows`` under their keys in the table. The keys are distinct and not in the
+        index."""
         if len(self) + len(rows) > self._fill * self._mark.size:
             self._grow(len(rows))
         self._insert(rows)
@@ -131,7 +134,7 @@ class KeyIndex:
             self._move(MOVED + len(rows) // 2)
 
     def remove(self, rows: I64Array) -> None:
-        """Take ``rows``, all of them in the index, out of it."""
+        """Remove ``rows``, all of which are in the index."""
         keys = self._table.keys_of(rows)
         if self._old is not None:
             there = self._old.find(keys) == rows
@@ -153,8 +156,8 @@ class KeyIndex:
     # ------------------------------------------------------------ growing
 
     def _grow(self, more: int) -> None:
-        """Have larger buckets. The rows of those before are moved in the same order, so that memory
-        is touched page by page; all are moved before there is room for no more again."""
+        """Make room for ``more`` rows. The rows of the old buckets are moved later, in order, so
+        that memory is touched page by page."""
         if self._old is not None:
             self._move(len(self._old._mark))
         buckets = self._buckets(len(self) + more)
@@ -163,8 +166,8 @@ class KeyIndex:
         self._make(buckets)
 
     def _move(self, buckets: int) -> None:
-        """Move the rows of so many buckets. What they spilled is not counted anew: a search there
-        looks further than it must."""
+        """Move the rows of the next ``buckets`` old buckets. Their spill counts stay, so a search
+        in the old buckets may look further than it must."""
         old, begin = self._old, self._moved
         assert old is not None, "no rows to move"
         self._moved += buckets
@@ -180,7 +183,7 @@ class KeyIndex:
     # ------------------------------------------------------------ buckets
 
     def _buckets(self, rows: int) -> int:
-        """How many buckets are room for so many rows: a power of two."""
+        """The number of buckets, a power of two, that have room for ``rows`` rows."""
         least = int(rows / (self._fill * SLOTS)) + 1
         return 1 << (least - 1).bit_length()
 
@@ -197,23 +200,24 @@ class KeyIndex:
         self._count = 0
 
     def _pages(self, buckets: int) -> npt.NDArray[np.uint8]:
-        """Zeroed memory of so many buckets, in small pages until it is warm.
+        """Zeroed memory of ``buckets`` buckets, in small pages until it is warm.
 
-        A huge page spares a lookup its page walk. But the first touch of one takes 8 ms and more in
-        a virtual machine whose host must find it: the kernel joins the pages once they are warm.
+        With huge pages a lookup needs fewer page walks. But in a virtual machine the first touch of
+        a huge page can take 8 ms and more. So ``warm`` asks for them when all pages were touched.
         """
         self._memory = mmap.mmap(-1, buckets * CACHE_LINE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_NOHUGEPAGE)
         return np.frombuffer(self._memory, np.uint8).reshape(buckets, CACHE_LINE)
 
     def _place(self, keys: U64Array) -> tuple[I64Array, U64Array]:
-        """Home bucket and fingerprint of each key; a fingerprint is never ``_EMPTY``."""
+        """The home bucket and the fingerprint of each key. No fingerprint is ``_EMPTY``."""
         mixed = keys.dot(self._odd)
         mixed = (mixed ^ (mixed >> _HALF)) * self._odd[0]
         return (mixed >> _HALF).view(np.int64) & self._mask, (mixed & _LOW) | _ONE
 
     def _in_bucket(self, bucket: I64Array, mark: U64Array) -> I64Array:
-        """The row of the first entry with this mark in this bucket, or ``ABSENT``."""
+        """For each bucket, the row of its first entry with the fingerprint ``mark``, or
+        ``ABSENT``."""
         entries = self._entry.take(bucket, axis=0)
         at: I64Array = ((entries >> _HALF) == mark[:, None]).reshape(-1).nonzero()[0]
         if len(at) == len(bucket) and ((at >> 3) == np.arange(len(at))).all():  # one each
@@ -224,7 +228,7 @@ class KeyIndex:
         return rows
 
     def _search(self, key: U64Array, at: int, mark: int) -> int:
-        """The row of one key, looking everywhere it could be."""
+        """The row of one key, or ``ABSENT``. It looks into every bucket that may have the key."""
         while True:
             for slot in (self._mark[at] == mark).nonzero()[0].tolist():
                 row = int(self._row[at, slot])
@@ -235,7 +239,8 @@ class KeyIndex:
             at = (at + 1) & self._mask
 
     def _insert(self, rows: I64Array) -> None:
-        """Each round puts, per bucket, as many keys as it has room for; the rest move on."""
+        """Insert rows. Each round fills the free entries of each bucket, and the rows that are left
+        spill into the next bucket."""
         self._count += len(rows)
         bucket, mark = self._place(self._table.keys_of(rows))
         while len(rows):
@@ -255,26 +260,26 @@ class KeyIndex:
 
 
 def _absent(count: int) -> I64Array:
-    """``np.full`` takes four times as long for the few keys of a short prompt."""
+    """``count`` times ``ABSENT``. ``np.full`` takes four times as long for few keys."""
     rows = np.empty(count, np.int64)
     rows.fill(ABSENT)
     return rows
 
 
 def _others(some: I64Array, count: int) -> npt.NDArray[np.bool_]:
-    """Which numbers below ``count`` are not among ``some``."""
+    """Which numbers below ``count`` are not in ``some``."""
     others = np.ones(count, np.bool_)
     others[some] = False
     return others
 
 
 def odd_numbers(seed: bytes) -> U64Array:
-    """The secret numbers by which an index places keys: ``KEY_WORDS``, odd."""
+    """``KEY_WORDS`` secret odd numbers, by which an index places keys."""
     return np.frombuffer(hashlib.sha256(seed).digest(), "<u8")[:KEY_WORDS] | _ONE
 
 
 def repeated(keys: U64Array) -> I64Array:
-    """The places of keys that were said before."""
+    """The positions of keys that repeat an earlier key."""
     raw = np.ascontiguousarray(keys).view(f"V{keys.itemsize * keys.shape[1]}").ravel()
     if len(set(raw.tolist())) == len(keys):
         return np.empty(0, np.int64)  # the usual case, and twice as fast
@@ -284,7 +289,7 @@ def repeated(keys: U64Array) -> I64Array:
 
 
 def key_array(digests: bytes, width: int) -> U64Array:
-    """A blob of digests of ``width`` <= 32 bytes as keys, padded with zeros."""
+    """The keys of concatenated digests of ``width`` <= 32 bytes each, padded with zeros."""
     count = len(digests) // width
     if width == 8 * KEY_WORDS:
         return np.frombuffer(digests, "<u8").reshape(count, KEY_WORDS)
@@ -294,5 +299,5 @@ def key_array(digests: bytes, width: int) -> U64Array:
 
 
 def digests_of(keys: U64Array, width: int) -> bytes:
-    """The opposite of ``key_array``."""
+    """The concatenated digests of keys: the inverse of ``key_array``."""
     return np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 8 * KEY_WORDS)[:, :width].tobytes()

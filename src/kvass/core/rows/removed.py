@@ -1,7 +1,10 @@
-"""Which rows left L1, for the engines that publish KV events: the last ``ROOM`` of all namespaces.
+"""The last ``ROOM`` rows that left L1, for engines that publish KV events.
 
-Nothing is noted, and no memory taken, unless a session asks. Positions count what was noted in
-this boot. Who asks too late, or in another namespace than before, is told that something was lost.
+Law of this file: memory is bounded. A reader that asks too late is told that it lost entries.
+
+Rows are recorded, and memory is allocated, only while a session reads. A position is the number of
+entries that were recorded in this boot. A session that reads another namespace than before is told
+that it lost entries, too.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ from kvass.core.rows.row_table import KEY_WORDS
 from kvass.types import I64Array, U64Array
 
 ROOM: Final = 1 << 16
-"""Rows that are remembered: 3 MiB."""
+"""The number of entries: 3 MiB."""
 AT_ONCE: Final = 1 << 13
-"""So many notes one answer tells at most, and of so many rows it says whether they are there."""
+"""The most entries of one answer, and the most rows of which it says whether they are readable."""
 _ALL: Final = -1
-"""In place of a group: all rows of the namespace are gone."""
+"""In place of a group: all rows of a group of the namespace left L1."""
 
 
 class RemovedPart(NamedTuple):
-    """What an asker is told: keys by group, up to position ``upto``."""
+    """An answer: the keys that left L1 by layer group, up to position ``upto``.
+
+    ``lost``: entries are missing, so the reader must forget all that it knew.
+    """
 
     upto: int
     lost: bool
@@ -30,46 +36,46 @@ class RemovedPart(NamedTuple):
 
 
 class RemovedRows:
-    """A ring of notes, and the sessions that read it."""
+    """A ring buffer of entries, and the sessions that read it."""
 
     def __init__(self) -> None:
         self.end = 1
-        """The position of the next note."""
+        """The position of the next entry."""
         self._begin = 1
-        """Nothing before this was noted for those who read now."""
+        """The first position that was recorded since a session reads."""
         self._readers: dict[int, int] = {}
-        """Session -> the namespace that it asked about last."""
+        """Session -> the namespace that it read last."""
         self._clear()
 
     def _clear(self) -> None:
         self._keys: U64Array = np.zeros((0, KEY_WORDS), np.uint64)
         self._places: I64Array = np.zeros((0, 2), np.int64)
-        """Namespace and group."""
+        """Namespace and group of each entry."""
 
     @property
     def noted(self) -> bool:
-        """Whether anybody reads."""
+        """Whether entries are recorded, because a session reads."""
         return bool(self._readers)
 
     def leave(self, session: int) -> None:
-        """A session ended. After the last one the memory is free."""
+        """A session ended. After the last reader the memory is freed."""
         if self._readers.pop(session, None) is not None and not self._readers:
             self._clear()
 
     def note(self, namespace: int, group: int, keys: U64Array) -> None:
-        """The rows with these keys left L1. Call only if ``noted``."""
+        """Record that the rows with these keys left L1. Call it only if ``noted``."""
         self.end += len(keys)
         keys = keys[-ROOM:]
         at = np.arange(self.end - len(keys), self.end) % ROOM
         self._keys[at], self._places[at] = keys, (namespace, group)
 
     def note_all(self, namespace: int) -> None:
-        """All rows of a layer group left L1, or the namespace was forgotten."""
+        """Record that all rows of a layer group left L1."""
         if self.noted:
             self.note(namespace, _ALL, np.zeros((1, KEY_WORDS), np.uint64))
 
     def read(self, session: int, namespace: int, since: int) -> RemovedPart:
-        """What left ``namespace`` from position ``since`` on."""
+        """The rows of ``namespace`` that left L1 from position ``since`` on."""
         if not self._readers:
             self._keys = np.zeros((ROOM, KEY_WORDS), np.uint64)
             self._places = np.zeros((ROOM, 2), np.int64)

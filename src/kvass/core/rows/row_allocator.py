@@ -1,10 +1,12 @@
-"""Room for new rows: it is made here, at allocation time, and nowhere else (law 6).
+"""The allocator of rows: it takes free slots, and evicts rows if there are none.
 
-Where there is no free slot, a new extent set is taken from the arena's free space. If there is
-none, rows are evicted: the class's own, or the extent sets of other classes, whichever were used
-less recently. So no layout can starve another. With quotas (``tenants``) those go first whose
-tenants have more than their share, and no extent set goes to another tenant whose owner has no more
-than is reserved for it.
+Law of this file: rows are evicted only here, and only when a new row needs the room (law 6).
+
+A class without a free slot gets a new extent set from the arena's free space. If there is no free
+space, rows are evicted: rows of the class itself, or whole extent sets of other classes, whichever
+were used longer ago. So no layout can starve another. With quotas (``tenants``) the sets of tenants
+that have more than their share go first. A tenant that has no more than is reserved for it loses no
+set to another tenant.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from kvass.types import I64Array, U64Array
 
 
 class RowAllocator:
-    """Gives slots of the arena to new ``rows``. ``slice_slots``: of one ``reclaim``."""
+    """The allocator of slots for new ``rows``. ``slice_slots``: how many one ``reclaim`` frees."""
 
     def __init__(
         self,
@@ -49,12 +51,14 @@ class RowAllocator:
         tenant: Tenant,
         state: int = WRITING,
     ) -> tuple[list[I64Array], int]:
-        """WRITING (or LOADING) rows for the first chunks of ``wanted`` in each class, as many as
-        room can be made for; and the first chunk that got none in some class, or ``len(keys)``.
-        ``tenant`` pays for them.
+        """Allocate rows in state ``state`` (WRITING or LOADING), which ``tenant`` pays for.
 
-        Nothing stamped at or after ``protect`` is evicted: the asker's own prefix. The keys that
-        are wanted are distinct, and none is in its class's index.
+        ``wanted[i]``: the chunks that need a row of ``classes[i]``, as positions in ``keys``. Their
+        keys are distinct and not in the index of the class. Rows that were used at or after stamp
+        ``protect``, such as the prefix of the same request, are not evicted.
+
+        Returns the rows of each class, for as many first chunks of ``wanted`` as there is room for;
+        and the first chunk that has no row in some class, or ``len(keys)``.
         """
         rows, end = list[I64Array](), len(keys)
         if tenant.taken_bytes > tenant.cap_bytes:
@@ -73,13 +77,15 @@ class RowAllocator:
 
     @property
     def unfinished(self) -> bool:
-        """Whether ``reclaim`` or ``warm`` has something to do now."""
+        """Whether ``reclaim``, or ``warm`` of the classes, has work left."""
         idle = self._sets.cleared and len(self._sets.idle_cleared())
         return bool(self._classes.unfinished or idle or self._classes.segments.cleared)
 
     def reclaim(self) -> None:
-        """Give back cleared sets in which nobody reads or writes: ``slice_slots`` slots of them, or
-        one set, so that it does not take long. And the memory of a few removed classes."""
+        """Give back cleared extent sets that nobody reads or writes, and memory of removed classes.
+
+        One call gives back ``slice_slots`` slots, or one set, so that it does not take long.
+        """
         self._classes.free_memory()
         self._classes.segments.reclaim()
         if self._sets.cleared and len(sets := self._sets.idle_cleared()):
@@ -90,6 +96,7 @@ class RowAllocator:
     # ------------------------------------------------------------ room
 
     def _make_room(self, row_class: RowClass, count: int, protect: int) -> None:
+        """Make ``count`` slots of a class free, or as many as can be."""
         while (lacking := count - len(row_class.free)) > 0:
             if self._add_set(row_class):
                 continue
@@ -102,8 +109,9 @@ class RowAllocator:
             self._evict(row_class, victims, "capacity")
 
     def _evict(self, row_class: RowClass, rows: I64Array, reason: str) -> None:
-        """Free ``rows`` of a class, the oldest first. No hit gets past a missing ``full`` row, so
-        its chunk's windows and states go with it."""
+        """Evict ``rows`` of a class; the oldest is first. With a ``full`` row the windows and
+        states of its chunk are evicted too, because no hit reaches beyond a missing ``full``
+        row."""
         self._count_evicted(row_class, rows, reason)
         keys = self._table.keys_of(rows)
         row_class.tenant.evicted_bytes += len(rows) * row_class.spec.row_bytes
@@ -119,7 +127,8 @@ class RowAllocator:
                 self._rows.free(orphans)
 
     def _count_evicted(self, row_class: RowClass, rows: I64Array, reason: str) -> None:
-        """They are about as old as the first of them."""
+        """Count an eviction. All rows count with the age of the first one, which is about the
+        same."""
         if not len(rows):
             return
         size = row_class.spec.row_bytes
@@ -131,6 +140,7 @@ class RowAllocator:
         )
 
     def _add_set(self, row_class: RowClass) -> bool:
+        """Give a class one more extent set from free space; whether there was room."""
         most = min(row_class.slots_per_set, row_class.within_cap)
         made = self._extents.add(row_class.spec.shard_bytes, most) if most else None
         if made is None:
@@ -145,10 +155,12 @@ class RowAllocator:
         return True
 
     def _take_over(self, asker: RowClass, lacking: int, oldest: int, protect: int) -> bool:
-        """Give back cleared sets, and other classes' that were last used before stamp ``oldest``,
-        so that sets of ``lacking`` slots fit, or as many as can be.
+        """Free room for extent sets of ``lacking`` slots, or for as many as can be; whether any set
+        was given back.
 
-        ``oldest``: of the asker's own rows that may go, or ``protect`` if none may.
+        Cleared sets may go, and sets of other classes that were last used before stamp ``oldest``:
+        that of the oldest row that the asking class could evict itself, or ``protect`` if it has
+        none.
         """
         sets = self._sets
         if asker.slots * asker.spec.row_bytes == self._extents.size - self._extents.free_bytes:
@@ -175,7 +187,7 @@ class RowAllocator:
         return (entitled or oldest == protect) and self._give_way(asker, lacking, anybodys)
 
     def _may_lose(self, sets: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Those of ``sets`` without which their tenants still have what is reserved for them."""
+        """Those of ``sets`` that can go while their tenants keep what is reserved for them."""
         for tenant in self._tenants.all.values():
             if tenant.reserved_bytes:
                 theirs = np.flatnonzero(sets & (self._sets.tenant == tenant.id))
@@ -185,8 +197,8 @@ class RowAllocator:
         return sets
 
     def _give_way(self, asker: RowClass, lacking: int, may_go: npt.NDArray[np.bool_]) -> bool:
-        """Give back sets that may go, those used longest ago, so that sets of ``lacking`` slots
-        fit, or as many as can be."""
+        """Give back sets of ``may_go``, least recently used first, until sets of ``lacking`` slots
+        fit, or as many as can be; whether any was given back."""
         if not may_go.any():
             return False
         value = np.where(may_go, self._sets.newest, STAYS)
@@ -199,7 +211,8 @@ class RowAllocator:
         return bool(len(chosen))
 
     def _give_up(self, may_go: npt.NDArray[np.bool_], size: int) -> bool:
-        """Give back sets that may go, those used longest ago, of ``size`` bytes in all."""
+        """Give back sets of ``may_go``, least recently used first, of ``size`` bytes in all;
+        whether any was given back."""
         sets = np.flatnonzero(may_go)
         sets = sets[np.argsort(self._sets.newest[sets], kind="stable")]
         before = np.cumsum(self._sets.bytes[sets]) - self._sets.bytes[sets]
@@ -209,12 +222,12 @@ class RowAllocator:
         return bool(len(chosen))
 
     def _shrink(self, tenant: Tenant, protect: int) -> None:
-        """A tenant with more than its cap, which was lowered, gives back one set."""
+        """Give back one set of a tenant that has more than its cap, because the cap was lowered."""
         may_go = (self._sets.owner >= 0) & (self._sets.held == 0) & (self._sets.newest < protect)
         self._give_up(may_go & (self._sets.tenant == tenant.id), 1)
 
     def _evict_sets(self, sets: I64Array) -> None:
-        """Free the rows of ``sets``, which nobody reads or writes, and give the sets back."""
+        """Evict the rows of ``sets``, which nobody reads or writes, and give the sets back."""
         rows, owners = self._sets.rows_of(sets), self._sets.owner[sets]
         for owner in sorted(set(owners.tolist())):
             of_owner = self._sets.rows_of(sets[owners == owner])

@@ -1,7 +1,9 @@
-"""Row classes and namespaces: what each has of its own, and the indexes by which rows are found.
+"""The row classes and namespaces, and the key indexes in which their rows are found.
 
-An index entry names a row that is WRITING, LOADING, READY or TRANSIENT. All memory that an index
-may need is taken at its first use, touched in slices (``warm``), and given back in slices.
+Law of this file: an index entry names a row that is WRITING, LOADING, READY or TRANSIENT.
+
+An index allocates its memory at its first use. One step never touches or frees all memory of a
+large index: ``warm`` and ``free_memory`` do a part of it per call.
 """
 
 from __future__ import annotations
@@ -29,27 +31,30 @@ from kvass.types import U64Array
 
 TYPICAL_ROW: Final = 1 << 20
 ROOM: Final = 9 << 17
-"""The tables have room from the beginning for as many rows of ``TYPICAL_ROW`` bytes as the arena
-holds, and for so many at most: 1 TiB and an eighth. For more they grow, in steps of up to 0.3 s."""
+"""The most rows that the tables have room for at the start: 1.125 TiB of ``TYPICAL_ROW`` bytes
+each. For a smaller arena it is the number of such rows that fit. Later growth takes up to 0.3 s a
+step."""
 INDEX_ROOM: Final = 4 * ROOM
-"""All indexes together have room from the beginning for so many rows (160 MiB). A class that comes
-when that is spent begins with a small index, which grows: there may be thousands of classes."""
+"""The most rows that all indexes together reserve room for (160 MiB). A class that is created after
+that has a small index, which grows. There may be thousands of classes."""
 BLOCKS_FILL: Final = 0.6
-"""Of the index of blocks, in which a lookup finds a few keys, and no hundreds."""
+"""The fill of the index of blocks. It may be higher than ``FILL``: a lookup finds few keys
+there."""
 GONE_A_STEP: Final = 64
-"""Removed classes whose memory one step gives back: that of 1,000 takes 6 ms. But only one with an
-index of ``ROOM`` rows, which takes 2 ms."""
+"""Removed classes whose memory one step frees; 1,000 of them take 6 ms. A step frees only one index
+of ``ROOM`` rows, which takes 2 ms."""
 
 
 class RowClass(msgspec.Struct, eq=False):
-    """The rows of one (namespace, group) that one tenant pays for: all of one size, with a record
-    of their use. The classes of all tenants have one index.
+    """The rows of one (namespace, group) that one tenant pays for. All have the same size.
 
-    ``blocks``: of the rows whose blocks are known, of all tenants too; None: hits end with a chunk.
-    ``slots``: how many its sets have. ``rows``: how many rows are in each state, except FREE.
-    ``of_tenants``: all classes of its namespace and group by their tenant's id. That of the default
-    tenant is always there, stands for all of them, and is what a namespace names; the others exist
-    while they have sets.
+    ``index``: finds rows by key. ``blocks``: finds rows by their first blocks; ``None`` if hits end
+    at chunks. The classes of all tenants of a (namespace, group) share both indexes.
+    ``log``: the uses of its rows. ``free``: its free slots. ``slots``: the slots of its extent
+    sets. ``rows``: the number of its rows by state, except FREE.
+    ``of_tenants``: the classes of the same namespace and group by tenant id. The default tenant's
+    class always exists, and ``Namespace.classes`` names that one. Another tenant's class exists
+    while it has an extent set.
     """
 
     id: int
@@ -67,29 +72,32 @@ class RowClass(msgspec.Struct, eq=False):
 
     @property
     def undivided(self) -> bool:
-        """Whether all rows of its namespace and group are its own."""
+        """Whether no other tenant has a class of this namespace and group."""
         return len(self.of_tenants) < 2
 
     @property
     def in_use(self) -> bool:
-        """Whether any slot is not FREE, of any tenant's."""
+        """Whether any row of this namespace and group, of any tenant, is not FREE."""
         return any(c.slots != len(c.free) for c in self.of_tenants.values())
 
     @property
     def within_cap(self) -> int:
-        """How many slots more its tenant may have of it."""
+        """How many more slots of this class fit under its tenant's cap."""
         left = self.tenant.cap_bytes - self.tenant.taken_bytes
         return max(0, left // self.spec.row_bytes)
 
 
 class Namespace(msgspec.Struct):
-    """``epoch`` counts clears. A clear gives it new, empty ``classes``.
+    """A namespace: its row classes by layer group, its epochs and its traffic.
 
-    ``tier_epochs``: the epoch of its records in each tier; None: not known yet, so that tier is not
-    used for it. ``asked_s``: when each was last asked for; infinity: the answer is awaited.
-    ``private``: of one engine's generation (``messages.Register``). Its rows are in L1 only: no
-    tier is asked for an epoch, and both lists are empty. ``differs_in``: from ``like``, the most
-    similar namespace before it of the same model, in words.
+    ``epoch``: the number of clears. A clear replaces ``classes`` by new, empty ones.
+    ``tier_epochs``: the epoch of its records in each tier. ``None``: the epoch is not known yet,
+    and the tier is not used for this namespace. ``asked_s``: when each tier was last asked for the
+    epoch; infinity while the answer is awaited.
+    ``private``: one engine's generation has this namespace for itself (``messages.Register``). Its
+    rows are in L1 only, no tier is asked for an epoch, and both lists are empty.
+    ``like``: the digest of the most similar older namespace of the same model. ``differs_in``: the
+    fields in which this one differs from it, for people.
     """
 
     id: int
@@ -97,7 +105,7 @@ class Namespace(msgspec.Struct):
     classes: list[RowClass]
     chunk_tokens: int
     terms: Register
-    """As its first engine has registered."""
+    """The ``Register`` of the first engine of the namespace."""
     model: str = ""
     like: bytes = b""
     differs_in: tuple[str, ...] = ()
@@ -109,16 +117,19 @@ class Namespace(msgspec.Struct):
 
     @property
     def chunk_blocks(self) -> int:
-        """As ``RowClassSpec.chunk_blocks``."""
+        """The blocks of a chunk, as in ``RowClassSpec.chunk_blocks``."""
         return self.classes[0].spec.chunk_blocks
 
     def tokens(self, chunks: int, blocks: int = 0) -> int:
-        """The tokens of so many chunks, and blocks of one."""
+        """The number of tokens of ``chunks`` chunks and ``blocks`` blocks of the next chunk."""
         return chunks * self.chunk_tokens + blocks * self.chunk_tokens // max(1, self.chunk_blocks)
 
 
 class RowClasses:
-    """All of them, in an arena of ``arena_bytes``, and the tables that they share."""
+    """All row classes of an arena of ``arena_bytes``, and the tables that they share.
+
+    It knows nothing of row states (``RowStates``) and gives no slots away (``RowAllocator``).
+    """
 
     def __init__(
         self,
@@ -142,15 +153,16 @@ class RowClasses:
         self.segments = SegmentIndex(segment_index_bytes, seed)
         self._odd_of_blocks = odd_numbers(seed + b"blocks")
         self._prints: dict[int, BlockPrints] = {}
-        """By the blocks of a chunk."""
+        """By the number of blocks of a chunk."""
         self._ids = count()
         self._index_room = INDEX_ROOM
         self._cold: list[KeyIndex] = []
-        """Indexes whose memory nobody has touched yet."""
+        """Indexes with memory that was not touched yet."""
         self._gone: list[RowClass] = []
-        """Removed classes, whose memory is still to be given back to the system."""
+        """Removed classes whose memory is not freed yet."""
 
     def add(self, spec: RowClassSpec, namespace: int) -> RowClass:
+        """Create the default tenant's class of a layer group of a namespace."""
         index = self._new_index(spec, self.table, self._odd)
         self._cold += [index] if index.cold else []
         made = RowClass(
@@ -168,7 +180,8 @@ class RowClasses:
         return self._known(made)
 
     def paid_by(self, row_class: RowClass, tenant: Tenant) -> RowClass:
-        """The class of the same namespace and group that ``tenant`` pays for."""
+        """The class that ``tenant`` has in the namespace and group of ``row_class``. It is created
+        if the tenant has none."""
         if (found := row_class.of_tenants.get(tenant.id)) is not None:
             return found
         made = msgspec.structs.replace(
@@ -187,12 +200,13 @@ class RowClasses:
         return made
 
     def forget_empty(self, row_class: RowClass) -> None:
-        """Only the default tenant's class stays without a set."""
+        """Forget a class that has no extent set, unless it is the default tenant's."""
         if not row_class.slots and row_class.tenant is not self.tenants.default:
             del self.by_id[row_class.id], row_class.of_tenants[row_class.tenant.id]
 
     def _new_blocks(self, spec: RowClassSpec) -> BlockIndex | None:
-        """Its memory is taken at its first use and not touched before: not every engine uses it."""
+        """The index of blocks of a new class; ``None`` if its hits end at chunks. It is never
+        warmed: not every engine uses it."""
         if not spec.chunk_blocks:
             return None
         prints = self._prints.setdefault(
@@ -204,29 +218,33 @@ class RowClasses:
     def _new_index(
         self, spec: RowClassSpec, table: Keyed, odd: U64Array, fill: float = FILL
     ) -> KeyIndex:
-        """With room for all rows of the class that the arena holds, if that much is left."""
+        """An index with room for as many rows of the class as the arena holds, or with the least
+        room if all indexes would exceed ``INDEX_ROOM``."""
         most = min(self.extents.size // spec.row_bytes, ROOM)
         index = KeyIndex(table, odd, most if most <= self._index_room else 0, fill)
         self._index_room -= index.room
         return index
 
     def _slots_per_set(self, spec: RowClassSpec) -> int:
-        """So many that an extent is as large as configured. But a set, which has an extent for each
-        shard, is at most a sixteenth of the arena, or a few would leave no room for others (law 6).
+        """The slots of an extent set: as many as make its largest extent ``extent_bytes`` long.
+
+        A set has an extent for each shard. All extents of a set take at most a sixteenth of the
+        arena, because a few larger sets would leave no room for other classes (law 6).
         """
         most = max(self._extent_bytes, self.extents.size // 16)
         return min(-(-self._extent_bytes // max(spec.shard_bytes)), -(-most // spec.row_bytes))
 
     def prints(self, keys: U64Array) -> U64Array:
-        """The prints of blocks (``core/rows/blocks.py``)."""
+        """The prints of block hashes (``core/rows/blocks.py``)."""
         found: U64Array = keys.dot(self._odd_of_blocks) | np.uint64(1)
         return found
 
     def remove(self, gone: Collection[RowClass]) -> None:
-        """Forget the classes of all tenants: nothing of them matches any more, from now on.
+        """Remove classes, with those of all tenants. No lookup finds their rows from now on.
 
-        Their sets are ``CLEARED``. Who reads or writes there goes on. Sets in which nobody does are
-        given back by ``reclaim``, or when somebody needs room.
+        Their extent sets become ``CLEARED``. Leases and reservations on their rows stay valid. A
+        set whose rows nobody reads or writes is given back by ``RowAllocator.reclaim``, or earlier
+        if a new row needs the room.
         """
         every = [each for row_class in gone for each in row_class.of_tenants.values()]
         sets = np.flatnonzero(np.isin(self.sets.owner, [c.id for c in every]))
@@ -249,7 +267,8 @@ class RowClasses:
         self._gone += every
 
     def clear(self, namespaces: Collection[Namespace]) -> int:
-        """Give ``namespaces`` empty classes; returns how many rows matched until now."""
+        """Replace the classes of ``namespaces`` by empty ones; returns how many rows a lookup could
+        find until now."""
         used = {c.id: c for ns in namespaces for c in ns.classes if c.slots or not c.undivided}
         every = [each for c in used.values() for each in c.of_tenants.values()]
         matched = sum(sum(each.rows[READY:]) for each in every)
@@ -261,17 +280,17 @@ class RowClasses:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is memory to be touched (``warm``) or given back (``free_memory``)."""
+        """Whether ``warm`` or ``free_memory`` has work left."""
         return bool(self._cold or self._gone)
 
     def free_memory(self) -> None:
-        """Give back that of a few removed classes."""
+        """Free the memory of a few removed classes."""
         done = 0
         while self._gone and done < GONE_A_STEP:
             done += 1 + self._gone.pop().index.room * GONE_A_STEP // ROOM
 
     def warm(self) -> None:
-        """Touch some memory of a new index, so that the first stores do not wait for the kernel."""
+        """Touch a part of a new index, so that the first stores do not wait for page faults."""
         if self._cold:
             self._cold[0].warm()
             if not self._cold[0].cold:

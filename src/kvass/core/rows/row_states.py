@@ -1,6 +1,7 @@
-"""The states of rows: what may be read, written or freed, and what that means for their class.
+"""The states of rows: who may read, write or free a row.
 
-Every row that changes its state does so here (``move``), and is counted.
+Law of this file: every change of a row's state goes through ``RowStates.move``, which also updates
+the counts of its extent set and its row class.
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
 _LEAVING: Final = (FAILED, TRANSIENT)
-"""Rows in these states are freed at their last unpin."""
+"""States whose rows are freed at their last unpin."""
 _INDEXED: Final = ~np.isin(range(len(STATE_NAMES)), (FREE, QUARANTINED, FAILED))
-"""By state, whether rows of a class are in its index."""
+"""By state, whether a row of a class is in the index of the class."""
 
 
 class RowStates:
-    """The rows of all ``classes``."""
+    """The states, pins and uses of the rows of all ``classes``."""
 
     def __init__(self, classes: RowClasses, counters: dict[str, int]) -> None:
         self.classes, self.table = classes, classes.table
         self.uses = UseTimes()
         self.pinned = 0
-        """Pins on all rows; one of a lease that names a row twice counts twice."""
+        """The number of pins on all rows. A pin that names a row twice counts twice."""
         self._sets, self._counters = classes.sets, counters
         self._leaving = 0
-        """Rows that are freed at their last unpin: most unpins need not look for any."""
+        """How many rows are in the states ``_LEAVING``. While there are none, ``unpin`` is
+        faster."""
 
     # ------------------------------------------------------------ finding
 
@@ -58,10 +60,11 @@ class RowStates:
         return there
 
     def touch(self, row_class: RowClass, rows: I64Array) -> None:
-        """``rows``, in chunk order, were used.
+        """Record a use of ``rows``, which are in chunk order.
 
-        The deepest becomes the oldest of them: it is of no use without the others. For windows and
-        states the deepest becomes the newest: a hit needs only those at its end.
+        Of a ``full`` group the deepest chunk becomes the oldest of them, because it is useless
+        without the chunks before it. Of other groups the deepest becomes the newest, because a hit
+        needs only the rows at its end.
         """
         if len(rows):
             oldest_first = rows[::-1] if row_class.spec.layout.kind == "full" else rows
@@ -73,7 +76,7 @@ class RowStates:
             self._sets.newest[self.table.set_of[rows]] = self.table.clock - 1
 
     def _touch_each(self, rows: I64Array, stamps: I64Array) -> None:
-        """Tell the classes of several tenants of the use of ``rows``."""
+        """Record the use of ``rows`` of several tenants in the log of each tenant's class."""
         owners = self._sets.owner[self.table.set_of[rows]]
         order = np.argsort(owners, kind="stable")
         owners, rows, stamps = owners[order], rows[order], stamps[order]
@@ -83,6 +86,7 @@ class RowStates:
             log.touched(rows[begin:end], stamps[begin:end])
 
     def slots(self, rows: I64Array) -> Slots:
+        """Where the bytes of ``rows`` are in the arena."""
         if not len(rows):
             return Slots()
         sets = self.table.set_of[rows]
@@ -98,15 +102,16 @@ class RowStates:
         )
 
     def pin(self, rows: I64Array) -> None:
-        """One lease more holds ``rows``; a row that they name twice is pinned once."""
+        """Add a pin to each of ``rows``. A row that is named twice gets one pin."""
         self.table.pins[rows] += 1
         np.add.at(self._sets.held, self._sets_of(rows), 1)
         self.pinned += len(rows)
 
     def unpin(self, rows: I64Array, ahead: bool = False) -> None:
-        """Undo one ``pin`` of the same ``rows``; at their last one, some are freed (``_LEAVING``).
+        """Undo one ``pin`` of the same ``rows``. Rows in the states ``_LEAVING`` are freed when
+        their last pin is gone.
 
-        ``ahead``: they were prefetched and their reader is still to come: TRANSIENT ones stay.
+        ``ahead``: a prefetch had pinned the rows for a later reader, so TRANSIENT rows stay.
         """
         table = self.table
         table.pins[rows] -= 1
@@ -126,17 +131,22 @@ class RowStates:
     # ------------------------------------------------------------ states
 
     def note_blocks(self, row_class: RowClass, rows: I64Array, prints: U64Array, tail: int) -> None:
-        """``prints`` are those of the blocks of WRITING ``rows``, all but a chunk's last: uint64,
-        ``(len(rows), chunk_blocks - 1)``. Of the last row only ``tail`` blocks are written, unless
-        that is 0."""
+        """Record the prints of the blocks of WRITING ``rows``: uint64, shape ``(len(rows),
+        chunk_blocks - 1)``. They leave out the last block of a chunk.
+
+        ``tail``: so many first blocks of the last row will be written; 0: all of them.
+        """
         assert row_class.blocks is not None, "blocks of a class whose hits end with a chunk"
         row_class.blocks.prints.note(rows, prints, tail)
         if tail:
             self.table.offered[rows[-1]] = True
 
     def publish(self, rows: I64Array) -> I64Array:
-        """Every shard of ``rows`` is written: they are readable from here on. Returns those that
-        tiers may have: a tail is worth no record of a row's size."""
+        """Make WRITING ``rows`` readable, because every shard of them is written.
+
+        Returns those that may be flushed to tiers: all but tails, because a record always takes the
+        size of a whole row.
+        """
         self.move(rows, WRITING, READY)
         owner = self.class_of(rows)
         if owner is None or owner.blocks is None:
@@ -152,24 +162,25 @@ class RowStates:
         return whole
 
     def promoted(self, rows: I64Array, retain: bool) -> None:
-        """A tier has filled LOADING ``rows``: they are readable from here on."""
+        """Make LOADING ``rows`` readable, because a tier has filled them. ``retain``: they stay in
+        L1 after their last unpin."""
         self.move(rows, LOADING, READY if retain else TRANSIENT)
         self.table.offered[rows] = True
 
     def fail(self, rows: I64Array) -> None:
-        """LOADING ``rows`` will not be filled: nobody finds them any more, and they are freed once
-        nobody waits for them."""
+        """Fail LOADING ``rows``, which their tier could not fill. No lookup finds them from now on.
+        They are freed when no lookup waits for them."""
         self._unindex(rows)
         self.move(rows, LOADING, FAILED)
         self.free(rows[self.table.pins[rows] == 0])
 
     def discard(self, rows: I64Array) -> None:
-        """``rows`` will never be readable, and may still be written."""
+        """Quarantine WRITING ``rows``: they will not become readable, but ranks may still write."""
         self._unindex(rows)
         self.move(rows, WRITING, QUARANTINED)
 
     def free(self, rows: I64Array) -> None:
-        """Nobody reads or writes ``rows`` (all of one namespace and group) any more."""
+        """Free ``rows``, which nobody reads or writes. All are of one namespace and group."""
         if not len(rows):
             return
         if self.classes.tenants.divided:
@@ -189,7 +200,8 @@ class RowStates:
             owner.free.give_back(rows)
 
     def move(self, rows: I64Array, before: int, after: int) -> None:
-        """Move ``rows``, all of one class and in state ``before``, and count them."""
+        """Change the state of ``rows`` and update all counts. The rows are of one class, and all
+        are in state ``before``."""
         if not len(rows):
             return
         self.table.move(rows, before, after)
@@ -209,16 +221,18 @@ class RowStates:
                 self._counters["l1_in_bytes"] += len(rows) * owner.spec.row_bytes
 
     def class_of(self, rows: I64Array) -> RowClass | None:
-        """The class whose slots ``rows`` are; ``None`` if they are none's, or it was cleared."""
+        """The class that all of ``rows`` belong to; ``None`` if there are no rows, or if their
+        class was removed."""
         if not len(rows):
             return None
         return self.classes.by_id.get(int(self._sets.owner[self.table.set_of[rows[0]]]))
 
     def _sets_of(self, rows: I64Array) -> I64Array:
-        """The sets of ``rows``, in the type in which numpy counts by them twice as fast."""
+        """The extent sets of ``rows`` as int64, with which ``np.add.at`` is twice as fast."""
         return self.table.set_of[rows].astype(np.int64)
 
     def _unindex(self, rows: I64Array) -> None:
+        """Remove ``rows`` from the indexes in which they are."""
         owner = self.class_of(rows)
         if owner is not None:
             known = rows[_INDEXED[self.table.state[rows]]]

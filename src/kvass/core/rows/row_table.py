@@ -1,19 +1,22 @@
-"""The row table: one row id per slot of the arena, numpy columns, no object per row.
+"""The row table: one row per slot of the arena, in numpy columns, without an object per row.
 
-A row's state changes only through ``move``, along ``TRANSITIONS``. A FREE row has no key, no pin
-and no stamp. Ids ``[set.first_row, set.first_row + set.slots)`` are the slots of an extent set.
+Law of this file: a row's state changes only through ``RowTable.move``, along ``TRANSITIONS``.
 
-States, in order (a lookup may have ``READY`` and above now, and ``LOADING`` soon):
+A FREE row has no key, no pin and no stamp. The rows ``[set.first_row, set.first_row + set.slots)``
+are the slots of an extent set.
 
-- FREE: holds nothing; may be granted.
-- WRITING: granted to writers; nobody may read it.
-- QUARANTINED: its writers failed or were too late, and may still write: nobody may have it.
-- FAILED: its tier could not fill it, and lookups that wait for it have not let it go yet. No lookup
-  finds it. It is freed at its last unpin.
-- LOADING: being filled from a tier.
-- READY: every shard is written; it may be read while it is pinned.
-- TRANSIENT: READY, and not to be retained: it was promoted, or it is a tail that another row made
-  needless. It is freed at its last unpin.
+The states are ordered: a lookup can be given rows in ``READY`` or above, and can wait for rows in
+``LOADING``.
+
+- FREE: holds nothing. It can be allocated.
+- WRITING: ranks are writing it. Nobody may read it.
+- QUARANTINED: its reservation was discarded, and ranks may still write to it. Nobody else may.
+- FAILED: its tier could not fill it, and lookups that waited for it still pin it. No lookup finds
+  it. It is freed at its last unpin.
+- LOADING: a tier is filling it.
+- READY: all its shards are written. It may be read while it is pinned.
+- TRANSIENT: READY, and freed at its last unpin. It was promoted and is not to be retained, or it is
+  a tail whose blocks another row has too.
 """
 
 from __future__ import annotations
@@ -61,12 +64,12 @@ KEY_WORDS: Final = 4
 """A key is a digest of up to 32 bytes, kept as this many uint64; all zero in a FREE row."""
 
 UNKNOWN: Final = 255
-"""``RowTable.entry`` of a row whose blocks are not known, or not in the index (any more)."""
+"""``RowTable.entry`` of a row whose blocks are not known, or which left the index of blocks."""
 NOTED: Final = 254
-"""That of a row whose blocks are known, and which is not READY yet."""
+"""``RowTable.entry`` of a row that is not READY yet, and enters the index of blocks then."""
 
 NOBODY: Final = -1
-"""The extent set of a row id that no set uses now."""
+"""The extent set of a row that no set uses now."""
 
 
 CACHE_LINE: Final = 64
@@ -89,10 +92,10 @@ assert _RECORD.itemsize == CACHE_LINE
 
 
 def cache_lines(count: int) -> npt.NDArray[np.uint8]:
-    """Zeroed memory of ``count`` cache lines that begins with one: uint8, shape ``(count, 64)``.
+    """Zeroed memory that is aligned to cache lines: uint8, shape ``(count, 64)``.
 
-    From 4 MiB on numpy asks for huge pages, which spare a random access its page walk: so what is
-    large asks for as much. What is not used of it is never touched.
+    From 4 MiB on numpy asks for huge pages, with which random accesses need fewer page walks. So a
+    table above 1 MiB allocates at least 4 MiB. The unused part is never touched.
     """
     size = (count + 1) * CACHE_LINE
     raw = np.zeros(max(size, 4 << 20) if size > 1 << 20 else size, np.uint8)
@@ -130,13 +133,14 @@ class RowTable:
         self.slot: npt.NDArray[np.uint32] = self._records["slot"]
         self.state: npt.NDArray[np.uint8] = self._records["state"]
         self.offered: npt.NDArray[np.bool_] = self._records["offered"]
-        """A tier gave what is in it, or was asked to take it: ``--flush on_evict`` asks once."""
+        """Whether a tier loaded it or was asked to store it. ``--flush on_evict`` asks once."""
         self.read: npt.NDArray[np.bool_] = self._records["read"]
-        """A lookup was given it."""
+        """Whether a lookup was given it."""
         self.entry: npt.NDArray[np.uint8] = self._records["entry"]
-        """The block under which a row is in the index of blocks; or ``UNKNOWN``, or ``NOTED``."""
+        """The number of the block under which it is in the index of blocks; or ``UNKNOWN`` or
+        ``NOTED``."""
         self.loader: I64Array = self._records["loader"]
-        """Of a LOADING row: the operation that fills it; of a WRITING one: its reservation."""
+        """The operation that fills a LOADING row, or the reservation of a WRITING row."""
         self.set_of[:] = NOBODY
         self.stamp[:] = NEVER
         self.entry[:] = UNKNOWN
@@ -145,25 +149,26 @@ class RowTable:
         return len(self.state)
 
     def grow(self, to: int) -> None:
-        """Make room for row ids below ``to`` (amortised: by a quarter at least)."""
+        """Make room for ``to`` rows. The table grows by a quarter at least."""
         old = self._records
         if to > len(old):
             self._view(max(to, len(old) + len(old) // 4))
             self._records[: len(old)] = old
 
     def keys_of(self, rows: I64Array) -> U64Array:
-        """As ``key[rows]``, three times as fast: whole records are copied."""
+        """The keys of ``rows``. It is three times as fast as ``key[rows]``, because it copies whole
+        records."""
         return self._words.take(rows, axis=0)[:, :KEY_WORDS]
 
     def stamp_rows(self, rows: I64Array) -> I64Array:
-        """Stamp ``rows`` as used now, the first one oldest; returns the stamps given."""
+        """Stamp ``rows`` as used now, in ascending order; returns their stamps."""
         stamps = np.arange(self.clock, self.clock + len(rows), dtype=np.int64)
         self.clock += len(rows)
         self.stamp[rows] = stamps
         return stamps
 
     def move(self, rows: I64Array, before: int, after: int) -> None:
-        """Move ``rows``, all of them in state ``before``, to state ``after``."""
+        """Change the state of ``rows``, all of which are in state ``before``, to ``after``."""
         assert (before, after) in TRANSITIONS, (STATE_NAMES[before], STATE_NAMES[after])
         assert (self.state[rows] == before).all(), "a row was not in the state its owner thought"
         if after == FREE:
@@ -176,6 +181,6 @@ class RowTable:
         self.state[rows] = after
 
     def evictable(self, rows: I64Array) -> npt.NDArray[np.bool_]:
-        """Which of ``rows`` hold something that may be dropped now: readable and unpinned."""
+        """Which of ``rows`` may be evicted: readable rows without a pin."""
         may: npt.NDArray[np.bool_] = (self.state[rows] >= READY) & (self.pins[rows] == 0)
         return may

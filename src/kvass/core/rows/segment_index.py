@@ -1,8 +1,10 @@
-"""Which tokens indexed chunks have, so that they are found where they are not a prefix.
+"""The index of chunks by their tokens, which finds cached chunks that are not a prefix (*blend*).
 
-An entry names a chunk by its key. It leaves when a row of the chunk leaves L1, if the rows of its
-namespace are in no tier; else when a promotion learns that no tier has the row. It also leaves with
-a clear, with its namespace, and when the index is full and it was used longest ago.
+Law of this file: memory is bounded. When the index is full, a new entry replaces an old one.
+
+An entry names a chunk by its key. It is removed when a row of the chunk leaves L1, if the rows of
+its namespace are in no tier. Otherwise it is removed when a promotion learns that no tier has the
+row. It is also removed by a clear, and with its namespace.
 """
 
 from __future__ import annotations
@@ -18,24 +20,26 @@ from kvass.core.rows.index import ABSENT, KeyIndex, odd_numbers, repeated
 from kvass.types import I64Array, U64Array
 
 SIZES: Final = 4
-"""Chunks may be of so many sizes."""
+"""The most different sizes of chunks."""
 SLICE: Final = 1024
-"""Entries that one ``reclaim`` gives back: 2 ms of work."""
+"""Entries that one ``reclaim`` removes: 2 ms of work."""
 
 
 class IndexedChunks(msgspec.Struct, eq=False):
-    """The indexed chunks of all namespaces whose chunks have so many tokens. ``by_key``: entries by
-    key and place (``ChunkMatcher.keys_of``)."""
+    """The indexed chunks of all namespaces with one size of chunks.
+
+    ``by_key``: finds entries by key and place (``ChunkMatcher.keys_of``).
+    """
 
     matcher: ChunkMatcher
     by_key: KeyIndex
 
     def find(self, place: int, keys: U64Array) -> I64Array:
-        """The entry of each key, or ``ABSENT``."""
+        """The entry of each key in a place, or ``ABSENT``."""
         return self.by_key.find(self.matcher.named(place, keys))
 
     def add(self, place: int, space: U64Array, chunks: Chunks) -> int:
-        """Index chunks; how many were not in the index."""
+        """Index chunks; returns how many of them are new."""
         once = np.delete(np.arange(len(chunks.keys)), repeated(chunks.keys))
         chunks = chunks.of(once[: self.matcher.capacity])
         known = self.find(place, chunks.keys)
@@ -49,14 +53,16 @@ class IndexedChunks(msgspec.Struct, eq=False):
         return len(added)
 
     def removing(self, ids: I64Array) -> None:
-        """The matcher is about to remove ``ids``."""
+        """Forget the keys of entries that the matcher is about to remove."""
         known = self.by_key.find(self.matcher.keys_of(ids)) == ids
         self.by_key.remove(ids[known])
 
 
 class NamespaceEntries(NamedTuple):
-    """A namespace's entries, from one clear to the next: those of ``chunks`` whose place is
-    ``number``. ``in_tiers``: its rows may be in tiers, too."""
+    """The entries of a namespace between two clears: those of ``chunks`` whose place is ``number``.
+
+    ``in_tiers``: whether rows of the namespace may be in tiers.
+    """
 
     number: int
     chunks: IndexedChunks
@@ -64,23 +70,26 @@ class NamespaceEntries(NamedTuple):
 
 
 class SegmentIndex:
-    """The indexed chunks of all namespaces, in ``room_bytes`` for each number of tokens of a chunk.
-    ``seed``: secret."""
+    """The indexed chunks of all namespaces.
+
+    ``room_bytes``: the memory for each size of chunks. ``seed`` is secret.
+    """
 
     def __init__(self, room_bytes: int, seed: bytes) -> None:
         self._room_bytes, self._seed = room_bytes, seed
         odd = [odd_numbers(seed + b"segments"), odd_numbers(seed + b"places")[:1]]
         self._odd: U64Array = np.concatenate(odd)
         self.sizes: dict[int, IndexedChunks] = {}
-        """By the tokens of a chunk."""
+        """By the number of tokens of a chunk."""
         self.of: dict[int, NamespaceEntries] = {}
         """By namespace."""
         self._numbers = itertools.count(1)
         self.cleared: list[NamespaceEntries] = []
-        """What was indexed of cleared namespaces, and has not been given back."""
+        """The entries of cleared namespaces that were not removed yet."""
 
     def begin(self, namespace: int, chunk_tokens: int, in_tiers: bool) -> NamespaceEntries | None:
-        """A namespace's entries. ``None``: it can have none, there are too many sizes of chunks."""
+        """The entries of a namespace, created if it has none. ``None``: there are too many sizes of
+        chunks, or a chunk is larger than the index."""
         if namespace in self.of:
             return self.of[namespace]
         capacity = self._room_bytes // entry_bytes(chunk_tokens)
@@ -96,8 +105,10 @@ class SegmentIndex:
         return made
 
     def reaches_tiers(self, namespace: int, in_tiers: bool) -> None:
-        """Whether a namespace's rows may be in tiers changes. If they may not any more, its entries
-        go: rows of some of them were there only."""
+        """Set whether a namespace's rows may be in tiers.
+
+        If not any more, its entries are removed, because the rows of some were only in tiers.
+        """
         entries = self.of.get(namespace)
         if entries is not None and in_tiers and not entries.in_tiers:
             self.of[namespace] = entries._replace(in_tiers=True)
@@ -105,26 +116,26 @@ class SegmentIndex:
             self.clear(namespace)
 
     def left(self, namespace: int, keys: U64Array) -> None:
-        """Rows with these keys left L1."""
+        """Rows with these keys left L1: remove their entries, unless tiers may have the rows."""
         entries = self.of.get(namespace)
         if entries is not None and not entries.in_tiers:
             self.forget(namespace, keys)
 
     def forget(self, namespace: int, keys: U64Array) -> None:
-        """There are no rows with these keys any more, anywhere."""
+        """Neither L1 nor a tier has rows with these keys any more: remove their entries."""
         entries = self.of.get(namespace)
         if entries is not None:
             found = np.unique(entries.chunks.find(entries.number, keys))
             entries.chunks.matcher.remove(found[found != ABSENT])
 
     def clear(self, namespace: int) -> None:
-        """Nothing of a namespace is found any more. ``reclaim`` gives its entries back."""
+        """Forget the entries of a namespace. ``reclaim`` removes them later, in slices."""
         entries = self.of.pop(namespace, None)
         if entries is not None:
             self.cleared.append(entries)
 
     def reclaim(self) -> None:
-        """Give back some entries of cleared namespaces, and what nobody uses any more."""
+        """Remove some entries of cleared namespaces, and sizes that no namespace uses any more."""
         if not self.cleared:
             return
         number, chunks, _ = self.cleared[-1]

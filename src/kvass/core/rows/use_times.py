@@ -1,6 +1,6 @@
-"""When rows were used, told from their stamps: no row has a time of its own.
+"""The times at which stamps were given, from which the age of a row follows.
 
-Law of this file: memory is bounded. Of long ago it knows less exactly.
+Law of this file: memory is bounded. Older times are less exact.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _RECENT: Final = 512
 
 
 class UseTimes:
-    """Marks: which stamp was the next to be given, and when; one each ``STEP_S`` at most."""
+    """A sample of (next stamp, time) pairs, at most one per ``STEP_S``."""
 
     def __init__(self) -> None:
         self._stamps: list[int] = []
@@ -22,7 +22,7 @@ class UseTimes:
         self.now = float("-inf")
 
     def mark(self, clock: int, now: float) -> None:
-        """It is ``now``, and ``clock`` is the next stamp."""
+        """Record that ``clock`` is the next stamp at time ``now``."""
         self.now = now
         if self._times and now - self._times[-1] < STEP_S:
             return
@@ -35,5 +35,5 @@ class UseTimes:
             del self._stamps[1:-_RECENT:2], self._times[1:-_RECENT:2]
 
     def age(self, stamp: int) -> float:
-        """Seconds since ``stamp`` was given: at most ``STEP_S`` more than it is."""
+        """Seconds since ``stamp`` was given, at most ``STEP_S`` too many for recent stamps."""
         return self.now - self._times[max(0, bisect_right(self._stamps, stamp) - 1)]

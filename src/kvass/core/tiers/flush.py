@@ -51,7 +51,7 @@ def queue_published(state: State) -> None:
         row_class = state.classes.by_id.get(part.row_class)
         ns = None if row_class is None else state.namespaces[row_class.namespace]
         if ns is not None and ns.classes[0] is row_class:
-            ns.traffic.stored += len(part.rows) * ns.chunk_tokens
+            ns.traffic.stored_tokens += len(part.rows) * ns.chunk_tokens
         queue_written(state, part, state.tiers.used)
 
 
