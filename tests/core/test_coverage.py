@@ -50,7 +50,7 @@ def test_needs_of_many_is_needs_of_each(one: GroupLayout, ends: list[int]) -> No
     assert one.needs(np.array(ends, np.int64)).tolist() == [one.needs(n) for n in ends]
 
 
-def test_d3_a_token_range_is_exact_in_every_block_size() -> None:
+def test_a_token_range_is_exact_in_every_block_size() -> None:
     """DeepSeek-V4's block sizes: 4,096 tokens are 16, 64, 64, 1,024 and 512 blocks."""
     sizes = [len(group("full", block).blocks(0, 4096)) for block in DEEPSEEK_V4]
     assert sizes == [16, 64, 64, 1024, 512]
@@ -62,7 +62,7 @@ def test_d3_a_token_range_is_exact_in_every_block_size() -> None:
     count=st.integers(0, 500),
     cut=st.integers(0, 600),
 )
-def test_d3_blocks_and_tokens_are_each_others_inverse(
+def test_blocks_and_tokens_are_each_others_inverse(
     one: GroupLayout, first: int, count: int, cut: int
 ) -> None:
     blocks = range(first, first + count)
