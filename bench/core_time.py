@@ -1,4 +1,4 @@
-"""What the core takes by itself, in the bench's own process: coverage, and its longest step.
+"""Times of the core alone, in the bench's own process: coverage, and its longest step.
 
 The longest step is that of a core with 1 TiB of 1 MiB rows: nobody is answered meanwhile. Its arena
 is a number, so this takes no memory but that of its tables (150 MiB). Work that goes on in slices

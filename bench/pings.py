@@ -1,4 +1,4 @@
-"""Empty round trips: what the loop, the framing and the sockets take by themselves."""
+"""Times of empty round trips: of the loop, the framing and the sockets alone."""
 
 from __future__ import annotations
 

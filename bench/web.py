@@ -1,4 +1,4 @@
-"""What watching costs: a web process with dashboards, scrapes and ``kvass top`` on a busy daemon.
+"""The cost of watching: a web process with dashboards, scrapes and ``kvass top`` on a busy daemon.
 
     python -m bench.web
 

@@ -1,4 +1,4 @@
-"""What no eviction policy can beat: Belady's rule, with the choice not to keep what comes.
+"""The optimal eviction policy: Belady's rule, with the choice not to keep what comes.
 
 Of all chunks seen so far the cache keeps those that are used again soonest, and of those that are
 used again by the same prompt the first ones. That is exact for tokens: a chunk's next use is never

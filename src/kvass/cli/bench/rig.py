@@ -1,4 +1,4 @@
-"""What all figures need: a daemon, an engine's sessions, memory, clocks, and how to print them."""
+"""Parts of every measurement: a daemon, sessions of an engine, memory, clocks, and how to print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one model has stored in the daemon: prefixes and segments are loaded, what is new is stored.
+"""The daemon's client of one model: loads prefixes and segments, and stores what is new.
 
 Laws of this file:
 
@@ -153,20 +153,23 @@ class KVStore:
     def find(self, name: str, tokens: U32Array, space: bytes, first: int = 0) -> Segments:
         """Indexed chunks that stand in ``tokens`` from token ``first`` on."""
         self._client.new_step()
-        ask = name, space, tokens.tobytes(), WIDTH, first
-        while isinstance(found := self._segments.find_segments(*ask), Pending):
+        text = tokens.tobytes()
+        while True:
+            found = self._segments.find_segments(name, space, text, WIDTH, first)
+            if not isinstance(found, Pending):
+                return found
             time.sleep(ASK_AGAIN_S)
             self._client.new_step()
-        return found
 
     def _match(
         self, name: str, digests: bytes, tenant: str, blocks: BlockHashes | None = None
     ) -> Match | None:
         """The rows of the longest prefix of ``digests``; the caller owns the lease."""
         self._client.new_step()
-        ask = name, digests, WIDTH, 0, 0.0, tenant, blocks
         try:
-            while isinstance(self._client.match(*ask), Pending):
+            while isinstance(
+                self._client.match(name, digests, WIDTH, 0, 0.0, tenant, blocks), Pending
+            ):
                 time.sleep(ASK_AGAIN_S)
                 self._client.new_step()
             return self._client.take(name)

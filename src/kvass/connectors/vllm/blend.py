@@ -1,4 +1,4 @@
-"""vLLM's scheduler, for blended requests: ``scheduler_cls`` is this module's ``BlendScheduler``.
+"""``BlendScheduler``, vLLM's scheduler with blended requests (``--scheduler-cls``).
 
 A file of vLLM's version (see ``adapt.py``). It overrides internals of vLLM's scheduler, so it works
 with the versions in ``blend_setup.BLENDS`` only. Without ``kvass.blend`` it is vLLM's scheduler.

@@ -1,4 +1,4 @@
-"""What blend would answer, while the whole prompt is computed (``kvass.blend_oracle``).
+"""An instrument: the answers of blend while the whole prompt is computed (``kvass.blend_oracle``).
 
 A file of vLLM's version (see ``adapt.py``). Facts relied on: a layer writes K and V of the tokens
 that a step computes to their pages; then it calls ``wait_for_layer_load``; then attention reads K

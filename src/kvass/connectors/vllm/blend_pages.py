@@ -1,4 +1,4 @@
-"""Blend, a worker's part: K and V of segments, put where they stand in a prompt.
+"""``Placer``, blend in vLLM's worker: writes K and V of segments where they stand in a prompt.
 
 A file of vLLM's version (see ``adapt.py``). Rows of segments are copied, as they were stored, into
 blocks of the request. Here their K is moved to the new positions, and both are written where vLLM

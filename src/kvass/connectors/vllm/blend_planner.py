@@ -1,4 +1,4 @@
-"""Blend, the scheduler's part: which segments a prompt has, and which of its tokens are computed.
+"""``BlendPlanner``, blend in vLLM's scheduler: a prompt's segments, and the tokens to compute.
 
 A file of vLLM's version (see ``adapt.py``). ``blend.py`` has vLLM's scheduler compute what is
 planned here, ``blend_pages.py`` puts K and V where they belong.
@@ -287,8 +287,9 @@ class BlendPlanner:
         hashes = request.chunk_hashes(first, end)
         before = request.chunk_hashes(first - 1, first)[0] if first else b""
         ids = request.vllm.all_token_ids[first * self._chunk : end * self._chunk]
-        tokens, place = np.asarray(ids, "<u4").tobytes(), (first * self._chunk, before)
-        self._segments.index_chunks(space, b"".join(hashes), len(hashes[0]), tokens, *place)
+        tokens, digests = np.asarray(ids, "<u4").tobytes(), b"".join(hashes)
+        begin = first * self._chunk
+        self._segments.index_chunks(space, digests, len(hashes[0]), tokens, begin, before)
 
 
 def _space(request: VllmRequest) -> bytes | None:
