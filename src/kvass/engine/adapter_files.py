@@ -11,7 +11,8 @@ from kvass.engine import identity
 from kvass.engine.weights import replaced_ns
 
 SETTLED_NS: Final = 20_000_000
-"""What changed later than this before a look may have changed twice at one time of its clock."""
+"""A file that changed less than this before it is looked at may change again and keep its time,
+because the clock of the file system is coarse."""
 MAX_ENTRIES: Final = 1000
 
 

@@ -125,7 +125,7 @@ class Planner:
             return self._match(name, local)
         if self._line.passes(name):
             return None
-        tokens: int | None = 0  # so much if this raises
+        tokens: int | None = 0  # what the engine is told if ``_match`` raises
         try:
             tokens = self._match(name, local)
         finally:
@@ -345,7 +345,7 @@ class Planner:
         return self._stores.storing() or (self.events is not None and self.events.pending)
 
     def frees_blocks(self) -> bool:
-        """As ``StorePlanner.frees_blocks``; so with the next one."""
+        """As ``StorePlanner.frees_blocks``."""
         return self._stores.frees_blocks()
 
     def abandon_pending(self) -> None:
@@ -381,9 +381,10 @@ class Planner:
 class PrefillSpeed:
     """How many tokens the engine computes per second, measured from when its steps are planned.
 
-    Rather too many: if too few, a request waits for loads that take longer than computing. A step's
-    time is the longer of the two intervals after it, because with asynchronous scheduling the next
-    step is planned at once. Idle time makes a sample slower, so the fastest of the last counts.
+    The estimate is rather too high. If it were too low, a request would wait for loads that take
+    longer than computing. A step's time is the longer of the two intervals after it, because with
+    asynchronous scheduling the next step is planned at once. Idle time makes a sample slower, so
+    the fastest of the last ``SAMPLES`` counts.
     """
 
     def __init__(self) -> None:

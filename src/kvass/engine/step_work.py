@@ -25,11 +25,11 @@ class AdapterHeld:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows to copy into the blocks of one waiting request. ``skip[g]`` leading blocks of group
-    ``g``'s first row are not needed, and if ``blocks[g]`` are no whole rows, nor is the end of its
-    last one. ``lease`` 0: there is nothing to read any more, and the load
-    must be reported as failed. Only a rank that was registered at ``given_s`` may copy, and one
-    that holds ``adapter``. ``trace``: as in ``protocols.Request``."""
+    """Rows to copy into the blocks of one waiting request. The first ``skip[g]`` blocks of group
+    ``g``'s first row are not copied. If ``blocks[g]`` end inside of its last row, the rest of that
+    row is not copied. If ``lease`` is 0 there is nothing to read any more, and the load must be
+    reported as failed. A rank copies only if it was registered at ``given_s`` and holds
+    ``adapter``. ``trace`` is as in ``protocols.Request``."""
 
     kind: ClassVar[Literal["load"]] = "load"
     request: str
@@ -48,10 +48,10 @@ class Load:
 class Store:
     """Blocks to copy into granted rows, after the forward pass of the step. ``step`` is
     ``StepWork.step``. ``computed`` is the ``StepWork.number`` of the step that computed the blocks:
-    an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` may be empty; of the last
-    row there may be only the first blocks: a tail. ``request`` and ``trace`` are for spans. A
-    rank copies only if it held ``adapter`` since ``first_step``, the first that computed tokens of
-    the request."""
+    an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` may be empty. If
+    ``blocks[g]`` end inside of the last row, that row is a tail. ``request`` and
+    ``trace`` are for spans. A rank copies only if it held ``adapter`` since ``first_step``, the
+    first that computed tokens of the request."""
 
     kind: ClassVar[Literal["store"]] = "store"
     step: int

@@ -188,8 +188,8 @@ class StorePlanner:
         return bool(self._reserves.pending or self._ended.waiting or self._blocks.awaited)
 
     def frees_blocks(self) -> bool:
-        """The engine has too few blocks: whether it has more in a later step if it preempts
-        nobody. Blocks that have awaited a grant for longer than a step are given back for it."""
+        """Whether blocks become free in a later step if the engine, which has too few, preempts
+        nobody. Blocks that have awaited a grant for longer than a step are given back."""
         pending, ended = self._reserves.pending, self._ended.waiting
         if freed_by_giving_up(self._pool, (*pending, *ended)):
             if min([one.number for one in pending] + [one.number for one in ended]) < self._number:
