@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvass.client import endpoint
+from kvass.client import daemon_connection
 from kvass.client.endpoint import Endpoint
 from kvass.client.lookups import Match
 from kvass.client.scheduler import SchedulerClient
@@ -200,7 +200,7 @@ class Door:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shut: set[int] = set()
         self._open = open_session
-        monkeypatch.setattr(endpoint, "open_session", self)
+        monkeypatch.setattr(daemon_connection, "open_session", self)
 
     def __call__(self, path: str, registration: Register | None, **options: Any) -> Any:
         if registration is not None and registration.rank in self.shut:

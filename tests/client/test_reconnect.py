@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvass.client import endpoint
+from kvass.client import daemon_connection
 from kvass.client.client import Client
-from kvass.client.endpoint import Endpoint
+from kvass.client.daemon_connection import DaemonConnection
 from kvass.client.requests import MAX_UNANSWERED
 from kvass.config import default_socket
 from kvass.errors import (
@@ -183,7 +183,7 @@ def test_an_incomplete_registration_is_kept_back_until_it_is_complete(
     late = Client(daemon.path, registration, incomplete=True)
     late.close()
     late.complete({})
-    assert late._thread is None, "what is closed does not connect any more"
+    assert late._connection._thread is None, "what is closed does not connect any more"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,10 @@ def refuse(code: ErrorCode) -> Callable[[object], list[FromDaemon]]:
 
 @pytest.mark.parametrize(
     ("code", "longest_s"),
-    [("rank_taken", endpoint.BACKOFF_MAX_S), ("limit", endpoint.BACKOFF_LASTING_S)],
+    [
+        ("rank_taken", daemon_connection.BACKOFF_MAX_S),
+        ("limit", daemon_connection.BACKOFF_LASTING_S),
+    ],
 )
 def test_a_refusal_is_said_once_and_one_by_a_limit_is_tried_again_ever_later(
     daemon: ScriptedDaemon,
@@ -260,12 +263,12 @@ def test_a_refusal_is_said_once_and_one_by_a_limit_is_tried_again_ever_later(
     """A limit may be one of a field that will never be smaller, or of places that become free."""
     pauses: list[float] = []
 
-    def pause(self: Endpoint, seconds: float, tried: object) -> None:
+    def pause(self: DaemonConnection, seconds: float, tried: object) -> None:
         pauses.append(seconds)
         with self.lock:
             self.lock.wait(0.005)
 
-    monkeypatch.setattr(Endpoint, "_pause", pause)
+    monkeypatch.setattr(DaemonConnection, "_pause", pause)
     answer = daemon.answers[Register]
     daemon.answers[Register] = refuse(code)
     with Client(daemon.path, registration) as client:
@@ -297,8 +300,8 @@ def test_a_daemon_in_the_place_of_one_that_refused_is_found_soon(
     monkeypatch: pytest.MonkeyPatch,
     code: ErrorCode,
 ) -> None:
-    monkeypatch.setattr(endpoint, "BACKOFF_MIN_S", 30)
-    monkeypatch.setattr(endpoint, "BACKOFF_MAX_S", 0.05)
+    monkeypatch.setattr(daemon_connection, "BACKOFF_MIN_S", 30)
+    monkeypatch.setattr(daemon_connection, "BACKOFF_MAX_S", 0.05)
     answer = daemon.answers[Register]
     daemon.answers[Register] = refuse(code)
     with Client(daemon.path, registration) as client:

@@ -142,7 +142,7 @@ class FakeRank:
 def hang_up(client: Endpoint) -> None:
     """Close a session as its process's death does: EOF, without a message, for good."""
     with client.lock:
-        client.closed = True
+        client._connection.closed = True
         if client.session is not None:
             client.session.channel._sock.shutdown(sockets.SHUT_RDWR)
     client.close()

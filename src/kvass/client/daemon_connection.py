@@ -1,0 +1,317 @@
+"""The connection of one client to the daemon: it is made, and made again, on a thread of its own.
+
+Laws of this file:
+
+- The thread connects, registers, notices a hang-up and writes what the socket would not take at
+  once. It reads replies that no caller waits for, and everything if there is an arena.
+- A connection that was lost is another one when it is there again: another ``DaemonSession``.
+- Sockets belong to the process that opened them. A forked child drops its copies and opens its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Final
+
+from kvass.client.session import DaemonSession, open_session
+from kvass.errors import (
+    Incompatible,
+    KvassError,
+    Refused,
+    TimedOut,
+    Unavailable,
+    UsageError,
+)
+from kvass.messages import Register, Welcome
+from kvass.types import SCHEDULER
+
+BACKOFF_MIN_S: Final = 0.01
+BACKOFF_MAX_S: Final = 0.5
+BACKOFF_LASTING_S: Final = 30.0
+"""The longest pause if the daemon will hardly change its mind: another version, another clock, an
+arena too small. A daemon started in its place ends the pause."""
+STEADY_S: Final = 1.0
+"""A connection that lived this long starts the next back-off from the beginning."""
+LATE_TICK_S: Final = 0.05
+"""How often the thread looks for late replies that no caller may ever come by to read."""
+CLOSE_S: Final = 1.0
+"""How long ``close`` waits for the thread."""
+
+_log: Final = logging.getLogger("kvass.client")
+_alive: Final[weakref.WeakSet[DaemonConnection]] = weakref.WeakSet()
+
+
+class DaemonConnection:
+    """The connection at ``path``. Its arguments are those of ``Endpoint``; ``read`` takes in what
+    has arrived, and is called with the lock held."""
+
+    def __init__(
+        self,
+        path: str,
+        registration: Register | None,
+        read: Callable[[], None],
+        *,
+        wants_arena: bool,
+        incomplete: bool,
+        daemon_uid: int | None,
+    ) -> None:
+        self.registration = registration
+        """Said from the next connection on. One being made with another is given up."""
+        self.counters: Counter[str] = Counter()
+        """As ``Endpoint.counters``."""
+        self.closed = False
+        self._path = path
+        self._read = read
+        self._wants_arena = wants_arena
+        self._daemon_uid = daemon_uid
+        self._incomplete = incomplete
+        self._logged: dict[str, str] = {}
+        """By kind: what was logged last."""
+        self._lost_s = 0.0
+        """When the connection was lost last; 0: never."""
+        self._unasked = 0
+        """``counters["unasked"]`` when it was."""
+        self._begin()
+        _alive.add(self)
+
+    def _begin(self) -> None:
+        """What belongs to one process."""
+        self.lock = threading.Condition()
+        """Notified when a connection was made or lost, or could not be made."""
+        self.session: DaemonSession | None = None
+        """The connection as it is now: welcomed and registered. Another object is another one."""
+        self._thread: threading.Thread | None = None
+        self._wake_fd = -1
+        self._attempts = 0
+        self._failure: KvassError | None = None
+
+    def forked(self) -> None:
+        """This is a child: let go of the parent's socket, without a word to the daemon."""
+        session, wake_fd = self.session, self._wake_fd
+        self._begin()
+        if wake_fd >= 0:
+            os.close(wake_fd)
+        if session is not None:
+            session.channel.drop()
+            if session.arena is not None:
+                session.arena.close()
+
+    def start(self) -> None:
+        """Begin connecting in the background, in this process (after any fork). Never blocks nor
+        raises: what this process has no room for now is tried by the next call of any kind."""
+        if self._thread is not None or self._incomplete:
+            return
+        with self.lock:
+            if self._thread is None and not self.closed:
+                thread = threading.Thread(target=self._run, name="kvass", daemon=True)
+                try:
+                    if self._wake_fd < 0:
+                        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                    thread.start()
+                    self._thread = thread
+                except (OSError, RuntimeError) as error:  # no descriptor, no thread left: absent
+                    self._failed(Unavailable(f"cannot begin to connect: {error}"))
+
+    def complete(self, identity: Mapping[str, str]) -> None:
+        """``start`` with the fields that the registration's identity lacked. From any thread."""
+        with self.lock:
+            assert self.registration is not None
+            self.registration.identity.update(identity)
+            self._incomplete = False
+        self.start()
+
+    def connect(self, timeout_s: float) -> Welcome:
+        """Wait for a connection. Raises ``Unavailable``, ``Incompatible``, ``UntrustedDaemon`` or
+        ``Refused``, at once when an attempt that ended after this call began failed."""
+        self.start()
+        deadline_s = time.monotonic() + timeout_s
+        with self.lock:
+            seen = self._attempts
+            while self.session is None:
+                failure, tried = self._failure, self._attempts > seen or self._thread is None
+                if failure is not None and (tried or _lasting(failure)):
+                    raise failure.with_traceback(None)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or self.closed:
+                    raise TimedOut(f"no connection to {self._path} within {timeout_s:g} s")
+                self.lock.wait(left_s)
+            return self.session.welcome
+
+    def close(self) -> None:
+        """End the session; the daemon cancels what was not handed over. An arena in use defers the
+        EOF until it is left. Idempotent."""
+        with self.lock:
+            self.closed = True
+            self.wake()
+            self.lock.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
+
+    def leave(self, session: DaemonSession) -> None:
+        """The last to leave a lost connection closes it."""
+        with self.lock:
+            session.users -= 1
+            last = not session.users
+        if last:
+            session.end()
+
+    # ------------------------------------------------------------ for who holds the lock
+
+    def lose(self, session: DaemonSession, error: KvassError | None) -> None:
+        """``session`` is over; ``error``: why, if nobody wished it."""
+        if session is not self.session:
+            return
+        self.session = None
+        session.requests.void()
+        self.wake()
+        self.lock.notify_all()
+        if error is not None:
+            self.counters["lost"] += 1
+            self._lost_s, self._unasked = time.monotonic(), self.counters["unasked"]
+            self._say(logging.WARNING, f"connection lost: {error}; requests run uncached")
+
+    def wake(self) -> None:
+        """Have the thread look at the socket."""
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _say(self, level: int, text: str) -> None:
+        """Log an event of the connection: an engine says it once, in its scheduler's process."""
+        known = self.registration is not None and self.registration.rank == SCHEDULER
+        _log.log(level if known else logging.DEBUG, "%s", text)
+
+    def note(self, kind: str, text: str, again: bool = False) -> None:
+        """Count, and log the first of its kind; with ``again`` each that differs from the last."""
+        self.counters[kind] += 1
+        if self.counters[kind] == 1 or (again and self._logged.get(kind) != text):
+            level = logging.DEBUG if self.registration is None else logging.WARNING
+            _log.log(level, "%s (counted from now on, not logged)", text)
+            self._logged[kind] = text
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        pause_s, found = BACKOFF_MIN_S, None
+        while not self.closed:
+            began_s, longest_s = time.monotonic(), BACKOFF_MAX_S
+            before, found = found, _socket_file(self._path)
+            if found != before:  # another daemon, which may know nothing of what the last one said
+                pause_s = BACKOFF_MIN_S
+            try:
+                session = open_session(
+                    self._path,
+                    self.registration,
+                    wants_arena=self._wants_arena,
+                    daemon_uid=self._daemon_uid,
+                )
+            except (KvassError, OSError) as error:  # OSError: this process has no descriptor left
+                failure = error if isinstance(error, KvassError) else Unavailable(str(error))
+                self._failed(failure)
+                longest_s = BACKOFF_LASTING_S if _lasting(failure) else BACKOFF_MAX_S
+            else:
+                self._connected(session)
+                while self._watch(session):
+                    pass
+                self.leave(session)
+                if time.monotonic() - began_s >= STEADY_S:
+                    pause_s = BACKOFF_MIN_S
+            self._pause(min(pause_s, longest_s), found)
+            pause_s = min(pause_s * 2, longest_s)
+        with self.lock:
+            wake_fd, self._wake_fd = self._wake_fd, -1
+            os.close(wake_fd)
+
+    def _failed(self, error: KvassError) -> None:
+        with self.lock:
+            self._attempts += 1
+            self._failure = error.with_traceback(None)  # which names what the attempt opened
+            kind, again = f"failed_{type(error).__name__.lower()}", isinstance(error, Refused)
+            self.note(kind, f"runs uncached: {error}", again)
+            self.lock.notify_all()
+
+    def _connected(self, session: DaemonSession) -> None:
+        with self.lock:
+            if session.registration is not self.registration:
+                return  # it has changed meanwhile: nobody may ask anything through this one
+            self.session = session
+            self._attempts += 1
+            self._failure = None
+            self.counters["connects"] += 1
+            self._say(logging.INFO, f"connected to the daemon at {self._path}{self._since()}")
+            self.lock.notify_all()
+
+    def _since(self) -> str:
+        """For people: what is shared, or for how long there was no connection."""
+        if self._lost_s:
+            unasked = self.counters["unasked"] - self._unasked
+            return (
+                f" again after {time.monotonic() - self._lost_s:.1f} s; {unasked} lookups were "
+                "not asked meanwhile"
+            )
+        known = self.registration
+        return "" if known is None else f"; it shares chunks of {known.chunk_tokens} tokens"
+
+    def _watch(self, session: DaemonSession) -> bool:
+        """One look at the socket; False once the session is over."""
+        with self.lock:
+            if self.closed:
+                self.lose(session, None)
+            if session is not self.session:
+                return False
+            events = select.POLLRDHUP
+            events |= select.POLLIN if self._wants_arena else 0
+            events |= select.POLLOUT if session.channel.wants_write else 0
+            late = session.requests.abandoned and not self._wants_arena
+            timeout_s = 0.0 if session.behind else LATE_TICK_S if late else None
+        poll = select.poll()
+        poll.register(session.channel, events)
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.poll(None if timeout_s is None else timeout_s * 1000)
+        with self.lock:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)  # takes back every ``wake`` so far
+            if session is self.session:
+                self._read()  # writes what is queued, too
+        session.populate()
+        return True
+
+    def _pause(self, seconds: float, tried: tuple[int, ...] | None) -> None:
+        """Sleep, unless closed, or until another socket stands where ``tried`` stood."""
+        deadline_s = time.monotonic() + seconds
+        with self.lock:
+            while not self.closed and (left_s := deadline_s - time.monotonic()) > 0:
+                self.lock.wait(min(left_s, BACKOFF_MAX_S))
+                if _socket_file(self._path) not in (tried, None):
+                    return
+
+
+def _socket_file(path: str) -> tuple[int, ...] | None:
+    """What tells the socket of one daemon from that of the next; None where there is none."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns
+
+
+def _lasting(error: KvassError) -> bool:
+    """Whether trying again soon can only give the same answer."""
+    if isinstance(error, Refused):
+        return error.code not in ("rank_taken", "shutting_down")
+    return isinstance(error, (Incompatible, UsageError))
+
+
+def _after_fork() -> None:
+    for connection in list(_alive):
+        connection.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
