@@ -1,4 +1,4 @@
-"""Requests to the daemon over a connection that comes and goes by itself (``daemon_connection.py``).
+"""Requests to the daemon, over a connection that comes and goes (``daemon_connection.py``).
 
 Laws of this file:
 
