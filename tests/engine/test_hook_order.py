@@ -46,7 +46,7 @@ RUNNERS = [run_v1, run_v2]
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with running_daemon(tmp_path, dma_grace_s=0.5) as one:
+    with running_daemon(tmp_path, lost_engine_grace_s=0.5) as one:
         yield one
 
 
