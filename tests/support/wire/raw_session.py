@@ -17,6 +17,7 @@ from kvass.messages import (
     Lookup,
     Matched,
     Message,
+    Promoting,
     Register,
     Registered,
     Reserve,
@@ -79,12 +80,13 @@ class RawSession:
         return self.ask(Lookup(request="q", digests=keys(names), width=WIDTH), Matched)
 
     def ask(self, message: Message, answer: type[R]) -> R:
-        """Send a request; returns its reply, which must be an ``answer``."""
+        """Send a request; returns its reply, which must be an ``answer``. A ``Promoting`` may come
+        before it."""
         message.seq = next(self._seqs)
         self.channel.send(message)
         while True:
             reply = self.next()
-            if reply.seq == message.seq:
+            if reply.seq == message.seq and not isinstance(reply, Promoting):
                 assert isinstance(reply, answer), reply
                 return reply
 
