@@ -46,11 +46,11 @@ def default_socket() -> str:
 
 
 def check_folder(path: str) -> None:
-    """Refuse the default ``path`` in the temporary folder unless its own folder is this user's, and
-    nobody else may write to it.
+    """Check that nobody else could have made the default socket ``path`` in the temporary folder.
 
-    Anybody may have been first to make that folder, and listen there. Raises ``ConfigError`` if
-    somebody was, ``Unavailable`` if nobody has yet; does nothing for any other path.
+    Another user may have made its folder first, and listen there. Raises ``ConfigError`` if the
+    folder is not this user's alone, ``Unavailable`` if it does not exist. Does nothing for any
+    other path.
     """
     if os.environ.get("XDG_RUNTIME_DIR") or path != default_socket():
         return
@@ -66,7 +66,8 @@ def check_folder(path: str) -> None:
 
 
 def memory_bytes() -> int:
-    """What this process may use: physical memory, or less if a cgroup that it is in says so."""
+    """The memory that this process may use: physical memory, or the limit of its cgroup if it is
+    less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(physical, room().limit or physical)
 
@@ -80,8 +81,10 @@ Uid = Annotated[int, Meta(ge=0, lt=2**32 - 1)]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``kvass serve`` can be told; a description is what ``--help`` says. Of ``extra``,
-    ``default`` says in words what the default is."""
+    """The options of ``kvass serve``. A field's description is its text in ``--help``.
+
+    ``default`` in ``extra`` describes the default in words.
+    """
 
     socket: Annotated[
         str,
@@ -266,7 +269,7 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
 
 
 def _check(config: Config, where: Mapping[str, str]) -> None:
-    """What options say together. Raises ``ConfigError``."""
+    """Check options that depend on each other. Raises ``ConfigError``."""
     check_path(config.socket)
     if (config.allow_uid or config.socket_group) and "socket" not in where:
         raise ConfigError(
@@ -292,8 +295,8 @@ def quotas(config: Config) -> tuple[Quota, ...]:
 
 
 def check_quotas(config: Config, where: str = "quota") -> None:
-    """Whether an L1 of ``l1_size`` can have them, and whether all tenants with a quota in a tier
-    are among them. Raises ``ConfigError``."""
+    """Check that the quotas fit an L1 of ``l1_size``, and that every tenant with a quota in a tier
+    has one in L1. Raises ``ConfigError``."""
     try:
         every = quotas(config)
         check_quotas_of(every, "an l1_size", config.l1_size)

@@ -1,4 +1,4 @@
-"""One exception tree, and the typed refusals that travel on the wire.
+"""All exceptions of kvass, and the codes of refused requests.
 
 ::
 
@@ -57,7 +57,8 @@ class ConfigError(UsageError):
 
 
 class UntrustedDaemon(UsageError):
-    """Who listens at the socket may be a stranger. The text says how to name the daemon's user."""
+    """The process that listens at the socket may not be the daemon. The text says how to name the
+    daemon's user."""
 
 
 class Unavailable(KvassError):
@@ -85,11 +86,11 @@ class FrameError(RemoteError):
 
 
 class Incompatible(RemoteError):
-    """Peer and we cannot work together (protocol version range, clock)."""
+    """The peer cannot work with this version (protocol version range, clock)."""
 
 
 class Refused(KvassError):
-    """The daemon refused a request, by code and with one line of what to do."""
+    """The daemon refused a request. It has a code, and one line that says what to do."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(f"{code}: {text}")

@@ -1,7 +1,7 @@
 """The lines of a recording: what ``kvass serve --record`` writes and ``kvass simulate`` reads.
 
-Law of this file: a recording tells nothing of what was asked. It has no tokens, and keyed hashes of
-chunk hashes and request ids; the key is drawn anew for each recording and kept nowhere.
+Law of this file: a recording reveals no prompts. It has no tokens. Chunk hashes and request ids are
+hashed with a random key, which is new for each recording and is stored nowhere.
 
 JSON lines, in order of time. ``t``: seconds since the recording began. ``keys``: ``KEY_BYTES``
 each, in base64; equal keys of one engine mean equal prompts up to the chunk's end.
@@ -19,13 +19,13 @@ KEY_BYTES: Final = 8
 
 
 class Line(msgspec.Struct, tag_field="kind", omit_defaults=True):
-    """``engine``: a number for each namespace."""
+    """A line of a recording. ``engine`` is the number of a namespace."""
 
     engine: int
 
 
 class Group(msgspec.Struct, omit_defaults=True):
-    """A layer group; ``row_bytes`` of all shards together."""
+    """A layer group. ``row_bytes`` is the size of a row, with all shards."""
 
     kind: GroupKind
     block_tokens: int
@@ -34,7 +34,7 @@ class Group(msgspec.Struct, omit_defaults=True):
 
 
 class EngineLine(Line, tag="engine"):
-    """A namespace: comes before the first of its other lines."""
+    """A namespace. This line comes before all others of the namespace."""
 
     chunk_tokens: int
     groups: tuple[Group, ...]
@@ -50,9 +50,12 @@ class LookupLine(Line, tag="lookup"):
 
 
 class StoreLine(Line, tag="store"):
-    """Rows were asked for, of groups ``groups`` (a bit mask), for a request's chunks from ``first``
-    on. ``blocks``: the keys of their blocks, and of those after the last chunk; empty if hits end
-    with a chunk."""
+    """A request to store rows of the layer groups ``groups`` (a bit mask), for chunks from
+    ``first`` on.
+
+    ``blocks`` are the keys of the blocks of these chunks, and of those after the last chunk. It is
+    empty if hits end with a chunk.
+    """
 
     t: float
     request: int
@@ -63,7 +66,7 @@ class StoreLine(Line, tag="store"):
 
 
 class LostLine(Line, tag="lost"):
-    """So many messages before this one are not in the recording: the disk was too slow."""
+    """The number of messages before this line that are missing, because the disk was too slow."""
 
     messages: int
 

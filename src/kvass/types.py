@@ -1,4 +1,4 @@
-"""What every layer shares: layouts, slots, limits. Values and pure functions of them only.
+"""Types that all layers share: layouts, slots, limits. Only values and pure functions of them.
 
 Units are in the names: ``*_bytes``, ``*_tokens``, ``*_s`` (seconds).
 """
@@ -87,8 +87,11 @@ _UNITS: Final = {"": 1, "b": 1} | {
 
 
 class Size(int):
-    """Bytes; written ``8GiB``, ``8Gi``, ``512 mib``, ``1.5GB``, ``2G`` or as a plain number. As
-    everywhere, ``G`` is a power of 1000 and ``Gi`` one of 1024."""
+    """A number of bytes, written ``8GiB``, ``8Gi``, ``512 mib``, ``1.5GB``, ``2G`` or as a plain
+    number.
+
+    ``G`` is a power of 1000 and ``Gi`` a power of 1024.
+    """
 
     @classmethod
     def parse(cls, text: object) -> Size:
@@ -173,18 +176,18 @@ def chunk_blocks(groups: Sequence[GroupLayout], chunk_tokens: int) -> int:
 
 
 class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All the daemon must know about the bytes of one rank: its groups, in group-id order."""
+    """The layout of one rank's bytes: its layer groups, in group-id order."""
 
     groups: Annotated[tuple[GroupLayout, ...], Meta(max_length=256)]
 
 
 class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a list of rows lies in the arena, for every shard at once.
+    """The slots of a list of rows in the arena, for all shards.
 
     ``extents[s]`` are the byte offsets in the arena at which extent set number ``s`` of this list
     begins, one per shard. Row ``i`` is slot ``slot[i]`` (uint32, little endian) of the set
-    ``extents[set_[i]]`` (uint16): shard ``r`` of it lies at
-    ``extents[set_[i]][r] + slot[i] * shard_bytes[r]``.
+    ``extents[set_[i]]`` (uint16): shard ``r`` of it lies at ``extents[set_[i]][r] + slot[i] *
+    shard_bytes[r]``.
     """
 
     extents: tuple[tuple[int, ...], ...] = ()
@@ -217,13 +220,15 @@ _TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def is_tenant_name(name: str) -> bool:
-    """Whether a tenant may be called so."""
+    """Whether ``name`` is a valid name of a tenant."""
     return _TENANT.fullmatch(name) is not None
 
 
 class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a tenant may have of L1 or of a tier, and what is reserved for it. ``cap_bytes``
-    ``NO_CAP``: all."""
+    """A tenant's share of L1 or of a tier: its cap and its reservation.
+
+    ``cap_bytes`` is ``NO_CAP`` if there is no cap.
+    """
 
     tenant: Name
     cap_bytes: Int64 = NO_CAP
@@ -251,7 +256,7 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.tenant}={cap}:{Size(self.reserved_bytes)}"
 
     def wrong(self) -> str:
-        """One line that says why nobody can have such a quota; empty if somebody can."""
+        """Why no tenant can have this quota, in one line; empty if it is valid."""
         cap, reserved = Size(self.cap_bytes), Size(self.reserved_bytes)
         if not is_tenant_name(self.tenant) or self.tenant == "other":
             name = repr(self.tenant[:64])
@@ -266,7 +271,7 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check_quotas_of(quotas: Sequence[Quota], what: str, size: int) -> None:
-    """Whether they can all be had of ``what`` of ``size`` bytes. Raises ``ValueError``."""
+    """Raise ``ValueError`` unless ``what``, which has ``size`` bytes, has room for all quotas."""
     names = [quota.tenant for quota in quotas]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"{min(twice)} has two: give one")
@@ -283,8 +288,10 @@ machine goes to sleep."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one client may ask (law 12). The daemon tells all of them in the handshake, defaults
-    too: the next version's may differ.
+    """Bounds on the requests of one client (law 12).
+
+    The daemon sends all of them in the handshake, also those that have their default value, because
+    the defaults of another version may differ.
     """
 
     frame_bytes: int = 4 << 20
@@ -328,7 +335,8 @@ MAX_PATIENCE_S: Final = 30.0
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """The daemon's clocks, all told in the handshake: nobody has to configure both sides."""
+    """Time limits of the daemon. It sends them in the handshake, so only the daemon is
+    configured."""
 
     lease_s: float = 60.0
     reserve_s: float = 60.0

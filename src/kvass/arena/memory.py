@@ -34,7 +34,7 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 class Arena:
-    """A shared mapping of ``size`` bytes. Make it with ``create`` or ``attach``."""
+    """A shared mapping of ``size`` bytes. ``create`` and ``attach`` make one."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
@@ -94,15 +94,15 @@ class Arena:
         return bool(_madvise(self._address, self.size, mmap.MADV_HUGEPAGE) == 0)
 
     def keep_from_forks(self) -> None:
-        """What this process forks does not have this mapping."""
+        """Exclude this mapping from processes that this process forks."""
         _madvise(self._address, self.size, mmap.MADV_DONTFORK)
 
     def close(self) -> None:
-        """Let go of it: unmapped once the last view of ``buffer`` is gone. Idempotent.
+        """Close the arena. It is unmapped once the last view of ``buffer`` is gone. Idempotent.
 
-        Takes 0.1 to 0.3 s per populated GiB, without the GIL: call it from no thread in a hurry.
-        The page-table entries go slice by slice, because unmapping all at once would hold the lock
-        on this process's memory. Views still find their bytes (madvise(2)).
+        Takes 0.1 to 0.3 s per populated GiB, without the GIL, so a thread that must be fast should
+        not call it. The page-table entries are removed in slices, because unmapping all at once
+        would hold the lock on this process's memory. Views still find their bytes (madvise(2)).
         """
         buffer, self._buffer = self._buffer, None
         for lo in range(0, self.size if buffer is not None else 0, SLICE_BYTES):

@@ -1,4 +1,4 @@
-"""How much memory there is for an arena: the machine's, or less where a cgroup says so.
+"""The memory that an arena can have: the machine's, or less if a cgroup limits it.
 
 ``root`` is where proc and sys are. What cannot be read is left out.
 """
@@ -16,7 +16,7 @@ _ROOT: Final = Path("/")
 
 
 class _Files(NamedTuple):
-    """Where a version of cgroups keeps what."""
+    """The files in which one version of cgroups keeps its limits."""
 
     root: str
     limit: str
@@ -34,8 +34,11 @@ _V2: Final = _Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_f
 
 
 class Room(NamedTuple):
-    """Bytes. ``limit``: of the narrowest cgroup around this process, None if there is none.
-    ``available``: what could be used now, the page cache included; None: unknown."""
+    """The memory of this process, in bytes.
+
+    ``limit`` is that of the narrowest cgroup around this process, None if there is none.
+    ``available`` could be used now, with the page cache; None if it is not known.
+    """
 
     total: int | None
     limit: int | None
@@ -43,7 +46,7 @@ class Room(NamedTuple):
 
 
 def room(root: Path = _ROOT) -> Room:
-    """Of this process, now."""
+    """The memory of this process, now."""
     total, available = (_meminfo(root, name) for name in ("MemTotal", "MemAvailable"))
     groups = [one for one in _groups(root) if total is None or one[0] < total]
     left = [n for n in (available, *(left for _, left in groups)) if n is not None]

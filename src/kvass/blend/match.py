@@ -47,7 +47,8 @@ Usable = Callable[[I64Array], BoolArray]
 
 
 class Run(NamedTuple):
-    """Entries ``ids``, neighbours when they were stored, stand in the prompt from ``new_start``."""
+    """A run of known chunks in a prompt, from ``new_start`` on. The entries ``ids`` were neighbours
+    when they were stored."""
 
     new_start: int
     ids: list[int]
@@ -73,12 +74,13 @@ def entry_bytes(chunk_tokens: int) -> int:
 
 
 class ChunkMatcher:
-    """Chunks of ``chunk_tokens`` tokens, ``capacity`` at most.
+    """A table of at most ``capacity`` chunks of ``chunk_tokens`` tokens, which finds them in a
+    prompt.
 
-    An entry belongs to a *place*, a number above 0, and in it to a *space*: ``KEY_WORDS`` words. A
-    prompt finds those of its own place and space only. ``key``, ``before``, ``start``, ``space``
-    and ``place`` are columns by entry id. ``removing`` is told of entries before they go. Ids are
-    used again.
+    An entry belongs to a *place*, a number above 0, and within it to a *space*, which is
+    ``KEY_WORDS`` words. A prompt finds only entries of its own place and space. ``key``,
+    ``before``, ``start``, ``space`` and ``place`` are columns by entry id. ``removing`` is called
+    with entries before they are removed. Ids are used again.
     """
 
     def __init__(self, chunk_tokens: int, capacity: int, seed: bytes = b"") -> None:
@@ -165,7 +167,7 @@ class ChunkMatcher:
         self.remove(ids)
 
     def touch(self, ids: I64Array) -> None:
-        """``ids`` are used now."""
+        """Mark ``ids`` as used now."""
         self._clock += 1
         self._used[ids] = self._clock
 

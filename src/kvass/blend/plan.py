@@ -1,8 +1,8 @@
-"""Which tokens of a prompt are computed when cached segments stand in it.
+"""Selects the tokens of a prompt that are computed if the prompt contains cached segments.
 
-What is neither in the exact prefix nor in a segment is always computed, and so is the last token.
-A ``Selector`` adds tokens of the segments: what stands before a segment now is not what stood
-before it when it was stored, and computing some of its tokens again corrects for that.
+Tokens that are neither in the exact prefix nor in a segment are always computed, and so is the last
+token. A ``Selector`` adds tokens of the segments. A segment was stored behind other tokens than
+those before it now, and computing some of its tokens again corrects for that.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Prompt:
 
 
 class Selector(Protocol):
-    """Chooses the tokens of segments that are computed again. Any such function will do."""
+    """A function that chooses the tokens of segments that are computed again."""
 
     def __call__(self, prompt: Prompt) -> npt.ArrayLike:
         """Positions in ``[0, prompt.tokens)``, in any order. Only those in segments count."""

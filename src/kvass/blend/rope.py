@@ -1,6 +1,7 @@
-"""K at other positions: what rotary embedding (RoPE) did to it, turned further.
+"""Moves K to other positions by rotating it further, as rotary embedding (RoPE) would have done.
 
-Always move the K that was stored, never K that was moved before: errors of bfloat16 add up.
+Law of this file: only K as it was stored is moved, never K that was moved before, because the
+errors of bfloat16 add up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class RopeRefused(UsageError):
-    """K of this model cannot be moved. ``name`` is what the model has, like ``dynamic NTK``."""
+    """K of this model cannot be moved. ``name`` says which feature prevents it, like ``dynamic
+    NTK``."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"blend cannot move K of {name}: {why}")

@@ -1,4 +1,4 @@
-"""Which daemon a command asks: the options of all commands that are clients of one."""
+"""The options that name a daemon, for all commands that are clients of one."""
 
 from __future__ import annotations
 

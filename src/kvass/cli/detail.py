@@ -1,4 +1,4 @@
-"""Every field of a daemon's status for people: what it is, and what it means."""
+"""``kvass status --verbose``: the fields of a daemon's status, with their meanings."""
 
 from __future__ import annotations
 

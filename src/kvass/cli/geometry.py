@@ -1,4 +1,4 @@
-"""What several commands take: a size, a count, the geometry of a model."""
+"""Arguments that several commands share: a size, a count, the geometry of a model."""
 
 from __future__ import annotations
 

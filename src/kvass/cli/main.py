@@ -1,8 +1,8 @@
-"""``kvass``: which command, and how failure looks.
+"""The program ``kvass``: runs a command, and reports its failure.
 
-Whatever goes wrong is one line on stderr that says what to do, and exit status 2 for the caller's
-mistake, 1 for a daemon that is not there or says no. A command is the function ``run`` of the
-module of its name, imported only when it runs, so that ``serve`` is ready at once.
+A failure is reported in one line on stderr that says what to do. The exit status is 2 for a mistake
+of the caller, and 1 if the daemon cannot be reached or refuses. A command is the function ``run``
+of the module with its name. The module is imported only when it runs, so ``serve`` starts fast.
 """
 
 from __future__ import annotations

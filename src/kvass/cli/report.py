@@ -1,4 +1,4 @@
-"""A daemon's status in words: is it on, does it help, what is wrong."""
+"""``kvass status``: a summary of a daemon's status, with its hit rates and its problems."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _OF_TIERS: Final = tuple(_SWEPT)[1:-1]
 
 
 def run(argv: list[str]) -> int:
-    """Play traces, print what each setting did. Raises ``UsageError``."""
+    """Simulate each setting on the trace, and print the results. Raises ``UsageError``."""
     options = _parser().parse_args(argv)
     if options.synth:
         if len(options.trace) != 1:

@@ -1,1 +1,1 @@
-"""The shell around the core: sockets, memory and time. It decides nothing about the cache."""
+"""The daemon: runs the core, and does its I/O. It makes no decisions about the cache."""

@@ -1,12 +1,12 @@
-"""One accepted socket: its decoder, what still has to go out, and how it ends.
+"""One accepted connection: its socket, its decoder and its queue of unsent frames.
 
 Laws of this file:
 
-- Only EOF ends reading. asyncio's transports close a socket when a *write* fails, but a peer that
-  only stopped reading may still write to the arena (law 3). So the loop says when the socket can be
-  read and written, and this file does both itself.
-- A closed connection is freed at once: nothing that it holds leads back to it. A collection of
-  cycles is rare here, and each connection may hold megabytes that its peer has sent.
+- Only EOF ends reading. asyncio's transports close a socket when a *write* fails. But a peer that
+  only stopped reading may still write to the arena (law 3). So this file does not use a transport:
+  the loop reports when the socket is readable or writable, and this file reads and writes.
+- A closed connection is freed at once, because no object that it refers to refers back to it. The
+  garbage collector runs rarely here, and a connection may hold megabytes of received bytes.
 """
 
 from __future__ import annotations

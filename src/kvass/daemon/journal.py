@@ -1,4 +1,4 @@
-"""What the log says of sessions: who registered, who is gone, what was refused and why."""
+"""Log lines about sessions: which registered, which ended, which requests were refused and why."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _log: Final = logging.getLogger("kvass")
 
 
 class Journal:
-    """Of the live sessions, who each is. A session that registers nothing (a status, a probe) is
-    logged at ``debug``."""
+    """Writes the log lines about sessions, and keeps the name of each live one.
+
+    A session that registers nothing, like that of ``kvass status``, is logged at ``debug``.
+    """
 
     def __init__(self) -> None:
         self._who: dict[SessionId, dict[str, Any]] = {}
@@ -51,7 +53,7 @@ class Journal:
             self._say(logging.INFO, session, f"registered, {named}{state}")
 
     def lost(self, session: SessionId) -> None:
-        """It has ended."""
+        """A session has ended."""
         if session in self._who:
             engine = "engine" in self._who[session]
             self._say(logging.INFO if engine else logging.DEBUG, session, "disconnected")

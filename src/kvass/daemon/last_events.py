@@ -1,8 +1,8 @@
 """The last events of the core, for a report of its failure.
 
-Laws of this file: nothing is formatted before the core has failed. What is written holds no tokens
-of prompts (``core/event_lines.py``) and not the secret seed; of chunks it holds hashes. A file that
-cannot be written hides no failure.
+Laws of this file: nothing is formatted before the core has failed. The report contains hashes of
+chunks, but no tokens of prompts (``core/event_lines.py``) and no secret seed. If the report cannot
+be written, the failure itself is still reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log: Final = logging.getLogger("kvass")
 
 
 class LastEvents:
-    """At most ``EVENTS``, with their times. ``config``: that of the core."""
+    """A ring buffer of the last ``EVENTS`` events, with their times. ``config`` is the core's."""
 
     def __init__(self, config: CoreConfig) -> None:
         self._config = config
@@ -36,7 +36,8 @@ class LastEvents:
         self._bytes = self._dropped = 0
 
     def add(self, now: float, event: Event, size: int) -> None:
-        """``event`` is about to be handled; it came in a frame of ``size`` bytes, or 0."""
+        """Record an event that is about to be handled. ``size``: bytes of its frame, 0 if it had
+        none."""
         self._kept.append((now, event, size))
         self._bytes += size
         while len(self._kept) > EVENTS or (self._bytes > BYTES and len(self._kept) > 1):
@@ -44,9 +45,12 @@ class LastEvents:
             self._dropped += 1
 
     def write(self, path: str, error: Exception) -> None:
-        """The core has failed with ``error`` at the last event: a file, in place of an older one,
-        for its owner alone. Its first line has what the core began with, ``dropped``, which is how
-        many events are not in it, and the traceback; each other line is an event."""
+        """Write the report of ``error``, which the core raised at the last event.
+
+        The report replaces an older one, and only its owner can read it. Its first line has the
+        core's configuration, ``dropped`` (the number of earlier events that it lacks) and the
+        traceback. Each other line is an event.
+        """
         told = "".join(traceback.format_exception(error, limit=-20))[-16_384:]
         config = msgspec.to_builtins(msgspec.structs.replace(self._config, seed=b""))
         head = {"config": config, "dropped": self._dropped, "traceback": told}

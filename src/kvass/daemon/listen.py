@@ -1,8 +1,9 @@
-"""The socket path: who may have it, who may connect to it.
+"""The daemon's listening socket: which daemon owns its path, and which users may connect.
 
-Law of this file: one live daemon per path. A lock decides (``<socket>.lock``, flock) that the
-kernel drops when its holder ends, so a dead daemon's path is taken over without a race. SO_PEERCRED
-decides who may connect; the file modes only keep most others from trying.
+Law of this file: a path has one live daemon at most. The daemon holds a lock (flock) on the file
+``<socket>.lock``. The kernel releases it when the daemon ends, so another daemon can take the path
+over without a race. SO_PEERCRED decides who may connect; file modes only keep most others from
+trying.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _LOCK_WAIT_S: Final = 1.0
 
 
 class Access:
-    """Who may connect: our own user, the users and the group of the configuration.
+    """The users who may connect: the daemon's own user, and the users and the group of the
+    configuration.
 
     Raises ``ConfigError`` for a group that does not exist.
     """
@@ -63,12 +65,12 @@ class Access:
             raise ConfigError(f"cannot set the access to {path}: {error.strerror}") from error
 
     def become(self, other: Access, path: str) -> None:
-        """From now on as ``other``; who is connected stays. Raises ``ConfigError``."""
+        """Replace these rules by ``other``; connected sessions stay. Raises ``ConfigError``."""
         other.apply(path)
         self.uids, self._group, self._mode = other.uids, other._group, other._mode
 
     def refusal(self, peer: PeerCredentials) -> str | None:
-        """None if ``peer`` may connect, else what to do about it."""
+        """Why ``peer`` may not connect, and what to do about it; None if it may."""
         if peer.uid in self.uids or self._group in peer.groups:
             return None
         return f"uid {peer.uid} may not connect: kvass serve --allow-uid {peer.uid} lets it"
@@ -76,9 +78,10 @@ class Access:
 
 @contextmanager
 def listening(path: str, access: Access) -> Iterator[socket.socket]:
-    """Own ``path`` and listen on it; both files are gone afterwards.
+    """A context manager that owns ``path`` and listens on it. Both files are removed afterwards.
 
-    Raises ``ConfigError``: too long, no such folder, not ours to write, in use by a live daemon.
+    Raises ``ConfigError`` if the path is too long, its folder does not exist or cannot be written
+    to, or a live daemon uses it.
     """
     check_path(path)
     _make_default_folder(path)
@@ -109,7 +112,8 @@ def _make_default_folder(path: str) -> None:
 
 
 def _lock(path: str) -> int:
-    """A descriptor that holds the lock on ``path``, with our pid in it."""
+    """Lock ``path``, and write this process's id into the lock file. Returns the lock's
+    descriptor."""
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         try:
@@ -148,7 +152,7 @@ def _bind(sock: socket.socket, path: str, access: Access) -> None:
 
 
 def _remove_dead(path: str) -> None:
-    """Remove the socket of a daemon that died; we hold its lock."""
+    """Remove the socket that a dead daemon left. The caller holds the lock."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ConfigError(f"{path} exists and is no socket: choose another --socket")

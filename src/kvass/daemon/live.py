@@ -1,7 +1,7 @@
-"""The options of a daemon that runs: SIGHUP reads the configuration again.
+"""Options that change while the daemon runs: SIGHUP reads the configuration again.
 
-Law of this file: a configuration with an error changes nothing. What changed, and what changes only
-by a restart, is said in one line.
+Law of this file: a configuration with an error changes nothing. One log line names the options that
+changed, and those that need a restart.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ChangeTiers = Callable[[list[str]], Awaitable[None]]
 
 
 class LiveConfig:
-    """``now`` is the configuration in force.
+    """The configuration in force, ``now``, and how to load it again.
 
-    ``read_again`` loads it anew (raises ``ConfigError``); None: there is no file to read.
+    ``read_again`` loads it and raises ``ConfigError``. It is None if there is no file to read.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LiveConfig:
         self._read_again = read_again
 
     async def reload(self, change_tiers: ChangeTiers) -> None:
-        """Take over what can change."""
+        """Load the configuration, and apply the options that can change."""
         if self._read_again is None:
             _log.warning("SIGHUP: nothing to reload: the daemon was started without --config")
             return
@@ -61,7 +61,8 @@ class LiveConfig:
         notify.tell("READY=1")
 
     async def _take(self, wanted: Config, access: Access, change_tiers: ChangeTiers) -> str:
-        """What changed, in words. Raises ``ConfigError``, having changed nothing."""
+        """Apply a new configuration; returns what changed, as text. Raises ``ConfigError`` and
+        changes nothing then."""
         names = [n for n in Config.__struct_fields__ if getattr(wanted, n) != getattr(self.now, n)]
         changed = {name: getattr(wanted, name) for name in names if name in LIVE}
         check_quotas(msgspec.structs.replace(self.now, **changed))  # with the L1 that there is

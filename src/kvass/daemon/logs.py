@@ -1,8 +1,8 @@
 """The log of the daemon and of its processes: lines on stderr.
 
-Laws of this file: nobody waits for the reader of the log: a thread writes the lines, and what a
-stuck reader leaves no room for is dropped. No place in the code fills the log: it has ``BURST``
-lines per ``WINDOW_S``, and its next line says how many were left out.
+Laws of this file: logging never blocks. A thread writes the lines, and if the reader of stderr is
+stuck, lines are dropped. Each place in the code may log ``BURST`` lines per ``WINDOW_S``. Its next
+line says how many were left out.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ _kvass: Final = logging.getLogger("kvass")
 
 
 def begin(level: str, form: str) -> None:
-    """Write what kvass logs from ``level`` on to stderr, as lines of ``text`` or ``json``; of other
-    libraries warnings only, because their lower levels may hold secrets."""
+    """Start logging to stderr, from ``level`` on, as lines of ``text`` or ``json``.
+
+    Of other libraries only warnings are logged, because their lower levels may contain secrets.
+    """
     handler = _Writer()
     handler.setFormatter(_Json() if form == "json" else _Text())
     handler.addFilter(_Limit())

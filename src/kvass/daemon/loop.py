@@ -1,9 +1,9 @@
-"""The one thread that owns the ``CacheMachine``: bytes to events, effects to bytes.
+"""The daemon's event loop: turns received bytes into events of the core, and carries out effects.
 
-Law of this file: it carries out what the core says and decides nothing about the cache. Whatever
-is wrong with a session becomes an event (``Faulted``, ``Lost``), because only the core knows when a
-session may be closed (law 3). An exception of the core is a broken invariant: the daemon logs the
-event that raised it, on one line, writes the events before it into a file, and ends.
+Law of this file: it carries out the core's effects and makes no decisions about the cache. A fault
+of a session becomes an event (``Faulted``, ``Lost``), because only the core knows when a session
+may be closed (law 3). An exception of the core is a broken invariant: the daemon logs the event
+that raised it in one line, writes the events before it to a file, and ends.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ _log = logging.getLogger("kvass")
 
 
 class Server:
-    """Serves one machine on one listening socket until it is stopped.
+    """A server that runs one ``CacheMachine`` on one listening socket until it is stopped.
 
-    ``tiers``: opened first and closed at the end. ``live``: the options that change while it
-    serves; SIGHUP reloads them.
+    ``tiers`` are opened first and closed last. ``live`` has the options that SIGHUP reloads.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Server:
                 self._unwatch(session)
 
     async def _reload(self, hangups: asyncio.Event) -> None:
-        """Signals that come while it reloads are one."""
+        """Reload the options. Signals that arrive during a reload cause one more reload."""
         while await hangups.wait():
             hangups.clear()
             before = self._live.now.quota
@@ -159,7 +158,8 @@ class Server:
         await self._tiers.change(urls, self._machine.tier_number, self._handle)
 
     def _stop(self) -> None:
-        """A signal: flush what was promised, within ``stop_s``; a second one: leave now."""
+        """Handle a stop signal: flush queued rows for at most ``stop_s``. A second signal ends the
+        daemon at once."""
         if self._draining:
             self._end()
             return
@@ -186,16 +186,17 @@ class Server:
             self._listener.close()
 
     def _broken(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback raised: the state it left behind cannot be trusted."""
+        """A callback raised an exception, so the state cannot be trusted: stop the daemon."""
         if not self._stopped.done():
             error = context.get("exception") or AssertionError(context["message"])
             self._stopped.set_exception(error)
 
     def _populate(self) -> None:
-        """Fault the arena in, in a thread of low priority, without the GIL.
+        """Touch all pages of the arena, in a thread of low priority that does not hold the GIL.
 
-        Our cgroup is charged for pages that we touch first. Memory that cannot be had ends the
-        daemon: who touched it, an engine perhaps, would be killed (SIGBUS).
+        The pages are charged to the cgroup of the process that touches them first. If memory is
+        missing, the daemon ends: else a process that touches a page, maybe an engine, would be
+        killed by SIGBUS.
         """
         os.nice(_POPULATE_NICE)  # Linux: of this thread alone
         for lo in range(0, self._arena.size, SLICE_BYTES):

@@ -1,7 +1,7 @@
 """``kvass serve``: from a configuration to a running daemon and back.
 
-Law of this file: everything that can be wrong with the configuration is said before the ``ready``
-line, in one line; the ``ready`` line means that clients can connect.
+Law of this file: an error of the configuration is reported in one line before the ``ready`` line.
+The ``ready`` line means that clients can connect.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _recorder(config: Config) -> Recorder | None:
 
 
 def core_config(config: Config, arena_bytes: int) -> CoreConfig:
-    """What the core is born with: a new boot id, since this is a new arena."""
+    """The configuration of the core. It has a new boot id, because the arena is new."""
     timing = Timing(
         lease_s=config.lease_s,
         reserve_s=config.reserve_s,
@@ -111,8 +111,10 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
 
 
 def _check_memory(l1_bytes: Size) -> None:
-    """L1 becomes resident in seconds, and whoever asked for too much is killed then. Raises
-    ``ConfigError`` if it is known that so much cannot be had."""
+    """Raise ``ConfigError`` if it is known that there is not enough memory for L1.
+
+    L1 becomes resident in seconds. Without this check the kernel would kill a process then.
+    """
     left = committable()
     if left is not None and l1_bytes > left:
         raise ConfigError(
@@ -137,6 +139,6 @@ def _return_freed_memory() -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """A session is a descriptor; the soft limit is often 1024."""
+    """Raise the soft limit of descriptors. Each session takes one, and the limit is often 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

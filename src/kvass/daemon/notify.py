@@ -1,4 +1,4 @@
-"""What systemd is told of a ``Type=notify`` service: ready, alive, stopping (sd_notify(3))."""
+"""Notifications to systemd for a ``Type=notify`` service: ready, alive, stopping (sd_notify(3))."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import socket
 
 
 def tell(state: str) -> None:
-    """Send one line, like ``READY=1``; does nothing unless systemd started us."""
+    """Send one line, like ``READY=1``, to systemd. Does nothing if systemd did not start the
+    daemon."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path:
         return
@@ -20,7 +21,8 @@ def tell(state: str) -> None:
 
 
 def feed_watchdog(loop: asyncio.AbstractEventLoop) -> None:
-    """Tell it in the loop's thread that we are alive, twice in ``WatchdogSec``, if there is one."""
+    """Notify systemd from the event loop, twice per ``WatchdogSec``. Does nothing without a
+    watchdog."""
     microseconds = os.environ.get("WATCHDOG_USEC", "")
     if not microseconds.isdecimal() or os.environ.get("WATCHDOG_PID", "") != str(os.getpid()):
         return

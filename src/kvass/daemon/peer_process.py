@@ -1,8 +1,8 @@
 """The process at the other end of a session, as far as its end can be seen.
 
-Law of this file: what it says is true of the very process that connected. A pidfd names a process;
-a pid may belong to another one by now. Where the kernel gives no pidfd there is no ``PeerProcess``,
-and the core uses a time bound instead.
+Law of this file: its answers are about the process that connected, and no other. A pidfd always
+refers to the same process; a pid may have been used again. If the kernel has no pidfd for the peer,
+there is no ``PeerProcess``, and the core uses a time limit instead.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ _PF_EXITING: Final = 0x4  # include/linux/sched.h
 
 
 class PeerProcess:
-    """Who connected. ``fileno`` becomes readable when it has ended: when its last thread is past
-    releasing its files (``kernel/exit.c: do_exit``)."""
+    """The process that opened a connection.
+
+    ``fileno`` becomes readable when the process has ended, that is, when its last thread has
+    released its files (``kernel/exit.c: do_exit``).
+    """
 
     def __init__(self, pidfd: int, pid: int) -> None:
         self._pidfd = pidfd
@@ -50,10 +53,11 @@ class PeerProcess:
 
 
 def process_behind(sock: socket.socket, pid: int) -> PeerProcess | None:
-    """The process that connected ``sock``; None if its end cannot be seen.
+    """The process that connected ``sock``; None if its end cannot be observed.
 
-    ``pid``: what SO_PEERCRED says; 0 for a process of another PID namespace. If another process has
-    that number by now, the one that connected has ended: what is said is late, never too early.
+    ``pid`` is the one of SO_PEERCRED; 0 for a process of another PID namespace. If another process
+    has that pid now, the one that connected has ended. Its end is then reported late, but never
+    early.
     """
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)

@@ -1,7 +1,8 @@
-"""``kvass serve --record``: what engines look up and store, as a file that may be given away.
+"""``kvass serve --record``: writes engines' lookups and stores to a file that may be published.
 
-Laws of this file: nobody waits for the disk: a thread hashes and writes, and what it has no room
-for is left out and counted. A full disk or a full file ends the recording, not the daemon.
+Laws of this file: the event loop never waits for the disk. A thread hashes and writes messages; if
+its queue is full, messages are left out and counted. A full disk or a full file ends the recording,
+not the daemon.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _log: Final = logging.getLogger("kvass")
 
 
 class Recorder:
-    """Writes ``path``, up to ``limit_bytes``. Raises ``FileExistsError``, or ``ConfigError``."""
+    """Writes a recording to ``path``, up to ``limit_bytes``. Raises ``FileExistsError`` or
+    ``ConfigError``."""
 
     def __init__(self, path: str, limit_bytes: int) -> None:
         try:
@@ -54,7 +56,8 @@ class Recorder:
         self._thread.start()
 
     def take(self, now: float, namespace: Namespace | None, message: FromClient) -> None:
-        """A message of a scheduler was carried out at ``now``; a refused one may say anything."""
+        """Record a scheduler's message that the core accepted at ``now``. Refused messages are not
+        recorded, because their contents are not trusted."""
         if namespace is None or not isinstance(message, Lookup | Reserve) or not self._left:
             return
         if isinstance(message, Lookup) and message.again:
@@ -67,7 +70,7 @@ class Recorder:
         self._queue.put((now, namespace, message))
 
     def close(self) -> None:
-        """Write what waits, for two seconds at most."""
+        """Write the queued messages, for two seconds at most, and end."""
         self._queue.put(None)
         self._thread.join(_END_S)
 

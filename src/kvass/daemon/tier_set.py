@@ -1,7 +1,7 @@
 """The processes of all tiers, and their change while the daemon serves.
 
-Law of this file: a change that fails leaves the tiers as they were. A tier with other options gets
-another process: two cannot have one store, so its old process ends before the new one begins.
+Law of this file: a change that fails leaves the tiers as they were. A tier whose options change
+gets a new process. Two processes cannot use one store, so the old one ends first.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NumberOf = Callable[[str, Container[int]], int]
 
 
 class TierSet:
-    """Tiers over the arena behind ``arena_fd``; ``urls`` as of ``Config.tier``. Everything is
-    called in the loop's thread."""
+    """The tiers of a daemon, over the arena behind ``arena_fd``. ``urls`` is ``Config.tier``. All
+    methods are called in the event loop's thread."""
 
     def __init__(
         self, urls: Sequence[str], arena_fd: int, arena_bytes: int, log_format: str = "text"
@@ -38,24 +38,24 @@ class TierSet:
         return TierProcess(number, url, tier_name(url), *where, log_format=self._log_format)
 
     async def open(self, post: Post) -> None:
-        """Open all. Raises ``ConfigError`` for one that cannot be opened."""
+        """Open all tiers. Raises ``ConfigError`` if one cannot be opened."""
         opening = (tier.open(post) for tier in self._used)
         for error in await asyncio.gather(*opening, return_exceptions=True):
             if error is not None:
                 raise error
 
     async def close(self) -> None:
-        """The daemon ends."""
+        """Close all tiers, because the daemon ends."""
         await asyncio.gather(*(tier.close() for tier in self._by_number.values()))
 
     def submit(self, effect: ToTier) -> None:
         self._by_number[effect.tier].submit(effect)
 
     async def change(self, urls: Sequence[str], number_of: NumberOf, post: Post) -> None:
-        """From now on the tiers are those of ``urls``; the core hears of it by ``TiersAre``.
+        """Change the tiers to those of ``urls``. The core learns of it by the event ``TiersAre``.
 
-        What a tier that is removed, or has other options, was asked fails. Raises ``ConfigError``
-        if one cannot be opened.
+        Pending requests to a tier that is removed or gets other options fail. Raises
+        ``ConfigError`` if a tier cannot be opened.
         """
         early: dict[int, TierReport] = {}
 

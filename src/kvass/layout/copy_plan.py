@@ -22,7 +22,7 @@ from kvass.types import PAGE, I64Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowCopy:
-    """One row, or a part of it: pages ``[first, first + len(blocks))`` of the chunk.
+    """The copy of one row or a part of it: pages ``[first, first + len(blocks))`` of the chunk.
 
     ``slot`` is the byte offset of the row's shard in the arena, ``blocks`` int64 of shape ``(n,)``.
     """

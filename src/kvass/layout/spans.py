@@ -19,14 +19,15 @@ States = Mapping[tuple[int, int], int]
 
 
 class Spans:
-    """The rows of one engine's requests, for chunks of ``chunk_tokens``."""
+    """Computes the blocks of rows for the requests of one engine, for chunks of
+    ``chunk_tokens``."""
 
     def __init__(self, groups: Sequence[GroupLayout], chunk_tokens: int) -> None:
         self._groups = groups
         self._chunk_tokens = chunk_tokens
 
     def row(self, group: int, ids: Sequence[int], chunk: int) -> tuple[int, ...]:
-        """The blocks that the group's row of ``chunk`` keeps."""
+        """The blocks that the row of ``chunk`` keeps."""
         one = self._groups[group]
         end = (chunk + 1) * (self._chunk_tokens // one.block_tokens)
         return tuple(ids[end - one.row_blocks(self._chunk_tokens) : end])

@@ -1,4 +1,4 @@
-"""``kvass simulate``: what a cache of another size would have done for a recorded workload.
+"""``kvass simulate``: computes the hit rate of other cache sizes for a recorded workload.
 
 ``traces`` reads requests, ``player`` plays them through the core that the daemon runs
 (``core.machine.CacheMachine``; there is no second implementation), ``optimal`` computes what no

@@ -15,8 +15,11 @@ from kvass.types import GroupKind, GroupLayout
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers with one cache spec: how many, and bytes of a token in one. ``window_tokens``: as of
-    ``GroupLayout``."""
+    """The layers of a model that have the same cache spec: their number, and the bytes of a token
+    in one.
+
+    ``window_tokens`` is as in ``GroupLayout``.
+    """
 
     count: int
     token_bytes: int
@@ -42,7 +45,7 @@ MODELS: Final[dict[str, tuple[Layers, ...]]] = {
 
 
 def layers_of(model: str) -> tuple[Layers, ...]:
-    """By name. Raises ``UsageError`` for a name that is not in ``MODELS``."""
+    """The layers of a model. Raises ``UsageError`` for a name that is not in ``MODELS``."""
     if model not in MODELS:
         raise UsageError(f"--model {model}: it is one of {', '.join(MODELS)}; or use --token-bytes")
     return MODELS[model]

@@ -24,8 +24,11 @@ _NEVER: Final = 1 << 62
 
 
 class Best:
-    """The best hit rate that any choice of what to keep can have. With ``tails`` a chunk is kept as
-    the parts of it that the trace tells apart, and the end of a prompt as a row."""
+    """The best hit rate that any choice of what to keep can have.
+
+    With ``tails`` a chunk is kept as the parts of it that the trace distinguishes, and the end of a
+    prompt as a row.
+    """
 
     def __init__(self, trace: Trace, models: Mapping[int, Model], tails: bool) -> None:
         self._trace, self._rates = trace, dict[int, float]()
@@ -52,7 +55,7 @@ class Best:
         self._next_uses = _next_uses(self._prompts)
 
     def rate(self, size: int) -> float:
-        """With ``size`` bytes."""
+        """The best hit rate with ``size`` bytes."""
         rows = size // self.row_bytes
         if rows not in self._rates:
             hits = optimal_hits(self._prompts, rows * self._parts, self._next_uses)
@@ -72,8 +75,11 @@ def optimal_hits(
     capacity: int,
     next_uses: Sequence[Sequence[int]] | None = None,
 ) -> list[int]:
-    """How many chunks of each prompt hit (``prompts``: ids of their chunks), with room for
-    ``capacity`` chunks. ``next_uses``: if somebody has found them already."""
+    """The number of chunks of each prompt that hit, with room for ``capacity`` chunks.
+
+    ``prompts`` are the ids of the chunks of each prompt. ``next_uses`` is the result of
+    ``_next_uses``, if it was computed before.
+    """
     next_uses = next_uses or _next_uses(prompts)
     evicts = capacity < sum(map(len, prompts))
     held: dict[int, int] = {}

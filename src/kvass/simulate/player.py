@@ -1,9 +1,9 @@
 """Plays a trace through the daemon's core: engines of one rank, one request after the other.
 
-A request looks its prompt up, gives the lease back, and stores what it did not find, as the vLLM
-connector does. Copies between the engine and L1 take no time; a tier takes what its speed says. So
-what hits and what is evicted is what the daemon would have decided for these requests in this
-order. With ``Setting.tails`` hits end at blocks, and what ends inside of a chunk is stored, too.
+A request looks its prompt up, releases the lease, and stores what it did not find, as the vLLM
+connector does. Copies between the engine and L1 take no time. Transfers of a tier take as long as
+its speed says. So hits and evictions are those of a daemon that gets these requests in this order.
+With ``Setting.tails`` hits may end at any block, and tails are stored, too.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ _ITEM_CHUNKS: Final = 512
 
 @dataclass(frozen=True)
 class Setting:
-    """One configuration. ``l2_bytes`` 0: no tier. ``l2_bytes_s``: what it loads, and what it
-    stores. ``prefill_tokens_s``: what an engine has measured; 0: nothing yet. ``tails``: hits end
-    at blocks. The others are options of ``kvass serve``."""
+    """One configuration of a simulated cache.
+
+    ``l2_bytes`` is 0 without a tier. ``l2_bytes_s`` is the speed of the tier for loads, and the
+    same for stores. ``prefill_tokens_s`` is the measured speed of an engine, 0 if it is not known.
+    With ``tails`` hits may end at any block. The other fields are options of ``kvass serve``.
+    """
 
     l1_bytes: int
     chunk_tokens: int
@@ -75,10 +78,13 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """What one configuration did. ``hits``: tokens found, by request; ``from_l2`` of them came from
-    the tier. ``waited_s``: how long requests waited for it; ``not_worth_it``: so many times it was
-    not waited for, because it is slow. ``stored_tokens``: of rows that were written, of which
-    ``tail_tokens`` in tails. ``l2_stored_bytes``: what the tier took."""
+    """The results of one configuration.
+
+    ``hits`` are the tokens found, by request; ``from_l2`` of them came from the tier. ``waited_s``
+    is the time that requests waited for the tier. ``not_worth_it`` counts the times when the tier
+    was too slow to wait for. ``stored_tokens`` are those of written rows, ``tail_tokens`` of them
+    in tails. ``l2_stored_bytes`` were written to the tier.
+    """
 
     setting: Setting
     input_tokens: int = 0
@@ -101,7 +107,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Model:
-    """What an engine registers: its chunks and its layer groups."""
+    """The layout that an engine registers: its chunk size and its layer groups."""
 
     chunk_tokens: int
     groups: tuple[GroupLayout, ...]
@@ -148,8 +154,10 @@ class Sessions:
 
 
 class SimulatedTier:
-    """A store of ``capacity_bytes`` that drops what was stored or loaded longest ago, and writes
-    nothing twice: ``stored_bytes`` in all."""
+    """A store of ``capacity_bytes`` that evicts the least recently stored or loaded record.
+
+    It writes nothing twice. ``stored_bytes`` counts all bytes written.
+    """
 
     def __init__(self, capacity_bytes: int, bytes_s: float) -> None:
         self._records = OrderedDict[bytes, int]()

@@ -1,4 +1,4 @@
-"""How an engine names a prompt of a trace: hashes of its chunks, and of its blocks."""
+"""The hashes of a trace's prompt as an engine would send them: of its chunks and of its blocks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ def digests(ids: U64Array, piece_tokens: int, unit_tokens: int) -> bytes:
 
 @dataclass(frozen=True)
 class PromptKeys:
-    """``chunks``: the hashes of its whole chunks. ``blocks``: those of its whole blocks, of which a
-    chunk has ``each`` and ends with the last; empty where hits end with a chunk (``each`` 0).
-    ``askable``: so many blocks may hit; the last token of a prompt is computed in any case."""
+    """The hashes of a prompt.
+
+    ``chunks`` are those of its whole chunks. ``blocks`` are those of its whole blocks: each chunk
+    has ``each`` of them, and ends with the last of these. ``blocks`` is empty where hits end with a
+    chunk (``each`` is 0). ``askable`` blocks may hit: the last token of a prompt is always
+    computed.
+    """
 
     chunks: bytes
     blocks: bytes = b""

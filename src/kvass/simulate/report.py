@@ -1,4 +1,4 @@
-"""The results of a sweep: as a table, as JSON-able values, and as one HTML page with plots."""
+"""Reports of a sweep: a table, values for JSON, and an HTML page with plots."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _COLOURS: Final = ("#1f6fb4", "#d1581c", "#2c8c4a", "#8a4fb0", "#b02a4c", "#6b6b
 
 @dataclass(frozen=True)
 class Result:
-    """What one setting did with one trace. ``optimal``: the best hit rate that any policy could
-    have with that L1, or that L1 and L2 together; ``infinite``: that of a cache without end."""
+    """The result of one setting with one trace.
+
+    ``optimal`` is the best hit rate of any policy with that L1, or with L1 and L2 together.
+    ``infinite`` is the hit rate of a cache that evicts nothing.
+    """
 
     trace: Trace
     outcome: Outcome
@@ -130,14 +133,14 @@ def _columns(result: Result, varying: Sequence[str]) -> dict[str, str]:
 
 
 def knee(results: Sequence[Result]) -> Result | None:
-    """The smallest size that has ``KNEE`` of the hits that are possible; None: no size has."""
+    """The smallest size with ``KNEE`` of the possible hits; None if no size has so many."""
     wanted = KNEE * results[0].infinite
     enough = [r for r in results if r.outcome.hit_rate >= wanted > 0]
     return min(enough, key=_price, default=None)
 
 
 def advice(results: Sequence[Result]) -> str:
-    """Which size to buy, in one sentence."""
+    """A sentence that recommends a size."""
     infinite = results[0].infinite
     if not infinite:
         return "no prompt repeats the beginning of another: a cache finds nothing here"
@@ -176,7 +179,7 @@ Line = tuple[str, list[tuple[float, float]]]
 
 
 def head(title: str) -> str:
-    """How a page begins that needs nothing else."""
+    """The beginning of a self-contained HTML page."""
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
         "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:760px;margin:2em auto;"
@@ -188,7 +191,7 @@ def head(title: str) -> str:
 
 
 def page(results: Sequence[Result]) -> str:
-    """One HTML page that needs nothing else."""
+    """A self-contained HTML page."""
     parts = [head("kvass simulate")]
     for trace, of_trace in _by_trace(results):
         parts.append(f"<h2>{html.escape(trace.name)}</h2>")
@@ -276,9 +279,11 @@ def plot(
     what: str = "hit rate",
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """An SVG picture of ``what``; x runs from the least to the greatest of all points. A hit rate
-    runs from 0 to 100 %, all else from 0 to a round number. ``sizes``: x is log2 of bytes.
-    ``mark``: an x that gets a line, and the text beside it."""
+    """An SVG plot of ``what``. x runs from the smallest to the largest value of all points.
+
+    Hit rates run from 0 to 100 %, other values from 0 to a round number. ``sizes``: x is log2 of
+    bytes. ``mark`` is an x that gets a vertical line, and the text beside it.
+    """
     xs = [x for _, points in lines for x, _ in points]
     low, span = min(xs), max(xs) - min(xs) or 1.0
     rate = what == "hit rate"

@@ -1,4 +1,4 @@
-"""Traces: requests in order of time, each with the ids of its prompt's pieces. Three file formats.
+"""Readers of traces in three file formats. A trace is a list of requests in order of time.
 
 A *piece* is ``piece_tokens`` tokens of the engine. Equal ids mean equal prompts up to the piece's
 end, as in vLLM's block hashes.
@@ -41,16 +41,21 @@ _CSV: Final = ("time_s", "input_tokens", "output_tokens", "prefix_id", "prefix_t
 
 
 class WrongLine(ValueError):
-    """Why a line is no request."""
+    """A line of a trace that is no request; the text says why."""
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """``pieces``: ids of the whole pieces of its prompt, uint64; ``part``: that of the piece
-    after them, of which it has a part, if it is known; ``rest``:
-    of a recording, the keys of the blocks after its last chunk. ``first``: -1: it is looked up,
-    and what was not found is stored; else it is only looked up (``NEVER``), or only stored, from
-    this chunk on. ``groups``: a bit mask of what is stored; 0: all."""
+    """A request of a trace.
+
+    ``pieces`` are the ids of the whole pieces of its prompt, uint64. ``part`` is the id of the
+    piece after them, of which the prompt has only a part, if that id is known. ``rest`` are the
+    keys of the blocks after the last chunk, for a recording.
+
+    ``first`` is -1 if the prompt is looked up, and what was not found is stored. It is ``NEVER`` if
+    the prompt is only looked up. Else the prompt is only stored, from chunk ``first`` on.
+    ``groups`` is a bit mask of the layer groups that are stored; 0 means all.
+    """
 
     time_s: float
     input_tokens: int
@@ -76,9 +81,13 @@ class TraceRequest:
 
 @dataclass
 class Trace:
-    """A file's requests. ``wrong``: lines that were skipped; the first few are told in ``why``.
-    ``engines``: of a recording, what each engine registered; a piece is a chunk there. ``blocks``:
-    by engine and chunk the keys of its blocks, as far as they were told."""
+    """The requests of a file.
+
+    ``wrong`` counts the lines that were skipped; ``why`` has the first few reasons. Two fields are
+    filled for a recording only, where a piece is a chunk. ``engines`` is what each engine
+    registered. ``blocks`` has the keys of the blocks of a chunk, by engine and chunk, as far as
+    they are known.
+    """
 
     name: str
     piece_tokens: int

@@ -1,4 +1,4 @@
-"""Memory that records lie in: what it takes, how it is made and how it is cut."""
+"""Functions on the memory of records: its size, its allocation and its division into parts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ def size_of(shards: Shards) -> int:
 def page_buffer(size: int = PAGE) -> Buffer:
     """Zeroed memory that begins at a multiple of ``PAGE``: uint8, shape ``(size,)``.
 
-    Its pages go back to the system with it; the allocator would keep them.
+    Its pages are returned to the system when it is freed. The allocator of the C library would keep
+    them.
     """
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
 
 
 def split(buffers: Sequence[Buffer], size: int) -> Iterator[list[memoryview]]:
-    """The buffers' bytes in order, ``size`` at a time (the last time fewer), without a copy."""
+    """Yield the bytes of the buffers in order, in lists of ``size`` bytes (the last may be
+    shorter), without a copy."""
     part: list[memoryview] = []
     room = size
     for buffer in buffers:
@@ -41,7 +43,8 @@ def split(buffers: Sequence[Buffer], size: int) -> Iterator[list[memoryview]]:
 
 
 def groups(sizes: Sequence[int], most: int) -> Iterator[range]:
-    """Neighbours whose sizes come to at most ``most``; one that is larger is alone."""
+    """Split a sequence into ranges of neighbours whose sizes add up to at most ``most``. An item
+    that is larger gets a range of its own."""
     first = total = 0
     for i, size in enumerate(sizes):
         if i > first and total + size > most:

@@ -1,7 +1,7 @@
-"""The key and the bytes of a record, in every tier. No I/O.
+"""The format of records in all tiers: their keys and their bytes. No I/O.
 
-The formats are fixed by ``FORMAT``. A header that is damaged or of another format is no header, and
-bytes that do not pass its checksums are no record.
+``FORMAT`` is the version of both formats. A header that is damaged or has another version is
+ignored, and so are bytes that do not match the header's checksums.
 
 A **record key** is ``namespace digest (32) | epoch (u64) | group (u16) | chunk hash (8..32)``,
 integers big-endian, so that the keys of one epoch share a prefix. The namespace digest covers the
@@ -64,7 +64,7 @@ def record_key(namespace: bytes, epoch: int, group: int, chunk: bytes) -> bytes:
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a record says of itself; ``lengths``: bytes of each shard."""
+    """The header of a record. ``lengths`` are the bytes of each shard."""
 
     key: bytes
     lengths: tuple[int, ...]
@@ -95,7 +95,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(raw: bytes | memoryview) -> Header | None:
-    """The header at the beginning of ``raw``, or ``None`` if none of ours is there, undamaged."""
+    """The header at the beginning of ``raw``; ``None`` if there is none, or it is damaged."""
     if len(raw) < _FIXED.size:
         return None
     magic, version, key_bytes, shards, sequence, check = _FIXED.unpack_from(raw)
@@ -123,7 +123,8 @@ def header_of(key: bytes, shards: Shards, sequence: int = 0) -> Header:
 
 
 def pack(key: bytes, shards: Shards) -> Buffer:
-    """A record in one piece; copies the shards. Its pages go back to the system with it."""
+    """A record as one buffer, with a copy of the shards. Its pages are returned to the system when
+    it is freed."""
     header = np.frombuffer(encode_header(header_of(key, shards)), np.uint8)
     piece = page_buffer(len(header) + size_of(shards))
     return np.concatenate([header, *shards], out=piece)
@@ -147,10 +148,10 @@ def unpack(key: bytes, size: int, chunks: Iterable[bytes], into: Shards) -> bool
 def unpack_body(
     key: bytes, header: Header, size: int, chunks: Iterable[memoryview], into: Shards
 ) -> bool | None:
-    """Fill ``into`` from the ``size`` bytes behind a header. ``True``: they are right.
+    """Fill ``into`` from the ``size`` bytes behind a header. ``True``: the bytes are right.
 
-    ``False``: the record has shards of other lengths, and nothing was filled. ``None``: it is
-    damaged, or not this key's.
+    ``False``: the shards of the record have other lengths, and nothing was filled. ``None``: the
+    record is damaged, or has another key.
     """
     if header.key != key or size != sum(header.lengths):
         return None
@@ -161,7 +162,7 @@ def unpack_body(
 
 
 def _fill(into: Shards, chunks: Iterable[memoryview]) -> bool:
-    """Copy the chunks to the shards, in order; whether they were as long as the shards."""
+    """Copy the chunks to the shards, in order. Returns whether they had the same length."""
     shards = iter(into)
     room: Buffer = np.empty(0, np.uint8)
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Records in S3 and what speaks like it, Google Cloud Storage or Azure Blob Storage.
+"""Tiers in object stores: S3 and compatible stores, Google Cloud Storage, Azure Blob Storage.
 
 A record is one object, so that replacing it is one request and a reader never sees half of it.
 Under the prefix, ``records/`` holds an object per record, named by its key in hexadecimal, and
@@ -66,9 +66,9 @@ _TROUBLE: Final = (BaseError, OSError)
 
 
 class ObjectTier(RecordTier):
-    """``Tier`` over a store of obstore.
+    """A ``Tier`` in an object store, through the library obstore.
 
-    ``deletes_many``: the store deletes many objects in one request, and does not mind absent ones.
+    ``deletes_many``: the store can delete many objects in one request, and ignores absent ones.
     """
 
     def __init__(
@@ -251,7 +251,8 @@ def _open(
 
 
 def _limits(options: ObjectStoreOptions) -> tuple[ClientConfig, RetryConfig]:
-    """A server that is gone or silent is noticed in ``timeout_s``, not in the client's minutes."""
+    """Client options that detect a dead or silent server within ``timeout_s``. The defaults take
+    minutes."""
     timeout = timedelta(seconds=options.timeout_s)
     client: ClientConfig = {
         "connect_timeout": timeout,

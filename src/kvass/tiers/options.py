@@ -24,7 +24,8 @@ _LEAST_SEGMENT: Final = Size(16 << 20)
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all. ``__post_init__`` raises ``ValueError`` for options that contradict others."""
+    """The base of all options. ``__post_init__`` raises ``ValueError`` if options contradict each
+    other."""
 
 
 class DiskOptions(TierOptions, frozen=True, kw_only=True):

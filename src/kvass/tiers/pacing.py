@@ -1,10 +1,10 @@
-"""How bulk work lets other threads have the processor (docs/decisions/002-bulk-work-yields.md).
+"""Bulk work that yields the processor to other threads (docs/decisions/002-bulk-work-yields.md).
 
 A kernel that does not preempt (``PREEMPT_NONE``) leaves the processor to a thread until its system
 call or its time slice ends. So a tier works in parts and yields the processor between them.
 
-A thread that yields loses the rest of its time slice. So after a yield that took long, beside
-threads that never sleep, it works for a short while before it yields again.
+A thread that yields loses the rest of its time slice. If other threads never sleep, a yield takes
+long. After such a yield a thread works for a short while before it yields again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHARE: Final = 0.25
 """How long a thread works after a yield, as a share of what the yield took. With 1, threads that
 yield to each other would wait longer each time."""
 _LONGEST_S: Final = 0.0002
-"""The most of that."""
+"""The longest time that a thread works after a yield."""
 
 
 class _PerThread(threading.local):

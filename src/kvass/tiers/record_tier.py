@@ -1,7 +1,7 @@
-"""What all our own tiers have in common: ``RecordTier``, the ``Tier`` protocol without a backend.
+"""``RecordTier``: the base class of kvass's own tiers. It has all of a ``Tier`` but the backend.
 
-It checks arguments, ends calls and ``close`` in the right order, stores each key of a batch once,
-and makes the answer of a batch from the outcomes of its records. A backend is a subclass.
+It checks arguments, makes ``close`` wait for running calls, stores each key of a batch once, and
+computes the answer of a batch from the outcomes of its records. A backend is a subclass.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ is trouble of the backend's."""
 
 
 class RecordTier(ABC):
-    """``Tier`` over what a subclass implements; ``name`` begins its errors.
+    """A ``Tier`` whose backend is implemented by a subclass. Error texts begin with ``name``.
 
-    The methods to implement get valid arguments, with one key or more, and run while the tier is
-    open. They return an ``Outcome`` per key, in the order asked, or raise ``TierDown`` for all.
+    The methods to implement get valid arguments with at least one key, and are called only while
+    the tier is open. They return an ``Outcome`` per key, in the order of the keys, or raise
+    ``TierDown``.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,15 +44,15 @@ class RecordTier(ABC):
 
     @abstractmethod
     def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> Sequence[Outcome]:
-        """Keep records, instead of what these keys had. A key occurs once."""
+        """Store records, in place of the old ones. A key occurs once."""
 
     @abstractmethod
     def _delete(self, keys: Sequence[bytes]) -> Sequence[Outcome]:
-        """Forget records. A key occurs once."""
+        """Delete records. A key occurs once."""
 
     @abstractmethod
     def _clear(self) -> None:
-        """Forget all records."""
+        """Delete all records."""
 
     @abstractmethod
     def _get_note(self, name: str) -> bytes | None:
@@ -63,7 +64,7 @@ class RecordTier(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Let go of everything; no call runs any more."""
+        """Release all resources. No call is running."""
 
     # ------------------------------------------------------------ Tier
 
@@ -122,7 +123,8 @@ class RecordTier(ABC):
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Around every call but ``close``. Raises ``UsageError`` if the tier is closed."""
+        """A context manager around every call but ``close``. Raises ``UsageError`` if the tier is
+        closed."""
         with self._changed:
             if self._closing:
                 raise UsageError(f"{self.name}: this tier is closed")

@@ -1,4 +1,4 @@
-"""Records in Redis or Valkey, a single server or a cluster, which other machines may share.
+"""The Redis tier: records in Redis or Valkey, on one server or a cluster, shared by machines.
 
 A record of up to ``PIECE_BYTES`` is one value, ``PREFIXr:KEY``: header and shards. Of a larger one
 that value is the header alone, and the shards' bytes are cut into pieces, ``PREFIXp:KEY:CHECK:0``,
@@ -62,7 +62,8 @@ class _RefusedError(TierDown):
 
 
 class RedisTier(RecordTier):
-    """``Tier`` over a server. ``connect`` gives a client of redis-py; it is called when needed."""
+    """A ``Tier`` in a Redis server. ``connect`` returns a client of redis-py, and is called at
+    first use."""
 
     def __init__(self, name: str, connect: Callable[[], Any], *, prefix: str, ttl_s: int) -> None:
         super().__init__(name)

@@ -94,7 +94,7 @@ def read_tier_url(text: str) -> tuple[TierUrl, TierOptions | None]:
 
 
 def _refused(text: str, why: object) -> ConfigError:
-    """One line about a tier URL, without its secrets."""
+    """The text of an error about a tier URL, in one line and without secrets."""
     return ConfigError(f"tier {shown(text)!r}: {shown(' '.join(str(why).split()))}")
 
 
@@ -110,13 +110,13 @@ def _is_plug_in(module: str, name: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """A tier URL, or what is quoted of one, without its secrets."""
+    """A tier URL, or a part of one, without its secrets."""
     text = _SECRET.sub(r"\1***", text)
     return _LOGIN.sub(r"\1***@", text)
 
 
 def tier_name(text: str) -> str:
-    """What to call a tier in front of people: its URL without options and secrets."""
+    """The name of a tier in logs and reports: its URL without options and secrets."""
     return shown(text.partition("?")[0])
 
 
@@ -149,7 +149,7 @@ def _failed(text: str, error: Exception) -> ConfigError:
 
 
 def said(error: BaseException) -> str:
-    """What an exception of anybody's code says; empty if it cannot even say that."""
+    """The text of any exception; empty if the exception cannot even be converted to text."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - its text is anybody's code, too

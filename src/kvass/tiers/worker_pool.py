@@ -1,6 +1,7 @@
-"""The threads of a tier that works on many records at once.
+"""A thread pool for a tier that works on many records at once.
 
-What a call began has ended when it returns or raises, whatever happens: its memory is its caller's.
+Law of this file: when a call returns or raises, all work that it began has ended, because the
+memory belongs to the caller.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Figures = dict[str, Any]
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """``ratio``: the median; ``least``: what is no fall."""
+    """A ratio of a baseline. ``ratio`` is the median; a value below ``least`` is a regression."""
 
     ratio: float
     least: float

@@ -42,7 +42,7 @@ and it is short, so that some rounds are not interrupted."""
 
 
 class PromptShape(NamedTuple):
-    """What an engine stores and loads at a time."""
+    """The shape of the prompt that an engine stores and loads at a time."""
 
     groups: tuple[GroupLayout, ...]
     chunk_tokens: int

@@ -1,4 +1,4 @@
-"""``kvass doctor``: what kvass finds on this machine, what it will use, what that costs.
+"""``kvass doctor``: a report of what kvass finds on this machine, what it will use, and the cost.
 
 The exit status is 1 if any finding is an error: kvass cannot serve here.
 """
@@ -19,7 +19,7 @@ from kvass.config import Parser, add_flags, load
 
 
 def run(argv: list[str]) -> int:
-    """Look, and print what was seen. Raises ``ConfigError`` for what ``kvass serve`` refuses."""
+    """Run the checks, and print the findings. Raises ``ConfigError`` if ``kvass serve`` would."""
     parser = Parser(
         prog="kvass doctor",
         description="Check what this machine can serve. Run it as the user, in the container and "

@@ -1,6 +1,7 @@
 """The checks of ``kvass doctor``: each looks at a ``Machine`` and returns what it found.
 
-What is not known is called unknown. The daemon needs no GPU, so nothing about GPUs is an error.
+A fact that cannot be read is reported as unknown. The daemon needs no GPU, so no finding about GPUs
+is an error.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ Level = Literal["ok", "note", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found, what kvass will use of it, what that costs, and what to do about it.
+    """A finding of a check: a fact, what kvass will use, what that costs, and what to do about it.
 
-    ``error``: the daemon cannot serve here. ``warning``: somebody runs uncached, or slower than
+    ``error``: the daemon cannot serve here. ``warning``: an engine runs uncached, or slower than
     this machine allows. ``note``: it may matter, or could not be read.
     """
 

@@ -1,4 +1,6 @@
-"""Questions that may hang or crash: each is asked by a process of its own, with a time limit.
+"""Calls that may hang or crash, such as those to the GPU driver: each runs in its own process.
+
+Each process has a time limit.
 
 A process that cannot even be killed, because it is inside the kernel, is left behind.
 """
@@ -23,7 +25,7 @@ CODE: Final = "from kvass.cli.doctor.driver import main; main()"
 
 
 class DriverReport(msgspec.Struct, frozen=True):
-    """A survey, or why there is none; neither: there is no driver."""
+    """A survey of the driver, or why there is none. If both are empty, there is no driver."""
 
     survey: Survey | None = None
     error: str = ""

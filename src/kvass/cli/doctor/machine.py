@@ -1,7 +1,7 @@
-"""What the checks look at.
+"""``Machine``: the facts about this machine that the checks of ``kvass doctor`` use.
 
-Nothing is changed, no context on a GPU is made, neither torch nor vLLM is imported. What cannot be
-read is None or empty, and whatever may hang has a time limit.
+Nothing is changed, no context on a GPU is made, and neither torch nor vLLM is imported. A fact that
+cannot be read is None or empty. A call that may hang has a time limit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Start the process of a tier, and see how it ended.
 
-Law of this file: a process counts as dead when it was reaped, and not before (law 3). Losing its
-socket only shows that it is of no use any more.
+Law of this file: a process counts as dead only once it was reaped (law 3). If its socket closes, it
+is of no use any more, but may still write to the arena.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def spawn(fd: int, arena_fd: int, name: str) -> subprocess.Popen[bytes]:
 
 
 async def reaped(process: subprocess.Popen[bytes], within_s: float) -> str:
-    """Return how it ended. If it has not ``within_s``, it is killed."""
+    """Wait until the process has ended, and return its exit status as text. After ``within_s`` it
+    is killed."""
     kill_at = time.monotonic() + within_s
     while (status := process.poll()) is None:
         if time.monotonic() >= kill_at:

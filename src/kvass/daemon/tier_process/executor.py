@@ -1,15 +1,16 @@
-"""Runs what the core asks of a tier on threads, in the tier's own process (``server``).
+"""Runs the core's requests to a tier on threads, in the tier's own process (``server``).
 
-Law of this file: ``submit`` never blocks and never raises for trouble of the tier, and every effect
-is ended by exactly one event. While a tier is in trouble its records are misses, at once.
+Law of this file: ``submit`` never blocks, and never raises because the tier fails. Exactly one
+event ends every effect. While a tier is down, requests for its records are answered as misses at
+once.
 
-There are four kinds of work, each with a queue and a thread pool of its own: no probe queues behind
-bulk loads, and no load behind stores. Questions for epochs have one thread, so that no other note
-is set between reading one and setting it. Each kind also has its own ``Health``, so that a disk
-that has become read-only still serves; epochs share that of probes.
+There are four kinds of work, each with its own queue and thread pool. So no probe waits behind
+loads, and no load waits behind stores. Requests for epochs have one thread, so that reading a note
+and setting it is atomic in this process. Each kind has its own ``Health``, so that a disk that
+became read-only still serves loads. Epochs share the health of probes.
 
-An exception from the tier is a failure of that kind of work. While a call runs for too long, unless
-it is a clear, the tier is asked nothing more, and what is queued fails.
+An exception of the tier is a failure of that kind of work. While a call takes too long, unless it
+is a clear, the tier gets no more calls, and queued requests fail.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ Post = Callable[[FromTier | TierReport], None]
 
 
 class _Work:
-    """One kind of work: what is queued, and the threads for it. ``nice``: bulk work gives way to
-    what answers engines, and to engines."""
+    """One kind of work: its queue and its threads. ``nice``: the threads have a low priority, below
+    those that answer engines, and below engines."""
 
     def __init__(self, name: str, threads: int, nice: int, health: Health) -> None:
         self.health = health
@@ -53,11 +54,12 @@ class _Work:
 
 
 class Executor:
-    """Carries out ``ToTier`` effects on one tier; ``post`` is called with the results, from any
-    thread. ``number`` is the tier's in the core, ``name`` for people; ``arena`` the whole of it.
+    """Carries out ``ToTier`` effects on one tier.
 
-    ``slow_s``: a call that runs for longer is overdue. ``report_s``: between two looks at whether
-    there is something to report.
+    ``post`` is called with each result, from any thread. ``number`` is the tier's number in the
+    core, and ``name`` is for people. ``arena`` is the whole arena. A call that runs longer than
+    ``slow_s`` is overdue. ``report_s`` is the time between two checks whether the tier's report has
+    changed.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Executor:
         threading.Thread(target=self._watch, name="kvass-watch", daemon=True).start()
 
     def submit(self, effect: ToTier) -> None:
-        """Have it done, or refused; its result is posted."""
+        """Start an effect, or refuse it; its result is posted."""
         work = self._kind_of[type(effect)]
         with self._lock:
             now = self._clock()
@@ -170,7 +172,8 @@ class Executor:
             self._post(failure(effect))
 
     def _log_once(self, error: BaseException) -> None:
-        """A tier's bug, once of each kind. ``TierDown`` is none: the report tells of it."""
+        """Log a bug of the tier, once per type of exception. ``TierDown`` is not a bug; the report
+        has it."""
         with self._lock:
             new = type(error) not in self._logged
             self._logged.add(type(error))
@@ -181,7 +184,7 @@ class Executor:
     # ------------------------------------------------------------ what is overdue, and reports
 
     def _has_overdue(self, now: float) -> bool:
-        """Whether a call runs for too long. The caller has the lock."""
+        """Whether a call takes too long. The caller holds the lock."""
         return any(now - since > self._slow_s for since in self._running.values())
 
     def _watch(self) -> None:
@@ -218,7 +221,7 @@ class Executor:
             self._post(TierReport(self._number, fields))
 
     def _report_of_tier(self) -> dict[str, Any]:
-        """What the tier tells of itself, as far as it can go into a status."""
+        """The tier's own report, limited to what a status can contain."""
         try:
             told = self._tier.report() if hasattr(self._tier, "report") else {}
             return reportable(told)
@@ -236,9 +239,9 @@ class Executor:
         self._refuse(*queued)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse what is queued and all that comes, wait for what runs, and close the tier.
+        """Refuse queued and further requests, wait for running calls, and close the tier.
 
-        False: that took too long. Python would wait for threads that still run before it exits.
+        Returns False if that took too long. Python would wait for running threads before it exits.
         """
         with self._lock:
             self._closed = True

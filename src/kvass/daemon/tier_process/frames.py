@@ -1,8 +1,8 @@
-"""What the daemon and the process of one of its tiers say to each other, as frames.
+"""The messages between the daemon and the process of a tier, and how they are framed.
 
-Law of this file: both ends are the same kvass, so there are no versions here; but nothing is
-pickled, and what cannot be decoded is a ``FrameError``. An array is its shape and its bytes, in the
-machine's own order.
+Law of this file: both ends run the same kvass, so messages have no versions. Nothing is pickled,
+and bytes that cannot be decoded raise ``FrameError``. An array is sent as its shape and its bytes,
+in the machine's byte order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIMIT: Final = 256 << 20
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first frame to a tier's process: what to open, and how it is called."""
+    """The first frame to a tier's process: the tier's URL and its name."""
 
     number: int
     url: str
@@ -32,15 +32,15 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sent by the daemon, and sent back by the process's main thread. ``log_level``: what it logs
-    from now on."""
+    """A frame that the daemon sends, and that the process's main thread sends back. ``log_level``
+    is the log level from now on."""
 
     log_level: str
 
 
 class TierOpened(msgspec.Struct, frozen=True, tag=True):
-    """The first frame from a tier's process: the tier is open, or why it cannot be opened as asked;
-    then the process ends."""
+    """The first frame from a tier's process: the tier is open, or the reason why it cannot be
+    opened. In the second case the process ends."""
 
     refusal: str = ""
 

@@ -1,4 +1,4 @@
-"""The one state machine that says whether a backend may be asked.
+"""A circuit breaker: the state machine that decides whether a backend gets requests.
 
 Law of this file: pure. The caller passes the time (seconds, monotonic) and holds the lock.
 

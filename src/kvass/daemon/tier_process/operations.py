@@ -1,6 +1,6 @@
-"""What an effect asks of a tier, and the event that ends it.
+"""The calls of a tier that an effect needs, and the event that ends the effect.
 
-Law of this file: the arena's bytes are handed to the tier as views and never looked at.
+Law of this file: the tier gets views of the arena's bytes; this file never reads the bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MEET_S: Final = 0.2
 
 
 def perform(effect: effects.ToTier, tier: Tier, arena: Buffer) -> effects.FromTier:
-    """Do it, in the caller's thread, for as long as the tier takes. Raises ``TierDown``, and
-    whatever else a tier that breaks its promises raises."""
+    """Carry out an effect in the caller's thread, however long the tier takes. Raises ``TierDown``,
+    and any exception of a tier that breaks its promises."""
     if isinstance(effect, effects.TierProbe):
         keys = [key for batch in effect.batches for key in _keys(batch)]
         return effects.Probed(effect.op, _flags(tier.probe(keys), len(keys)))
@@ -46,7 +46,7 @@ def perform(effect: effects.ToTier, tier: Tier, arena: Buffer) -> effects.FromTi
 
 
 def failure(effect: effects.ToTier) -> effects.FromTier:
-    """The end of an effect that the tier was not asked for, or failed at."""
+    """The event that ends an effect if the tier was not called, or failed."""
     if isinstance(effect, effects.TierProbe):
         return effects.Probed(effect.op, _none(sum(len(batch.keys) for batch in effect.batches)))
     if isinstance(effect, effects.TierLoad):
@@ -60,7 +60,7 @@ def failure(effect: effects.ToTier) -> effects.FromTier:
 
 
 def shards(arena: Buffer, slots: Slots, shard_bytes: tuple[int, ...]) -> list[Shards]:
-    """Views of each row's slot, one per shard."""
+    """Views of the slot of each row, one per shard."""
     ranks = [slots.offsets(rank, size).tolist() for rank, size in enumerate(shard_bytes)]
     for offsets, size in zip(ranks, shard_bytes, strict=True):
         assert max(offsets, default=0) + size <= len(arena), "a slot outside the arena"
@@ -78,8 +78,8 @@ def _keys(records: effects.Records) -> list[bytes]:
 
 
 def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[np.bool_]:
-    """Which are held then. What the tier has already (another daemon may have stored it) is not
-    written again: equal keys mean equal bytes."""
+    """Store rows; returns which of them the tier holds now. A row that it holds already (another
+    daemon may have stored it) is not written again: equal keys mean equal bytes."""
     keys = _keys(effect.records)
     held = _flags(tier.probe(keys), len(keys))
     missing = np.flatnonzero(~held).tolist()

@@ -1,8 +1,8 @@
-"""What a tier tells of itself, as far as it can go into ``kvass status``. A tier is anybody's code.
+"""Filters a tier's own report for ``kvass status``, because a tier may be third-party code.
 
-Law of this file: what comes out is JSON-able, bounded, and readers of a status can use it: the
-fields that they know have the types that they expect. All else is left out. The daemon's own
-fields of a tier win over these (``core/status.py``).
+Law of this file: the result can be encoded as JSON, has a bounded size, and its known fields have
+the types that readers expect. All other fields are left out. The daemon's own fields of a tier
+replace those of the same name (``core/status.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ cap."""
 
 
 def reportable(told: dict[Any, Any]) -> dict[str, Any]:
-    """Of at most ``_MOST_ENTRIES`` fields, those that can be reported."""
+    """The fields that can be reported, ``_MOST_ENTRIES`` at most."""
     first = list(told.items())[:_MOST_ENTRIES]
     return {
         name: value
@@ -31,8 +31,8 @@ def reportable(told: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _plain(value: object, depth: int = 0) -> bool:
-    """Whether it is a short text, a number that fits int64 or a double, or so many maps of them,
-    one in the other."""
+    """Whether a value is a short text, a number that fits int64 or a double, or a bounded, nested
+    map of such values."""
     if type(value) is str:
         return len(value) <= LINE_CHARS and value.isprintable()
     if type(value) is dict:
@@ -47,7 +47,8 @@ def _plain(value: object, depth: int = 0) -> bool:
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Whether ``value`` is what readers expect under ``name``, if they know it."""
+    """Whether ``value`` has the type that readers expect of the field ``name``. True for unknown
+    fields."""
     if name in _AMOUNTS:
         return _is_amount(value)
     if name == "tenants":

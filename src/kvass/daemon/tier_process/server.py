@@ -1,12 +1,13 @@
 """The process of one tier: ``python -m kvass.daemon.tier_process.server FD ARENA_FD PARENT NAME``.
 
-Law of this file: it lives exactly as long as its daemon wants it. The end of the daemon ends it at
-once (``PR_SET_PDEATHSIG``), so no orphan holds a folder. Signals that are meant for the daemon (a
-terminal's, a service manager's) do not end it. What a tier forks has neither the arena nor the
-socket: else the end of this process would prove nothing (law 3).
+Law of this file: the daemon alone decides when this process ends. When the daemon dies, the kernel
+kills it (``PR_SET_PDEATHSIG``), so no orphan locks a folder. Signals of a terminal or a service
+manager, which are meant for the daemon, do not end it. A process that the tier forks has neither
+the arena nor the socket. Otherwise the end of this process would not prove that nobody writes to
+the arena (law 3).
 
-Why a process: the threads of a busy tier would keep the daemon's thread waiting for the GIL, and
-what a library does to its process it does to this one (docs/decisions/001-tier-processes.md).
+A tier has its own process for two reasons: its threads would make the daemon's thread wait for the
+GIL, and a library that crashes would crash the daemon (docs/decisions/001-tier-processes.md).
 """
 
 from __future__ import annotations

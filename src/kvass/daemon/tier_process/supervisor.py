@@ -1,13 +1,13 @@
-"""The daemon's end of a tier: a process that does what the core asks, and is replaced when it ends.
+"""Supervises the process of a tier for the daemon: sends it effects, and restarts it when it ends.
 
-Law of this file: ``submit`` never blocks, and every effect is ended by exactly one event. A load or
-a store ends only when the process has answered it or has been *reaped*; until then the process may
-still use its slots (law 3).
+Law of this file: ``submit`` never blocks, and exactly one event ends every effect. A load or a
+store ends only when the process has answered it or has been *reaped*. Until then the process may
+still use the slots (law 3).
 
-A process that ends costs what it was asked, which fails. Another one is started after a pause;
-until it is open, all that is asked fails at once. A process whose main thread answers no heartbeat
-is suspect: it is asked nothing more, its questions fail at once, and its loads and stores wait. If
-it stays silent it is killed.
+If the process ends, its pending effects fail. Another process is started after a pause. Until its
+tier is open, all effects fail at once. A process whose main thread answers no heartbeat is suspect:
+it gets no more effects. Its pending loads and stores wait, and its other effects fail at once. If
+it stays silent, it is killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Post = Callable[[FromTier | TierReport], None]
 
 
 class Periods(msgspec.Struct):
-    """How long a process may take for what, in seconds; tests take shorter ones."""
+    """Time limits for the process of a tier, in seconds. Tests use shorter ones."""
 
     heartbeat_s: float = 1.0
     suspect_after: int = 3
@@ -61,8 +61,9 @@ class Periods(msgspec.Struct):
 
 
 class TierProcess:
-    """Tier ``number``, opened from ``url`` in a process of its own, over the arena behind
-    ``arena_fd``. ``name`` is for people. Everything is called in the loop's thread.
+    """The process of tier ``number``, which opens ``url`` over the arena behind ``arena_fd``.
+
+    ``name`` is for people. All methods are called in the event loop's thread.
     """
 
     def __init__(
@@ -96,16 +97,16 @@ class TierProcess:
         return Health(p.first_pause_s, p.longest_pause_s, p.longest_pause_s, HealthState.RETRYING)
 
     async def open(self, post: Post) -> None:
-        """Return when the tier is open; from then on ``submit`` is called and ``post`` calls back.
-
-        Raises ``ConfigError`` if it cannot be opened.
-        """
+        """Start the process, and return when its tier is open. From then on ``submit`` may be
+        called, and ``post`` is called with results. Raises ``ConfigError`` if the tier cannot be
+        opened."""
         self._loop, self._post = asyncio.get_running_loop(), post
         hearing = await self._launch()
         self._supervision = task(self._supervise(hearing))
 
     def submit(self, effect: ToTier) -> None:
-        """Have it done, or refused; its end is posted, never before this returns."""
+        """Send an effect to the process, or refuse it. Its end is posted, but never before this
+        returns."""
         up = self._health.state is HealthState.UP and not self._silent
         if up and len(self._owed) < ROOM:
             self._owed[effect.op] = effect
@@ -122,14 +123,14 @@ class TierProcess:
         return self._start.url
 
     async def renew(self, url: str) -> None:
-        """Have a process with other options instead of this one, which ends. Raises ``ConfigError``
-        if it cannot be opened; then there is none (``go_back``)."""
+        """End the process, and start one with other options. Raises ``ConfigError`` if the tier
+        cannot be opened; then there is no process until ``go_back``."""
         await self.end()
         self._start = msgspec.structs.replace(self._start, url=url)
         self._supervision = task(self._supervise(await self._launch()))
 
     async def go_back(self, url: str) -> None:
-        """After a change that failed: a process with these options follows in a moment."""
+        """Start a process with these options soon, after a change that failed."""
         await self.end()
         self._start = msgspec.structs.replace(self._start, url=url)
         self._supervision = task(self._supervise(None))
@@ -148,8 +149,9 @@ class TierProcess:
             self._post(failure(effect))
 
     async def close(self) -> None:
-        """Hang up, and return when the process has ended: it refuses what is queued, ends what
-        runs and closes the tier. One that takes too long is killed."""
+        """Close the socket, and return when the process has ended. The process refuses queued
+        requests, finishes running calls and closes the tier. If that takes too long, it is
+        killed."""
         if self._supervision is not None:
             self._supervision.cancel()
         if self._process is not None:
@@ -219,21 +221,21 @@ class TierProcess:
         return "its process said nothing any more, and was killed"
 
     def _suspect(self) -> None:
-        """Ask it nothing more; what it was asked and uses no slot ends."""
+        """Send the process nothing more, and end the pending effects that use no slots."""
         self._silent = True
         self._report_down("its process does not answer")
         _log.warning("%s", self._text("its process does not answer"))
         self._fail_questions()
 
     def _fail_questions(self) -> None:
-        """End what it was asked that uses no slot."""
+        """End the pending effects that use no slots."""
         questions = [e for e in self._owed.values() if not isinstance(e, TierLoad | TierStore)]
         for effect in questions:
             del self._owed[effect.op]
             self._post(failure(effect))
 
     async def _end_process(self, trouble: str) -> None:
-        """See that the process is dead; then what it owes ends."""
+        """Make sure that the process is dead, then end its pending effects."""
         assert self._process is not None
         self._silent = False
         self._health.failed(self._loop.time())

@@ -2,8 +2,8 @@
 
 Law of this file: a file is opened, made or removed by its name relative to the open folder
 (``dir_fd``), and never through a symbolic link. Nobody else may have write permission there. The
-folder is used only while the lock file that we hold is still the one in it. Once it is not, the
-folder may have another owner, and is never touched again.
+folder is used only while it still contains the lock file that this process has locked. Otherwise
+another process may own the folder, so this process never touches it again.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from kvass.errors import ConfigError
 _LOCK: Final = "lock"
 _LOCK_WAIT_S: Final = 2.0
 _ORPHAN_WAIT_S: Final = 60.0
-"""For an owner whose daemon is gone: as it ends it frees its memory, 0.1 to 0.3 s per GiB."""
+"""How long to wait for an owner whose daemon has ended. The owner is ending, too, and that takes
+0.1 to 0.3 s per GiB of memory that it frees."""
 _LOCK_RETRY_S: Final = 0.02
 
 
 class Folder:
-    """An open folder. Raises ``ConfigError`` for one that is not there, or that others may write
-    to. ``path`` may be a symbolic link, which is followed once, here."""
+    """An open folder of a disk tier.
+
+    ``path`` may be a symbolic link. It is resolved once, when the folder is opened. Raises
+    ``ConfigError`` if the folder does not exist, or if other users may write to it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_fd = -1
         self.lost = ""
-        """Why it is not ours any more; empty: it was ours at the last ``check``."""
+        """Why this process lost the folder; empty if it still had it at the last ``check``."""
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -47,14 +51,15 @@ class Folder:
             raise ConfigError(f"{path}: {why}")
 
     def close(self) -> None:
-        """Let go of it, and of the lock. Idempotent."""
+        """Close the folder and release its lock. Idempotent."""
         for fd in (self._lock_fd, self.fd):
             if fd >= 0:
                 os.close(fd)
         self._lock_fd = self.fd = -1
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file of ours. Raises ``OSError``, also for a file that is not ours alone."""
+        """Open a file in the folder. Raises ``OSError``, also for a link or a file of another
+        user."""
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # or a FIFO would block
         text = f"{name} is no file of this daemon's alone (a link, or another user's): remove it"
         try:
@@ -70,13 +75,14 @@ class Folder:
         raise OSError(errno.EPERM, text)
 
     def unlink(self, name: str) -> None:
-        """Remove a name, if it is there. Raises ``OSError``."""
+        """Remove a file if it exists. Raises ``OSError``."""
         self.check()
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Replace a file's contents, durably and atomically; one caller at a time. ``OSError``."""
+        """Replace a file's contents, durably and atomically. Only one thread may call this at a
+        time. Raises ``OSError``."""
         written = name + ".new"
         self.unlink(written)  # of a life that ended here
         with os.fdopen(self.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
@@ -88,7 +94,8 @@ class Folder:
         os.fsync(self.fd)
 
     def lock(self) -> None:
-        """Own it, for this process, until ``close``. ``ConfigError`` if another daemon does."""
+        """Lock the folder for this process until ``close``. Raises ``ConfigError`` if another
+        daemon has locked it."""
         while True:
             try:
                 fd = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
@@ -114,8 +121,10 @@ class Folder:
                 raise ConfigError(text) from error
 
     def check(self) -> None:
-        """Raise ``OSError`` if it is locked no more, now or at an earlier look: it may have another
-        owner. Takes some microseconds."""
+        """Raise ``OSError`` if this process has lost the folder, now or at an earlier check.
+
+        A lost folder may have another owner. A check takes some microseconds.
+        """
         if self._lock_fd >= 0 and not self.lost:
             if not self._in_place(self._lock_fd):
                 self.lost = "its lock file was removed or replaced"
@@ -140,8 +149,8 @@ def _is_same(path: str | Path, fd: int, **how: Any) -> bool:
 
 
 def _untrusted(path: Path, folder: os.stat_result) -> str:
-    """Why a folder cannot be used; empty if it can. An ACL that lets others write shows in the
-    group's bits."""
+    """Why the folder cannot be used; empty if it can. An ACL that lets others write is seen,
+    because it shows in the permission bits of the group."""
     us = os.geteuid()
     if folder.st_uid not in (us, 0):
         why = f"it belongs to user {folder.st_uid}, and this is user {us}: `chown -R {us} {path}`"
@@ -154,7 +163,8 @@ def _untrusted(path: Path, folder: os.stat_result) -> str:
 
 
 def _lock(fd: int) -> None:
-    """Lock it. Its last owner may have been killed a moment ago, and still be ending."""
+    """Lock a file, and wait for a while if it is locked. The previous owner may have been killed,
+    but not ended yet."""
     begun = time.monotonic()
     while True:
         try:
@@ -168,13 +178,13 @@ def _lock(fd: int) -> None:
 
 
 def _owner(fd: int) -> tuple[str, str]:
-    """Who wrote the lock file last, and who had started it."""
+    """The ids of the process that wrote the lock file last and of its parent, as text."""
     words = os.pread(fd, 40, 0).decode(errors="replace").split()
     return (words[0], words[1]) if len(words) == 2 else ("?", "?")
 
 
 def _is_orphan(owner: str, daemon: str) -> bool:
-    """Whether the process's parent is not the daemon that started it: then it is ending."""
+    """Whether process ``owner`` has lost its parent ``daemon``. Such a process is about to end."""
     try:
         status = Path(f"/proc/{int(owner)}/status").read_text()
     except (OSError, ValueError):  # of another namespace, for all we know

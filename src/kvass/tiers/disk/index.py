@@ -1,17 +1,20 @@
-"""The disk tier's index: which slot holds what, and which record leaves when room is needed.
+"""The disk tier's index: which slot holds which record, and which record is evicted next.
 
-No I/O and no lock: the tier holds one around every call. There is no object per record, but columns
-per segment, and a dict from fingerprint to place.
+Law of this file: it does no I/O and takes no lock. The tier holds its lock during every call.
 
-A slot is free; or it holds a record that can be found (its fingerprint is not 0); or it is only
-*pinned*, being written, being erased, or deleted while it is being read. It becomes free when it
-has no record and its last pin goes. A segment that is *gone* holds no record any more, and is dead
-when its last pin goes.
+There is no object per record. A segment has columns (arrays over its slots), and one dict maps a
+fingerprint to a place, which is a segment number and a slot number in one integer.
 
-Each *owner* has segments of its own: a tenant with a quota in this tier, or the default tenant for
-all others. Free bytes that are reserved for an owner are given to nobody else, and no owner loses a
-segment to another one if it has less than its reservation then. Other segments are one pool, of
-which the least recently used leaves first. Records are found whoever owns them.
+A slot is in one of three states. It is free. Or it holds a record that can be found; then its
+fingerprint is not 0. Or it holds no such record but is *pinned*: it is being written or erased, or
+its record was deleted while a thread reads it. A slot without a record is free when its last pin
+goes. A segment that is *gone* holds no records. It is *dead* when its last pin goes.
+
+Each segment belongs to an *owner*: a tenant that has a quota in this tier, or the default tenant,
+which stands for all others. Free bytes that are reserved for an owner are not given to others. An
+owner does not lose a segment to another owner if it would then have less than its reservation. All
+other segments form one pool, and the least recently used of them is evicted first. A lookup finds
+the records of all owners.
 
 A record is found by a 60-bit fingerprint of its key. Two keys with the same fingerprint replace
 each other. A load compares the whole key, which the record's header has: a collision is a miss.
@@ -31,21 +34,22 @@ from kvass.tiers.disk.segment import SegmentFile, disk_bytes, most_slots
 from kvass.types import DEFAULT_TENANT, I64Array, Quota, U64Array
 
 _FOLDER_BYTES: Final = (16 << 10) + 2 * NOTES_BYTES
-"""What the folder, its lock, the notes and a newer copy of them take at most, without segments."""
+"""An upper bound for all but the segments: folder, lock file, notes and a copy of the notes."""
 _FEWEST_VICTIMS: Final = 64
 _MOST_VICTIMS: Final = 4096
 _NEVER: Final = 1 << 62
 _PARTS: Final = 16
-"""An owner's segments are at most this part of its quota, so that it has some of each size."""
+"""A segment takes at most one such part of its owner's quota. So an owner can have segments of
+several slot sizes."""
 
 
 def fingerprint(key: bytes) -> int:
-    """60 bits of a hash, never 0."""
+    """A 60-bit hash of the key, never 0."""
     return xxhash.xxh3_64_intdigest(key) >> 4 or 1
 
 
 class SegmentSlots:
-    """Columns over the slots of one file."""
+    """The slots of one segment, as columns."""
 
     def __init__(self, file: SegmentFile, owner: Owner) -> None:
         self.file = file
@@ -64,19 +68,19 @@ class SegmentSlots:
         return self.file.number << 32 | slot
 
     def last_use(self) -> int:
-        """The newest stamp; ``_NEVER`` while a slot is pinned."""
+        """The newest stamp of its records; ``_NEVER`` while a slot is pinned."""
         return _NEVER if self.users else int(self.stamp[self.fingerprint != 0].max(initial=0))
 
 
 class DiskSlot(NamedTuple):
-    """One slot."""
+    """A slot of a segment."""
 
     segment: SegmentSlots
     slot: int
 
 
 class _SizeClass:
-    """The segments with slots of one size."""
+    """The segments of one owner whose slots have the same size."""
 
     def __init__(self) -> None:
         self.segments: list[SegmentSlots] = []
@@ -86,7 +90,8 @@ class _SizeClass:
         """Records to evict: (segment, slot, the stamp that it had)."""
 
     def list_victims(self) -> int:
-        """Make a list of the least recently used records; returns the oldest one's stamp."""
+        """Make a new list of the least recently used records. Returns the oldest of their stamps,
+        or ``_NEVER`` if there are none."""
         slots = [np.flatnonzero((s.fingerprint != 0) & (s.pins == 0)) for s in self.segments]
         count = sum(map(len, slots))
         count = min(count, max(count // 32, _FEWEST_VICTIMS), _MOST_VICTIMS)
@@ -104,7 +109,10 @@ class _SizeClass:
 
 
 class Owner:
-    """``spent``: bytes of its segments, those that are gone not included."""
+    """A tenant to whom segments belong, with its quota.
+
+    ``spent`` counts the bytes of its segments, without those that are gone.
+    """
 
     def __init__(self, quota: Quota) -> None:
         self.name = quota.tenant
@@ -116,26 +124,27 @@ class Owner:
         return self.classes.setdefault(slot_bytes, _SizeClass())
 
     def lacks(self, size: int) -> bool:
-        """Whether so many bytes more are still reserved for it."""
+        """Whether ``size`` more bytes still fit its reservation."""
         return self.spent + size <= self.reserved
 
     def spares(self, segment: SegmentSlots) -> bool:
-        """Whether it has what is reserved for it without this segment of its own."""
+        """Whether it would keep its whole reservation without this segment."""
         return self.spent - segment.file.bytes >= self.reserved
 
 
 class DiskIndex:
-    """All segments of one tier."""
+    """The index of all segments of one tier."""
 
     def __init__(self, capacity: int, clock: int, quotas: Iterable[Quota] = ()) -> None:
-        """``capacity``: bytes on disk; ``clock``: above every sequence number given before."""
+        """``capacity`` is in bytes on disk. ``clock`` is above every sequence number used
+        before."""
         self.capacity = capacity - _FOLDER_BYTES
         self.spent = 0
-        """Bytes of all segments, those included that are being made or removed: the tier gives them
-        back."""
+        """Bytes of all segments, with those that are being created or removed. The tier subtracts
+        the bytes of a segment once its files are removed."""
         self.segments: dict[int, SegmentSlots] = {}
         self.dead: list[SegmentSlots] = []
-        """Gone, without pins: to be unlinked and closed."""
+        """Segments that are gone and have no pins. The tier removes their files."""
         self._target = max(min(1 << 30, self.capacity // 16), self.capacity // 1024)
         every = [Quota(DEFAULT_TENANT), *quotas]
         self.owners = {quota.tenant: Owner(quota) for quota in every}
@@ -147,7 +156,7 @@ class DiskIndex:
         return len(self._places)
 
     def tick(self) -> int:
-        """A stamp, and a sequence number, above all before."""
+        """The next stamp. It is above all earlier ones, and is also used as a sequence number."""
         self._clock += 1
         return self._clock
 
@@ -157,7 +166,8 @@ class DiskIndex:
         return key in self._places
 
     def pin(self, key: int) -> DiskSlot | None:
-        """Where the record is; its slot stays as it is until ``unpin``."""
+        """The slot of a record, now pinned; its bytes stay unchanged until ``unpin``. None if there
+        is no record."""
         place = self._find(key)
         if place is not None:
             place.segment.stamp[place.slot] = self.tick()
@@ -165,7 +175,8 @@ class DiskIndex:
         return place
 
     def unpin(self, place: DiskSlot) -> None:
-        """A slot without a record is free with its last pin, an empty segment is dropped."""
+        """Remove one pin. A slot without a record and pins becomes free; a segment without used
+        slots is dropped."""
         segment, slot = place
         segment.pins[slot] -= 1
         segment.users -= 1
@@ -179,8 +190,11 @@ class DiskIndex:
                 self.drop(segment)
 
     def forget(self, key: int, at: DiskSlot | None = None) -> DiskSlot | None:
-        """Drop a record, if it is still ``at`` that place. The slot that is returned is pinned: the
-        caller erases its entry, then unpins it."""
+        """Remove a record from the index, if it is at the place ``at`` (None: anywhere).
+
+        The slot that is returned is pinned. The caller erases the slot's table entry, then unpins
+        it.
+        """
         place = self._find(key)
         if place is None or at not in (None, place):
             return None
@@ -188,11 +202,11 @@ class DiskIndex:
         return self._empty(place)
 
     def owner(self, tenant: str) -> Owner:
-        """Whose segments have a tenant's records."""
+        """The owner of the segments that hold a tenant's records."""
         return self.owners.get(tenant) or self.owners[DEFAULT_TENANT]
 
     def take(self, slot_bytes: int, owner: Owner) -> DiskSlot | None:
-        """A free slot of that size, now pinned."""
+        """A free slot of that size, now pinned; None if there is none."""
         free = owner.class_of(slot_bytes).free
         if not free:
             return None
@@ -201,8 +215,11 @@ class DiskIndex:
         return self._pin(place)
 
     def evict(self, slot_bytes: int, owner: Owner) -> DiskSlot | SegmentSlots | None:
-        """Make room: the slot of the owner's least recently used record of that size, now pinned;
-        or a segment of another size or owner, used less recently as a whole, now gone; or nothing.
+        """Evict a record or a segment, so that there is room for a slot of ``slot_bytes``.
+
+        Returns the slot of the owner's least recently used record of that size, now pinned. Or it
+        returns a segment of another size or another owner, which is gone now, if all its records
+        were used less recently. None if nothing can be evicted.
         """
         size_class, size = owner.class_of(slot_bytes), disk_bytes(slot_bytes, 1)
         if owner.lacks(size) and (other := _oldest(self._of_others(owner, size), _NEVER)):
@@ -219,8 +236,10 @@ class DiskIndex:
         return self._next_victim(size_class)
 
     def publish(self, place: DiskSlot, key: int, stamp: int) -> DiskSlot | None:
-        """A pinned slot holds this record now; unpins it. Returns the slot of the record that it
-        replaces, as ``forget`` does."""
+        """Enter the record that was written to a pinned slot, and unpin the slot.
+
+        Returns the slot of the record that it replaces, as ``forget`` does.
+        """
         segment, slot = place
         old = None
         if not segment.gone:
@@ -243,7 +262,7 @@ class DiskIndex:
         return place
 
     def _empty(self, place: DiskSlot) -> DiskSlot:
-        """Pin a slot whose record cannot be found any more."""
+        """Mark a slot as one without a record, and pin it."""
         place.segment.fingerprint[place.slot] = 0
         return self._pin(place)
 
@@ -258,7 +277,8 @@ class DiskIndex:
     # ------------------------------------------------------------ segments
 
     def reserve(self, slot_bytes: int, owner: Owner) -> int:
-        """Set bytes aside for a new segment; returns how many slots it may have, 0 for none."""
+        """Set bytes aside for a new segment. Returns its number of slots; 0 if there is no room for
+        one."""
         others = [o for o in self.owners.values() if o is not owner]
         room = self.capacity - self.spent - sum(max(0, o.reserved - o.spent) for o in others)
         quota = owner.reserved if owner.spent < owner.reserved else owner.cap
@@ -268,7 +288,8 @@ class DiskIndex:
         return slots
 
     def account(self, owner: Owner, size: int) -> None:
-        """A live segment comes, or, below 0, one that was set aside does not."""
+        """Add the bytes of a segment to what the tier and the owner use. ``size`` is negative for a
+        segment that was set aside but not created."""
         self.spent += size
         owner.spent += size
 
@@ -277,8 +298,8 @@ class DiskIndex:
         return most_slots(slot_bytes, min(self.capacity, owner.cap)) > 0
 
     def excess(self) -> SegmentSlots | None:
-        """The segment to give up because the capacity or its owner's cap was lowered: the least
-        recently used of those that may go."""
+        """The segment to drop next because the capacity or a cap was lowered; None if all is within
+        bounds. It is the least recently used segment that may be dropped."""
         every, owners = self.segments.values(), self.owners.values()
         over = [s for s in every if s.owner.spent > s.owner.cap]
         if not over and sum(owner.spent for owner in owners) > self.capacity:
@@ -286,7 +307,7 @@ class DiskIndex:
         return min(over, key=SegmentSlots.last_use, default=None)
 
     def add(self, segment: SegmentSlots) -> None:
-        """Use a segment whose bytes are set aside; slots without a fingerprint are free."""
+        """Use a segment whose bytes are set aside. Its slots without a fingerprint are free."""
         self.segments[segment.file.number] = segment
         free = np.flatnonzero(segment.fingerprint == 0)
         segment.used = segment.file.slots - len(free)
@@ -295,8 +316,10 @@ class DiskIndex:
         size_class.free += (free[::-1] + segment.place(0)).tolist()
 
     def restore(self, file: SegmentFile) -> None:
-        """Use a segment of an earlier life, with the records that its table names. Of two records
-        of one key the newer one counts. Raises ``OSError``."""
+        """Use a segment that an earlier process wrote, with the records in its table.
+
+        If two slots hold a record of one key, the newer record is kept. Raises ``OSError``.
+        """
         segment = SegmentSlots(file, self.owner(file.tenant))
         segment.fingerprint[:], segment.stamp[:] = file.entries()
         self.account(segment.owner, file.bytes)
@@ -316,7 +339,7 @@ class DiskIndex:
             self.drop(segment)
 
     def drop(self, segment: SegmentSlots) -> None:
-        """Forget a segment's records. It is dead as soon as it has no pins."""
+        """Remove a segment and its records from the index. It is dead as soon as it has no pins."""
         assert not segment.gone, "a segment went twice"
         segment.gone = True
         for key in segment.fingerprint[segment.fingerprint != 0].tolist():
@@ -332,7 +355,8 @@ class DiskIndex:
             self.dead.append(segment)
 
     def _of_others(self, owner: Owner, size: int) -> list[SegmentSlots]:
-        """Segments of other owners that may go so that this one gets ``size`` bytes more."""
+        """Segments of other owners that may be dropped so that ``owner`` gets ``size`` more
+        bytes."""
         if owner.spent + size > owner.cap:
             return []
         others = [o for o in self.owners.values() if o is not owner]
@@ -341,6 +365,6 @@ class DiskIndex:
 
 
 def _oldest(segments: list[SegmentSlots], stamp: int) -> SegmentSlots | None:
-    """The one without pins that was used least recently, if that was before ``stamp``."""
+    """The least recently used segment without pins, if it was last used before ``stamp``."""
     found = min(segments, key=SegmentSlots.last_use, default=None)
     return found if found is not None and found.last_use() < stamp else None

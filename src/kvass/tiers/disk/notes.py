@@ -1,6 +1,7 @@
 """The notes of the disk tier: one file, synced and replaced as a whole.
 
-It holds a checksum, then a msgpack map from name to value, the note set longest ago first.
+The file holds a checksum, then a msgpack map from name to value. The map is ordered: the note that
+was set longest ago is first.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import xxhash
 from kvass.tiers.disk.folder import Folder
 
 NOTES_BYTES: Final = 32 << 10
-"""What the notes take at most; the ones set longest ago make room."""
+"""The largest size of the file. If it would be exceeded, the notes set longest ago are dropped."""
 _NOTES: Final = "notes"
 _CHECK: Final = struct.Struct("<Q")
 
 
 def read_note(folder: Folder, name: str) -> bytes | None:
-    """What ``write_note`` kept last. Raises ``OSError``."""
+    """The value that ``write_note`` stored last under ``name``, or None. Raises ``OSError``."""
     return _notes(folder).get(name)
 
 
 def write_note(folder: Folder, name: str, value: bytes) -> None:
-    """Keep a note, past any power loss; one caller at a time. Raises ``OSError``."""
+    """Store a note so that it survives a power loss. Only one thread may call this at a time.
+    Raises ``OSError``."""
     notes = _notes(folder)
     notes.pop(name, None)  # so that it becomes the last
     notes[name] = value
@@ -36,7 +38,8 @@ def write_note(folder: Folder, name: str, value: bytes) -> None:
 
 
 def _notes(folder: Folder) -> dict[str, bytes]:
-    """All notes, the one set longest ago first; none, if the file is not as it was written."""
+    """All notes, the one set longest ago first. Empty if the file is absent or fails its
+    checksum."""
     try:
         with os.fdopen(folder.open(_NOTES, os.O_RDONLY), "rb") as file:
             raw = file.read(NOTES_BYTES)

@@ -1,17 +1,17 @@
 """One segment of the disk tier: a preallocated file of equal slots, and a table beside it.
 
 ``NNNNNNNN.seg``: a page that describes the file, then the slots. A slot is a page with the record's
-header (``codec``), then the shards, each padded to ``PAGE``. It is moved by ``pwritev`` or
-``preadv``, a few MiB a call, past the page cache (O_DIRECT) where the file system can. The call
-that has the header is the first to read and the last to write.
+header (``codec``), then the shards, each padded to ``PAGE``. A slot is read by ``preadv`` and
+written by ``pwritev``, a few MiB per call. The calls bypass the page cache (O_DIRECT) where the
+file system supports that. The part with the header is read first and written last.
 
-The page also says whose records these are (``tenant``), under a checksum of its own.
+The first page also names the tenant that owns the segment, under a checksum of its own.
 
 ``NNNNNNNN.idx``, the table: the same page, then 24 bytes per slot (little-endian): fingerprint of
 the record's key (0: the slot is free), sequence number, 8 bytes that are not used.
 
-A slot's entry is 0 while the slot is written, so a torn write leaves a free slot. The table says
-where to look, never what is there: a load believes only the record's own header and checksums.
+The entry of a slot is 0 while the slot is written, so a torn write leaves a free slot. The table
+only says where to look for a record. A load trusts nothing but the record's header and checksums.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _DESCRIPTION: Final = struct.Struct("<8sHHIQQ")  # magic, version, 0, number, sl
 _CHECK: Final = struct.Struct("<Q")
 _TENANT: Final = struct.Struct("<64sQ")
 _TENANT_AT: Final = 64
-"""Behind the description: an older kvass does not look there, and finds every segment its own."""
+"""Offset of the tenant's name, behind the description. An older kvass does not read it: it treats
+every segment as one of the default tenant."""
 _ENTRY: Final = struct.Struct("<QQ8x")
 
 # What a file system may take beside the bytes: two extents per slot (a write in the middle of
@@ -53,25 +54,29 @@ _FILE_BYTES: Final = 16 << 10
 
 
 def disk_bytes(slot_bytes: int, slots: int) -> int:
-    """What a segment takes on disk at most, with its table and the file system's metadata."""
+    """An upper bound for the disk space of a segment, with its table and the file system's
+    metadata."""
     table = align_up(PAGE + _ENTRY.size * slots)
     return PAGE + slot_bytes * slots + table + _EXTENT_BYTES * slots + _FILE_BYTES
 
 
 def most_slots(slot_bytes: int, room: int) -> int:
-    """How many slots a segment of at most ``room`` bytes on disk has; may be 0."""
+    """The number of slots of a segment that takes at most ``room`` bytes on disk; may be 0."""
     fixed = disk_bytes(0, 0) + PAGE  # the table's rounding
     return max(0, (room - fixed) // (slot_bytes + _ENTRY.size + _EXTENT_BYTES))
 
 
 def slot_bytes_of(shards: Shards) -> int:
-    """What a record of these shards takes in a slot."""
+    """The slot size for a record with these shards."""
     return PAGE + sum(align_up(len(shard)) for shard in shards)
 
 
 def body_of(shards: Shards) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
-    """What a device reads or writes behind the header, and (shard, its place there) of all shards
-    that have to be copied: none, if each begins and ends at a page."""
+    """The buffers that are read or written behind the header, and the copies that this needs.
+
+    A copy is a pair: a shard, and its place in the buffers. There are none if every shard begins
+    and ends at a page boundary; then the shards are the buffers.
+    """
     if all(len(s) % PAGE == 0 and s.ctypes.data % PAGE == 0 for s in shards):
         return list(shards), []
     bounce = page_buffer(slot_bytes_of(shards) - PAGE)
@@ -80,12 +85,12 @@ def body_of(shards: Shards) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
 
 
 class SegmentFile:
-    """An open segment. Methods raise ``OSError``; a slot is used by one thread at a time."""
+    """An open segment. Methods raise ``OSError``. Only one thread at a time may use a slot."""
 
     def __init__(
         self, folder: Folder, number: int, slot_bytes: int, slots: int, tenant: str = DEFAULT_TENANT
     ) -> None:
-        """``create`` and ``reopen`` make one."""
+        """For ``create`` and ``reopen`` only."""
         self.number = number
         self.tenant = tenant
         self.slot_bytes = slot_bytes
@@ -101,7 +106,8 @@ class SegmentFile:
     def create(
         cls, folder: Folder, number: int, slot_bytes: int, slots: int, tenant: str = DEFAULT_TENANT
     ) -> SegmentFile:
-        """A new segment, every slot free. Raises ``OSError`` and leaves nothing behind."""
+        """A new segment whose slots are all free. Raises ``OSError``; then no file is left
+        behind."""
         new = cls(folder, number, slot_bytes, slots, tenant)
         body = _DESCRIPTION.pack(_MAGIC, FORMAT, 0, number, slot_bytes, slots)
         head = (body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))).ljust(_TENANT_AT, b"\0")
@@ -125,11 +131,10 @@ class SegmentFile:
 
     @classmethod
     def reopen(cls, folder: Folder, number: int) -> SegmentFile | None:
-        """The segment of that number, or ``None`` if the file is not ours or of an older format.
+        """The segment of that number; None if the file is no segment, or one of an older format.
 
-        Raises:
-            ConfigError: its format is newer than ours.
-            OSError: it cannot be read.
+        Raises: ``ConfigError`` if its format is newer than this kvass knows, ``OSError`` if it
+        cannot be read.
         """
         old = cls(folder, number, 0, 0)
         try:
@@ -155,7 +160,7 @@ class SegmentFile:
         return old
 
     def unlink(self) -> None:
-        """Remove its files; open descriptors, and so the space, stay until ``close``."""
+        """Remove its files. Open descriptors keep the disk space until ``close``."""
         for name in (self._name, self._table_name):
             self._folder.unlink(name)
 
@@ -168,10 +173,12 @@ class SegmentFile:
     def write(
         self, slot: int, parts: Sequence[Buffer], seal: Callable[[Iterator[memoryview]], object]
     ) -> None:
-        """Write page-aligned ``parts`` one behind another to ``slot``: all of it or ``OSError``.
+        """Write the page-aligned ``parts``, one behind another, to ``slot``. Raises ``OSError``
+        unless all was written.
 
-        ``seal`` takes all of it, in order, while it is written. The first few MiB are written when
-        it returns: until then it may change the first page.
+        ``seal`` is called with an iterator over the bytes, in order, which are written as it
+        advances. The first few MiB are written after ``seal`` returns, so it may change the first
+        page.
         """
         assert sum(map(len, parts)) <= self.slot_bytes, "a record is larger than its slot"
         at = PAGE + slot * self.slot_bytes
@@ -191,8 +198,8 @@ class SegmentFile:
             raise OSError(errno.ENOSPC, f"wrote {done} of {wanted} bytes")
 
     def read(self, slot: int, parts: Sequence[Buffer]) -> Iterator[memoryview]:
-        """Read ``slot`` into page-aligned ``parts``, a few MiB at a time; what was read, in order.
-        It ends where the file does."""
+        """Read ``slot`` into the page-aligned ``parts``, a few MiB at a time. Yields what was read,
+        in order, and stops early if the file ends."""
         at = PAGE + slot * self.slot_bytes
         for number, piece in enumerate(split(parts, IO_BYTES)):
             if number:
@@ -202,11 +209,12 @@ class SegmentFile:
             yield from piece
 
     def set_entry(self, slot: int, fingerprint: int, sequence: int) -> None:
-        """Say in the table what ``slot`` holds now; 0 and 0: nothing."""
+        """Write the table entry of ``slot``. Two zeros mean that the slot is free."""
         _write(self._table_fd, _ENTRY.pack(fingerprint, sequence), PAGE + slot * _ENTRY.size)
 
     def entries(self) -> tuple[U64Array, I64Array]:
-        """Fingerprint and sequence number of every slot; what cannot be right is a free slot."""
+        """Fingerprint and sequence number of every slot. An impossible entry is read as a free
+        slot."""
         size = self.slots * _ENTRY.size
         words = np.frombuffer(os.pread(self._table_fd, size, PAGE).ljust(size, b"\0"), "<u8")
         fingerprints, sequences, _ = words.reshape(self.slots, 3).T
@@ -214,7 +222,7 @@ class SegmentFile:
         return np.where(known, fingerprints, 0), np.where(known, sequences, 0).astype(np.int64)
 
     def _go_direct(self) -> None:
-        """Use O_DIRECT from here on, if the file system reads pages with it."""
+        """Use O_DIRECT from now on, if a direct read of a page works on this file system."""
         fd = -1
         try:
             fd = self._folder.open(self._name, os.O_RDWR | os.O_DIRECT)

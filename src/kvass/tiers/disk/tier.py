@@ -1,14 +1,18 @@
 """The disk tier: records in segment files of one folder, under a hard cap of bytes.
 
-What a load returns was proven against the record's own header, key and checksum. What the folder
-takes on disk never exceeds the capacity: ``segment.disk_bytes`` says in advance what a segment can
-take, and none is made without its bytes set aside.
+Laws of this file:
 
-A lock guards the index and is never held over I/O: a slot is taken under it, written outside it and
-published under it. Opening reads the segments' tables, and no record.
+- A load returns only bytes that match the key and the checksums in the record's header.
+- The folder never takes more disk space than the capacity. ``segment.disk_bytes`` is an upper bound
+  for one segment, and that much is subtracted from the free capacity before the segment is created.
 
-Absent on purpose: fsync (a power loss costs records, and no record becomes wrong), compaction
-(slots of equal size leave no gaps) and io_uring (threads are as fast, measured).
+A lock guards the index. It is never held during I/O: a thread takes a slot under the lock, writes
+the slot without the lock, and publishes the slot under the lock. Opening the tier reads the tables
+of the segments, but no record.
+
+Three things are left out on purpose. There is no fsync of records: a power loss may lose records,
+but cannot make one wrong. There is no compaction: slots of equal size leave no gaps. There is no
+io_uring: threads were measured to be as fast.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ from kvass.tiers.worker_pool import WorkerPool, as_down
 from kvass.types import DEFAULT_TENANT, NO_CAP, PAGE, Quota, Size
 
 _MOST_BYTES: Final = (1 << 31) - PAGE
-"""Of one record, its header included."""
+"""The largest record, with its header."""
 _COUNTS: Final = (
     "evicted",  # records, or whole segments, that left for others
     "damaged",  # records found to be other bytes than were stored
@@ -59,23 +63,26 @@ _COUNTS: Final = (
     "write_errors",
 )
 _CHECK_S: Final = 1.0
-"""How often it is checked that the folder is still ours."""
+"""How often the tier checks that it still owns the folder."""
 _GROW_AGAIN_S: Final = 10.0
-"""After the disk had no room, how long until it is asked again."""
+"""The pause after the disk was full, before the next attempt to create a segment."""
 _FILE: Final = re.compile(f"([0-9a-f]{{8}})({re.escape(SEGMENT)}|{re.escape(TABLE)})")
 _log = logging.getLogger("kvass.tiers")
 
 
 class _Scratch(threading.local):
-    """A page for the header of the record that this thread is busy with."""
+    """One page per thread, for the header of the record that the thread reads or writes."""
 
     def __init__(self) -> None:
         self.page = page_buffer()
 
 
 class DiskTier(RecordTier):
-    """``Tier`` over a folder, divided among the tenants of ``quotas``. Raises ``ConfigError`` for
-    one that cannot be used so."""
+    """A ``Tier`` that keeps records in one folder. Its capacity can be divided among tenants.
+
+    ``quotas`` are the shares of the tenants. Raises ``ConfigError`` if the folder cannot be used,
+    or cannot be used with this capacity.
+    """
 
     def __init__(
         self,
@@ -113,11 +120,11 @@ class DiskTier(RecordTier):
         self._remove_dead()
 
     def _reopen(self) -> int:
-        """Use the segments of earlier lives; returns the highest number ever used.
+        """Open the segments that earlier processes left; returns the highest segment number in use.
 
-        Damaged ones are removed, and what is beyond the capacity or a quota. Raises
-        ``ConfigError`` for a format newer than ours, having removed nothing, and for what the disk
-        refuses.
+        Damaged segments are removed, and so are segments beyond the capacity or a quota. Raises
+        ``ConfigError`` if the disk reports an error, or if a segment has a newer format than this
+        kvass knows. In the second case nothing was removed.
         """
         opened: list[SegmentFile] = []
         try:
@@ -179,12 +186,12 @@ class DiskTier(RecordTier):
             segment.file.unlink()
 
     def _get_note(self, name: str) -> bytes | None:
-        """A damaged one is none."""
+        """See ``Tier.note``. A damaged note counts as absent."""
         self._check_folder()
         return read_note(self._folder, name)
 
     def _put_note(self, name: str, value: bytes) -> None:
-        """Synced, unlike records."""
+        """See ``Tier.set_note``. Notes are synced to the disk; records are not."""
         self._check_folder()
         with self._noting:
             write_note(self._folder, name, value)
@@ -209,13 +216,13 @@ class DiskTier(RecordTier):
                 self._remove_dead()
 
     def _check_folder(self) -> None:
-        """Raise ``OSError`` if the folder is not ours any more."""
+        """Raise ``OSError`` if this process does not own the folder any more."""
         self._folder.check()
         self._checked = time.monotonic()
 
     def report(self) -> dict[str, Any]:
-        """For ``kvass status``: records, segments, bytes, what went wrong since opening; and with
-        quotas what each tenant has."""
+        """The tier's part of ``kvass status``: records, segments, bytes and errors since opening.
+        If the tier has quotas, it includes the bytes of each tenant."""
         with self._lock:
             tenants = {
                 o.name: {
@@ -257,7 +264,8 @@ class DiskTier(RecordTier):
         return not fault
 
     def _read(self, place: DiskSlot, key: bytes, into: Shards) -> str:
-        """Fill ``into`` from a pinned slot; which of ``_COUNTS`` went wrong, or nothing."""
+        """Fill ``into`` from a pinned slot. Returns the name in ``_COUNTS`` of what went wrong, or
+        an empty string."""
         segment, slot = place
         if slot_bytes_of(into) != segment.file.slot_bytes:
             return "mismatched"
@@ -310,7 +318,8 @@ class DiskTier(RecordTier):
         return not segment.gone
 
     def _erase(self, place: DiskSlot | None) -> None:
-        """Erase the entry of a slot that ``DiskIndex.forget`` returned."""
+        """Erase the table entry of a slot that ``DiskIndex.forget`` returned, then unpin the
+        slot."""
         if place is None:
             return
         failed = 0
@@ -325,12 +334,16 @@ class DiskTier(RecordTier):
     # ------------------------------------------------------------ room
 
     def _room(self, size: int, owner: Owner) -> DiskSlot | None:
-        """A slot of that size, pinned: a free one, else of a new segment, else of an old record."""
+        """A pinned slot of ``size`` bytes; ``None`` if there is no room.
+
+        It is a free slot if there is one, else a slot of a new segment, else the slot of an evicted
+        record.
+        """
         if size > _MOST_BYTES or not self._index.fits(size, owner):
             with self._lock:
                 self._counts["too_large"] += 1
                 first = self._counts["too_large"] == 1
-            if first:  # how large rows are shows only now: whoever chose the capacity is told, once
+            if first:  # log once: the size of rows is known only now, not when the tier opens
                 line = (
                     "%s: rows that take %s are not kept: one is more than the capacity, its "
                     "tenant's cap or %s"
@@ -359,7 +372,8 @@ class DiskTier(RecordTier):
                     self._grow_after = 0.0  # the disk has room again
 
     def _grow(self, size: int, slots: int, owner: Owner) -> None:
-        """Make a segment of bytes that are set aside; if the disk has them not, wait a while."""
+        """Create a segment whose bytes ``DiskIndex.reserve`` has set aside. If the disk is full,
+        the bytes are returned, and no segment is created for ``_GROW_AGAIN_S``."""
         self._number += 1
         try:
             file = SegmentFile.create(self._folder, self._number, size, slots, owner.name)
@@ -374,7 +388,8 @@ class DiskTier(RecordTier):
                 self._index.add(SegmentSlots(file, owner))
 
     def _remove_dead(self) -> bool:
-        """Remove dead segments, and give their bytes back; whether the disk let us."""
+        """Remove the files of dead segments and free their bytes. Returns False if a file could not
+        be removed."""
         if not self._index.dead:
             return True
         with self._lock:
@@ -394,8 +409,11 @@ class DiskTier(RecordTier):
 
 
 def _payload_check(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer, Buffer]]) -> int:
-    """The checksum of what is read or written, as ``body_of`` made it: of each few MiB at once,
-    while other threads read and write."""
+    """The checksum of the shards, computed while they are read or written.
+
+    ``parts`` and ``copies`` are as ``body_of`` made them. Between parts, of a few MiB each, other
+    threads can read and write.
+    """
     if copies:
         deque(parts, 0)
         return payload_check(part for _, part in copies)
@@ -403,5 +421,5 @@ def _payload_check(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer, B
 
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:
-    """``disk:PATH?...``. Raises ``ConfigError``."""
+    """Open ``disk:PATH?...``. Raises ``ConfigError``."""
     return DiskTier(path, options.capacity, threads=options.threads, quotas=options.quotas)

@@ -1,8 +1,8 @@
-"""Records in a Mooncake Store: the memory of many machines, and one master that knows who has what.
+"""The Mooncake tier: records in the memory of many machines, and a master that knows their places.
 
-A record is one object: header, then shards. Nothing is believed that the header's checksums do not
-cover. An object cannot be changed: to replace it is to remove it and put another, and meanwhile it
-is a miss. A reader may still be reading the memory of an object that was removed, and then gets a
+A record is one object: header, then shards. Only bytes that match the header's checksums are used.
+An object cannot be changed. To replace it, it is removed and another one is put. Meanwhile it is a
+miss. A reader may still be reading the memory of an object that was removed, and then gets a
 mixture, which fails the checksum.
 
 Records live as long as the clients that contributed their memory, and as the master; it evicts them
