@@ -20,7 +20,7 @@ import mmap
 from typing import Final
 
 import numpy as np
-import numpy.ma  # as in ``index``
+import numpy.ma  # see ``index``
 import numpy.typing as npt
 
 from kvass.core.rows.index import ABSENT, KeyIndex, repeated
@@ -28,15 +28,15 @@ from kvass.core.rows.row_table import NOTED, UNKNOWN, RowTable
 from kvass.types import I64Array, U64Array
 
 MOST_ALIKE: Final = 16
-"""How many rows of one ``add`` are indexed although another row has their first block. A prompt has
-one such row, so no engine needs more. The others are not indexed."""
+"""The most rows of one ``add`` that are indexed although another row has their first block. A
+prompt has one such row, so no engine needs more. Further ones are not indexed."""
 
 
 class BlockPrints:
     """The prints of all rows whose chunks have ``width + 1`` blocks: uint64, ``of[row, block]``.
 
-    ``tail``: how many first blocks a tail has; 0: the row is a whole chunk. Both mean nothing for a
-    row that is ``UNKNOWN``.
+    ``tail``: how many first blocks a tail has; 0: the row is a whole chunk. The values of a row
+    that is ``UNKNOWN`` are meaningless.
     """
 
     def __init__(self, table: RowTable, width: int) -> None:
@@ -63,7 +63,7 @@ class BlockPrints:
         self.table.entry[rows] = NOTED
 
     def tails(self, rows: I64Array) -> npt.NDArray[np.bool_]:
-        """Which of ``rows`` are tails. A row without known blocks is none."""
+        """Which of ``rows`` are tails. A row whose blocks are not known is not a tail."""
         known = self.table.entry[rows] != UNKNOWN
         found = np.zeros(len(rows), np.bool_)
         found[known] = self.tail[rows[known]] > 0

@@ -29,10 +29,10 @@ ABSENT: Final = -1
 """What ``find`` returns for a key that has no row."""
 
 WARMED: Final = (512 << 10) // CACHE_LINE
-"""Buckets that one ``warm`` touches: 128 pages. A smaller index needs no ``warm``."""
+"""How many buckets one ``warm`` touches: 128 pages. A smaller index needs no ``warm``."""
 MOVED: Final = 64
-"""Buckets that each ``add`` moves while the index grows, plus half a bucket per added row. Growing
-doubles the room, so all buckets have moved before the index is full again."""
+"""How many buckets each ``add`` moves while the index grows, besides half a bucket per added row.
+Growing doubles the room, so all buckets have moved before the index is full again."""
 _PAGE_BUCKETS: Final = 4096 // CACHE_LINE
 
 _EMPTY: Final = 0
@@ -55,8 +55,8 @@ class KeyIndex:
     """An index over rows of ``table``. Arrays of keys are uint64, shape ``(n, words)``.
 
     ``odd``: as many ``odd_numbers`` of the seed as a key has words. ``rows``: how many rows there
-    is room for at the first use. When the index is full it makes more buckets, and each ``add``
-    moves some rows into them, because to move a million rows takes 0.8 s. The first touch of memory
+    is room for at the first use. When the index is full it allocates more buckets, and each ``add``
+    moves some rows into them, because moving a million rows takes 0.8 s. The first touch of memory
     takes long too, so ``warm`` does it in parts. ``fill``: the largest part of the entries that may
     be used. With a smaller one fewer buckets spill, and a larger one takes less memory.
     """
@@ -223,7 +223,7 @@ class KeyIndex:
         if len(at) == len(bucket) and ((at >> 3) == np.arange(len(at))).all():  # one each
             return (entries.reshape(-1).take(at) & _LOW).view(np.int64)
         rows = _absent(len(bucket))
-        at = at[::-1]  # of several in a bucket the first is written last
+        at = at[::-1]  # if a bucket has several, the first is written last
         rows[at >> 3] = entries.reshape(-1).take(at) & _LOW
         return rows
 
