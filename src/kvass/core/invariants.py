@@ -97,7 +97,7 @@ def _reservations(state: State) -> None:
 
 
 def _pins(state: State, pinned: list[ClassRows]) -> None:
-    """Each row has as many pins as ``pinned`` names it: leases, promotions and flushes."""
+    """All pins are those of ``pinned``: the rows that leases, promotions and flushes hold."""
     pins = state.rows.table.pins
     rows = np.flatnonzero(pins)
     counted = dict(zip(rows.tolist(), pins[rows].tolist(), strict=True))
@@ -206,7 +206,7 @@ def _extents(state: State) -> None:
 
 
 def _rows(state: State) -> None:
-    """A slot is either free, and listed once, or used. A readable row is in the index."""
+    """A slot is used, or it is free and listed once. A readable row is in the index."""
     table, classes = state.rows.table, state.classes.by_id.values()
     free, readable, failed = table.state == FREE, table.state >= READY, table.state == FAILED
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"

@@ -198,9 +198,9 @@ class CacheMachine:
         return [(name, rows) for name, rows in left if rows]
 
     def tier_number(self, name: str, taken: Container[int]) -> int:
-        """The number for a new tier of that name: a removed tier's of that name, or a new one.
+        """The number for a tier of that name that is to be added.
 
-        It is not in ``taken``.
+        It is the number of a removed tier of that name, or a new one; but no number in ``taken``.
         """
         every = self.state.tiers.all
         removed = (t.number for t in every if t.name == name and not t.place)

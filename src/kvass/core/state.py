@@ -25,7 +25,9 @@ from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Quota, Timing
 
 _MODELS: Final = 64
+"""The most models in ``State.forgotten``, besides ``other``."""
 _REFUSALS: Final = 8
+"""The most entries of ``State.refusals``."""
 
 
 class CoreConfig(msgspec.Struct, frozen=True):

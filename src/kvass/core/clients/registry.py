@@ -134,7 +134,7 @@ def model_of(terms: Register) -> str:
 
 
 def check_register(msg: Register, layout: RankLayout | None, limits: Limits) -> None:
-    """Check the fields of a ``Register``. It is not compared with other ranks.
+    """Check the fields of a ``Register``. ``check_agrees`` compares it with other ranks.
 
     ``layout``: its layout, decoded.
 

@@ -4,8 +4,8 @@ Law of this file: there are at most ``MOST`` tenants, whatever names clients inv
 
 The tenant whose request stored a row first pays for it. Lookups of all tenants find it. A tenant
 with a quota has extent sets of its own. The tenant ``DEFAULT`` pays for the requests of all tenants
-without a quota. Of these only the first ``SHOWN`` names have counts of their own; the requests of
-all others count for the tenant ``OTHER``.
+without a quota. Only the first ``SHOWN`` of these tenants have counts of their own; the requests of
+the others are counted for the tenant ``OTHER``.
 
 A tenant's *share* is what is reserved for it plus an equal part of what is reserved for nobody, but
 at most its cap. When room is needed, tenants that have more than their share lose extent sets
@@ -60,7 +60,8 @@ class Tenants:
         """Whether any quota was set in this boot. If not, the default tenant has all of L1."""
 
     def of(self, name: str) -> Tenant:
-        """The tenant for which a request of ``name`` counts. It is added if there is a place."""
+        """The tenant for which a request of ``name`` is counted. A new name is added, or counts for
+        ``OTHER`` if there are too many."""
         tenant = self.all.get(name or DEFAULT)
         if tenant is None:
             unlisted = sum(not each.listed for each in self.all.values())
@@ -121,7 +122,7 @@ class Tenants:
             raise Refused("limit", f"at most {MOST} tenants: remove the quota of another one")
 
     def remove(self, name: str) -> None:
-        """Remove a quota. The tenant keeps its extent sets, which make room for others first.
+        """Remove a quota. The tenant keeps its extent sets until others need the room.
 
         Raises:
             Refused: ``bad_value``, if the tenant has no quota.

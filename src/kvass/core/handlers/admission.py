@@ -34,7 +34,7 @@ from kvass.messages import Register, Registered
 from kvass.types import MAX_GROUPS, SCHEDULER, RankLayout
 
 _COMPARED: Final = 16
-"""The most older namespaces of its model with which a new namespace is compared."""
+"""With how many older namespaces of its model a new namespace is compared."""
 GROUPS: Final = 2
 """The most layer groups per namespace, on average over ``Limits.namespaces`` namespaces. More would
 make a status too slow: it is one step, and each group takes 1 or 2 us of it."""
@@ -78,7 +78,8 @@ def _admit(
     digest = layout_digest(layout)
     worker = None if layout is None else worker_of(terms, layout, digest)
     check_agrees(terms, worker, instance)
-    terms = msgspec.structs.replace(terms, identity=instance.terms.identity)  # shared
+    # All ranks share one dict of the identity's fields, to save memory.
+    terms = msgspec.structs.replace(terms, identity=instance.terms.identity)
     workers = dict(instance.workers)
     if worker is not None:
         workers[terms.rank] = worker

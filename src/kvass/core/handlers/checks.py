@@ -65,7 +65,7 @@ def check_request(request: str, limits: Limits) -> None:
 
 
 def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Array:
-    """The digests of a message as an array of keys. ``first`` must be one of them, or the end."""
+    """The digests of a message as an array of keys. ``first`` must be at most their number."""
     if not 8 <= width <= 32 or len(digests) % width:
         text = f"digests: {len(digests)} bytes are no multiple of width {width} in 8..32"
         raise Refused("bad_value", text)

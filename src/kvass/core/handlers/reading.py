@@ -1,4 +1,4 @@
-"""The messages of a read: lookup, prefetch, release; and the question which rows have left L1.
+"""The messages of a read: lookup, prefetch and release; and which rows have left L1 (``Removals``).
 
 Each function handles one message. It returns the reply, or ``None`` if there is none or it comes
 later. It raises ``Refused`` before it changes anything.
@@ -43,7 +43,7 @@ from kvass.types import SCHEDULER, U64Array
 
 PREFETCH_S: Final = 60.0
 """How long a prefetch without a budget waits."""
-SAMPLED: Final = 8
+REUSE_SAMPLING: Final = 8
 """``reuse_gap_seconds`` is measured for one lookup in this many."""
 MAX_WAIT_S: Final = 300.0
 """The longest that a lookup may wait, whatever it asks for."""
@@ -72,7 +72,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         keys, blocks = keys[:most], blocks[:0]
     view = PrefixView(state.rows, ns, keys, msg.first, msg.spare, blocks, start)
     chunks, why = view.longest(view.there()), "absent"
-    if chunks > msg.first and not msg.again and state.counters["lookups"] % SAMPLED == 1:
+    if chunks > msg.first and not msg.again and state.counters["lookups"] % REUSE_SAMPLING == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
     hit = view.use(chunks)
     more = chunks < len(keys) - msg.spare
@@ -222,7 +222,7 @@ def release(state: State, session: ClientSession, msg: Release) -> None:
 
 
 def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
-    """Tell which rows of the session's namespace left L1, and which keys of ``present`` are READY.
+    """Report which rows of the session's namespace left L1, and which of ``present`` are READY.
 
     If the session has no namespace, the reply says that entries were lost.
     """

@@ -67,7 +67,7 @@ def end(state: State, session: ClientSession, code: ErrorCode, text: str, seq: i
 
 
 def lost(state: State, event: Lost) -> None:
-    """A session has ended. End the leases and reservations that it owes, and its promotions."""
+    """A session has ended: end what it owed of leases and reservations, and its promotions."""
     session = state.sessions.pop(event.session, None)
     promote.session_lost(state, event.session)
     if session is None:

@@ -1,4 +1,4 @@
-"""The messages of a store: reserve, commit, abort; and the handing over to the ranks.
+"""The messages of a store: reserve, commit, abort and ``HandedOver``.
 
 Each function handles one message. It returns the reply, or ``None`` if there is none. It raises
 ``Refused`` before it changes anything.

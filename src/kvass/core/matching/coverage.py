@@ -1,7 +1,7 @@
 """The longest hit of a prompt, from the chunks that each layer group has.
 
 A hit ends at the end of a chunk. ``GroupLayout.needs`` says from where on a hit needs the chunks of
-a group. It needs none before ``first``, because the engine has those itself.
+a group. A hit needs none before ``first``, because the engine has those itself.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class PrefixView:
     def last_used_s(self, end: int) -> float:
         """The seconds since the last chunk of a hit of ``end`` chunks was used.
 
-        It is 0 if no group has a row of that chunk. A window of one token needs no row.
+        It is 0 if no group has a row of that chunk: a window of one token needs none.
         """
         row = max([rows.item(end - 1) for rows in self.found])
         return 0.0 if row == ABSENT else self._rows.uses.age(self._rows.table.stamp.item(row))

@@ -82,7 +82,7 @@ class Ledger(Generic[E]):
         self.wake_at(entry.deadline, entry)
 
     def drop(self, entry: E) -> None:
-        """Close an open entry. Its bytes are given back."""
+        """Close an open entry. Its bytes no longer count."""
         del self.all[entry.id]
         mine = self._of[entry.instance]
         del mine[entry.id]

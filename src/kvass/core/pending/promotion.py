@@ -41,7 +41,7 @@ DUPLICATE: Final = -2
 IN_NO_TIER: Final = -3
 """In ``Promotion.homes``: no tier that was asked has the row."""
 NO_TIER: Final = -1
-"""``Promotion.probed_tier`` before a tier was asked."""
+"""In ``Promotion.probed_tier``: no tier was asked yet."""
 
 
 class PromotionState(Enum):

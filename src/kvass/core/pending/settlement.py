@@ -7,7 +7,7 @@ readable (law 3). A commit counts only while its reservation is not discarded (l
 
 The device (GPU) of a lost writer may write after EOF on the writer's socket. A process that exits
 closes the socket before or after the GPU's files, and the GPU stops only when these are released.
-The end of the process shows that it has stopped, because the kernel releases a process's files
+The end of the process shows that the GPU has stopped, because the kernel releases a process's files
 before that. So there are two cases:
 
 - The process was exiting at EOF. Its slots wait for its end, however long that takes.
@@ -19,8 +19,8 @@ that another process than the connected one has started, and a device whose driv
 its release.
 
 If many leases and reservations end at once, a step ends ``slice_ends`` of them, and later steps end
-the others. A message that names one of the others does not find it open: ``carry_out_losses_of``
-ends what a lost session owed, and ``commit`` checks the deadline.
+the others. If a message names one of the others, ``carry_out_losses_of`` first ends what a lost
+session owed of it, and ``commit`` checks its deadline.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Settlement:
 
     @property
     def next_due(self) -> float | None:
-        """When ``lapse`` has something to end; ``None``: at no time that is known."""
+        """When ``lapse`` has something to end; ``None``: never."""
         if self._losses:
             return self.now
         return soonest(self.leases.next_due, self.reservations.next_due)
@@ -217,7 +217,7 @@ class Settlement:
     def rank_lost(self, instance: str, rank: int, session: int, exiting: bool) -> float | None:
         """A worker's connection ended: the rank owes nothing any more. Its device may still write.
 
-        Returns until when it may; ``None`` if the rank was not writing.
+        Returns the time until which it may; ``None`` if the rank was not writing.
         """
         until = math.inf if exiting else self.now + self._timing.dma_grace_s
         writing = any(rank in r.owing for r in self.reservations.of(instance).values())
@@ -247,7 +247,7 @@ class Settlement:
     def lost(self, instance: str, rank: int, session: int = 0, until: float = 0.0) -> None:
         """A session of ``instance`` was lost, or the instance ``MOVED`` to another generation.
 
-        This step ends some of the leases and reservations concerned, later steps the others.
+        This step ends some of the leases and reservations that it held. Later steps end the others.
         """
         ids = {*self.leases.of(instance), *self.reservations.of(instance)}
         self._losses.append(Loss(rank, session, until, ids))
@@ -264,7 +264,7 @@ class Settlement:
                 self._losses.popleft()
 
     def _end_for(self, loss: Loss, an_id: int) -> None:
-        """End what the lost session owed of one lease or reservation."""
+        """Apply a loss to one lease or reservation."""
         lease, reservation = self.leases.all.get(an_id), self.reservations.all.get(an_id)
         if loss.rank == SCHEDULER:
             if lease is not None and not lease.handed_over:

@@ -18,7 +18,7 @@ from kvass.types import I64Array, U64Array
 FlushMode = Literal["write_through", "on_evict", "none"]
 
 _SAMPLE_S: Final = 1.0
-"""How often the speed of a tier that never has nothing to load is measured."""
+"""How often the speed of a tier is measured while it always has something to load."""
 _SAMPLE_WEIGHT: Final = 0.5
 _FASTEST: Final = 1e15
 

@@ -5,7 +5,7 @@ with the same tokens have the same hashes up to the first block that differs, an
 *tail* is a row of which only the first ``BlockPrints.tail`` blocks were written.
 
 A row keeps a *print* of each block, except the last block of a whole chunk. A print is 64 bits that
-follow from the block's hash and from secret numbers. Two random hashes have the same print with a
+are computed from the block's hash and secret numbers. Two random hashes have the same print with a
 probability of 2**-63. (A client that invents hashes can construct two with the same print. But such
 a client could as well store anything under a hash that others use.)
 

@@ -32,7 +32,7 @@ class UseLog:
 
     An entry is stale when its row has a newer stamp. When a segment is full, the next ``_TIDIED``
     old segments are compacted: they lose their stale entries and are joined to their neighbours. So
-    each call is short, and the log is about twice as long as it has entries that are not stale.
+    each call is short, and about half of the entries of the log are not stale.
     """
 
     def __init__(self, table: RowTable) -> None:

@@ -52,7 +52,7 @@ class FreeSpace:
         if self.lengths[i] == n:
             self.starts, self.lengths = np.delete(self.starts, i), np.delete(self.lengths, i)
         else:
-            # A copy of this object has the same arrays.
+            # A copy of this object shares the arrays.
             self.starts, self.lengths = self.starts.copy(), self.lengths.copy()
             self.starts[i] += n
             self.lengths[i] -= n
@@ -181,9 +181,9 @@ class ExtentMap:
     ) -> I64Array:
         """The cheapest sets whose removal makes room for ``count`` sets of ``slots`` slots.
 
-        Returns their ids. If ``count`` sets do not fit, it makes room for as many as fit. It is
-        empty if not one fits. ``value[i]``: the value of set ``i``, ``STAYS`` if it must stay. A
-        choice costs as much as the most valuable set in it.
+        Returns their ids. If ``count`` sets do not fit, their removal makes room for as many as
+        fit. The result is empty if not one fits. ``value[i]``: the value of set ``i``, ``STAYS`` if
+        it must stay. A choice costs as much as the most valuable set in it.
         """
         needs = [slots * n for n in shard_bytes]
         line = self._line(value)
@@ -241,7 +241,7 @@ def _first_fit(runs: I64Array, needs: list[int]) -> tuple[I64Array, int]:
 def _leaving(line: _Line, first: int, end: int, used: int, needs: list[int]) -> I64Array:
     """The sets of a run that must go so that ``used`` contiguous bytes become free.
 
-    If these are one extent, it is the place with the fewest sets; else the beginning of the run."""
+    For one extent it chooses the place with the fewest sets, else the beginning of the run."""
     upto = np.concatenate([[0], np.cumsum(line.lengths[first:end])])
     stop = np.searchsorted(upto, upto + used)
     starts = np.flatnonzero(stop < len(upto)) if used in needs else np.zeros(1, np.int64)

@@ -58,7 +58,7 @@ class KeyIndex:
     is room for at the first use. When the index is full it allocates more buckets, and each ``add``
     moves some rows into them, because moving a million rows takes 0.8 s. The first touch of memory
     takes long too, so ``warm`` does it in parts. ``fill``: the largest part of the entries that may
-    be used. With a smaller one fewer buckets spill, and a larger one takes less memory.
+    be used. With a smaller ``fill`` fewer buckets spill; a larger one takes less memory.
     """
 
     def __init__(self, table: Keyed, odd: U64Array, rows: int = 0, fill: float = FILL) -> None:
@@ -220,7 +220,7 @@ class KeyIndex:
         ``ABSENT``."""
         entries = self._entry.take(bucket, axis=0)
         at: I64Array = ((entries >> _HALF) == mark[:, None]).reshape(-1).nonzero()[0]
-        if len(at) == len(bucket) and ((at >> 3) == np.arange(len(at))).all():  # one each
+        if len(at) == len(bucket) and ((at >> 3) == np.arange(len(at))).all():  # one in each bucket
             return (entries.reshape(-1).take(at) & _LOW).view(np.int64)
         rows = _absent(len(bucket))
         at = at[::-1]  # if a bucket has several, the first is written last
@@ -274,7 +274,7 @@ def _others(some: I64Array, count: int) -> npt.NDArray[np.bool_]:
 
 
 def odd_numbers(seed: bytes) -> U64Array:
-    """``KEY_WORDS`` secret odd numbers, by which an index places keys."""
+    """``KEY_WORDS`` secret odd numbers, with which an index hashes keys."""
     return np.frombuffer(hashlib.sha256(seed).digest(), "<u8")[:KEY_WORDS] | _ONE
 
 

@@ -1,6 +1,6 @@
 """The last ``ROOM`` rows that left L1, for engines that publish KV events.
 
-Law of this file: memory is bounded. A reader that asks too late is told that it lost entries.
+Law of this file: memory is bounded. A reader that asks too late learns that it lost entries.
 
 Rows are recorded, and memory is allocated, only while a session reads. Positions count all entries
 of this boot. A session that reads another namespace than before is told that it lost entries, too.

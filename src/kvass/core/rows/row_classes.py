@@ -31,9 +31,9 @@ from kvass.types import U64Array
 
 TYPICAL_ROW: Final = 1 << 20
 ROOM: Final = 9 << 17
-"""The most rows for which the row table and an index reserve room at the start: those of 1.125 TiB
-with rows of ``TYPICAL_ROW`` bytes. With a smaller arena they reserve less. Growth takes up to 0.3 s
-a step."""
+"""The most rows for which the row table and an index reserve room at the start: 1.125 TiB of
+rows of ``TYPICAL_ROW`` bytes. With a smaller arena they reserve less. Growth takes up to 0.3 s in
+one step."""
 INDEX_ROOM: Final = 4 * ROOM
 """The most rows for which all indexes together reserve room (160 MiB), because there may be
 thousands of classes. A class that would exceed it gets a small index, which grows."""
@@ -41,7 +41,7 @@ BLOCKS_FILL: Final = 0.6
 """The fill of the index of blocks. It may be higher than ``FILL``: a lookup finds few keys
 there."""
 GONE_A_STEP: Final = 64
-"""How many removed classes' memory one step frees; 1,000 of them take 6 ms. A step frees only one
+"""The removed classes whose memory one step frees; 1,000 of them take 6 ms. A step frees only one
 index of ``ROOM`` rows, which takes 2 ms."""
 
 
@@ -206,7 +206,7 @@ class RowClasses:
 
     def _new_blocks(self, spec: RowClassSpec) -> BlockIndex | None:
         """The index of blocks of a new class; ``None`` if its hits end at chunks. It is never
-        warmed: not every engine uses it."""
+        warmed, because not every engine uses it."""
         if not spec.chunk_blocks:
             return None
         prints = self._prints.setdefault(

@@ -138,7 +138,7 @@ class RowTable:
         self.read: npt.NDArray[np.bool_] = self._records["read"]
         """Whether a lookup hit the row."""
         self.entry: npt.NDArray[np.uint8] = self._records["entry"]
-        """The number of the block under which it is in the index of blocks; or ``UNKNOWN`` or
+        """The number of the block under which the row is in the index of blocks; or ``UNKNOWN`` or
         ``NOTED``."""
         self.loader: I64Array = self._records["loader"]
         """The operation that fills a LOADING row, or the reservation of a WRITING row."""

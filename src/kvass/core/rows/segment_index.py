@@ -20,7 +20,7 @@ from kvass.core.rows.index import ABSENT, KeyIndex, odd_numbers, repeated
 from kvass.types import I64Array, U64Array
 
 SIZES: Final = 4
-"""The most different sizes of chunks."""
+"""How many different sizes of chunks may be indexed."""
 SLICE: Final = 1024
 """The most entries that one ``reclaim`` removes: 2 ms of work."""
 

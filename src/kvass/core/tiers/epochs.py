@@ -37,7 +37,7 @@ _RANDOM: Final = (1 << _RANDOM_BITS) - 1
 _MOST: Final = (1 << 32) - 1
 """Counters are lower than this. A note with this counter is damaged."""
 _LATEST: Final = _MOST - (1 << 24)
-"""The latest time that is taken for a counter. Counters above it are reached by clears only."""
+"""The highest counter that is taken from a clock. Only clears use higher ones."""
 
 
 def to_note(question: TierEpoch, noted: int | None, clock_s: float) -> int:
@@ -65,7 +65,7 @@ def namespace_added(state: State, ns: Namespace) -> None:
 
 
 def in_tiers(state: State, ns: Namespace) -> bool:
-    """Whether its rows may be in tiers."""
+    """Whether rows of ``ns`` may be in tiers."""
     return bool(state.tiers.used and ns.tier_epochs)
 
 
@@ -86,8 +86,8 @@ def retry_now(state: State) -> None:
 
 
 def read_again(state: State, back: int | None = None) -> None:
-    """Read every note that was not read for ``LOOK_AGAIN_S``, and at once those of the tier
-    ``back``: it was down, and its store may have gone back to an older state."""
+    """Read every note that was not read for ``LOOK_AGAIN_S``, and all notes of tier ``back``. That
+    tier was down, and its store may have gone back to an older state."""
     for ns in state.namespaces.values():
         for tier in [] if ns.private else [tier.number for tier in state.tiers.used]:
             when = ns.asked_s[tier]
@@ -96,7 +96,7 @@ def read_again(state: State, back: int | None = None) -> None:
 
 
 def pending(ns: Namespace) -> bool:
-    """Whether no tier is usable yet, but one has not answered yet and may become usable."""
+    """Whether the epoch of ``ns`` is known in no tier, and some tier has not answered yet."""
     return math.inf in ns.asked_s and all(epoch is None for epoch in ns.tier_epochs)
 
 

@@ -202,7 +202,7 @@ def retry_due(state: State) -> None:
         elif tier.rests_until is not None and tier.rests_until <= state.now:
             tier.rests_until = None
             store_next(state, tier)
-            if tier.queue and not tier.storing_bytes:  # its epochs are not known either
+            if tier.queue and not tier.storing_bytes:  # its epochs are not known yet
                 tier.rests_until = state.now + REST_S
 
 

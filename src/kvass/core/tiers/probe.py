@@ -1,6 +1,6 @@
 """Asking the tiers, in their order, which rows of a prompt they have.
 
-One tier is asked at a time. Rows that a tier before it has are not asked for.
+One tier is asked at a time. It is not asked for rows that an earlier tier has.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from kvass.types import I64Array
 PROBE_CHUNKS: Final = 16
 """How many chunks the first question to a tier names."""
 PROBE_GROWTH: Final = 4
-"""Each further question to that tier names this many times as many chunks as the earlier ones."""
+"""A further question to that tier names this many times the chunks of all earlier ones."""
 
 
 def probe_next(state: State, promotion: Promotion) -> None:
     """Ask a tier for rows that L1 and the tiers before it lack. If none are left, make the plan.
 
-    The first question names few chunks, each further one more: no hit extends past a ``full`` row
-    that nobody has, and of most prompts that L1 does not have, the tiers have nothing either.
+    The first question names few chunks, and each further question names more. For no hit extends
+    past a ``full`` row that nobody has, and most prompts that L1 does not have are not in the tiers
+    either.
     """
     tiers = epochs.usable(state, promotion.namespace)
     if epochs.pending(promotion.namespace):
@@ -116,7 +117,7 @@ def probed(state: State, event: Probed) -> None:
     op = state.tiers.end(event.op, Probing)
     promotion = state.promotions.all.get(op.promotion)
     if promotion is None:
-        return  # it ended before
+        return  # the promotion has ended
     at = 0
     for home, wanted in zip(promotion.homes, op.wanted, strict=True):
         held = event.held[at : at + len(wanted)]

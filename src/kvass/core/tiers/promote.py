@@ -1,6 +1,6 @@
 """Promotion: rows of a prompt that L1 lacks are loaded from the tiers.
 
-``begin`` starts a promotion. The steps of one are in the files beside this one, in this order:
+``begin`` starts a promotion. Its steps are in the files beside this one, in this order:
 ``await_writers``, ``probe``, ``plan``, ``load``, ``answer``. ``continue_some`` continues
 promotions whose wait is over. ``pending/promotion.py`` has the states.
 """
