@@ -85,7 +85,7 @@ class QuotasAre(msgspec.Struct, frozen=True):
 class TiersAre(msgspec.Struct, frozen=True):
     """Replace the list of tiers, in the order in which lookups ask them.
 
-    A new tier has the next number, or that of a removed tier of the same name without operations.
+    A new tier has the next number, or that of a removed tier of that name without open operations.
     ``renewed``: the numbers of tiers that stay, but whose store may have been replaced or changed.
     """
 

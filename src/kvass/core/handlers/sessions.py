@@ -67,7 +67,7 @@ def end(state: State, session: ClientSession, code: ErrorCode, text: str, seq: i
 
 
 def lost(state: State, event: Lost) -> None:
-    """A session has ended: end what it owed of leases and reservations, and its promotions."""
+    """A session has ended: end what it held of leases and reservations, and its promotions."""
     session = state.sessions.pop(event.session, None)
     promote.session_lost(state, event.session)
     if session is None:
@@ -93,7 +93,7 @@ def lost(state: State, event: Lost) -> None:
 
 
 def populated(state: State, event: PopulatedTo) -> None:
-    """More of the arena is populated: tell the sessions that mapped it."""
+    """More of the arena is populated: send ``Populated`` to the sessions that mapped it."""
     state.populated_bytes = event.bytes
     for session in state.sessions.values():
         if session.wants_arena and session.greeted and not session.ending:

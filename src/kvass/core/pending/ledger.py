@@ -98,8 +98,8 @@ class Ledger(Generic[E]):
             heapq.heapify(self._due)
 
     def due(self, now: float, most: int) -> list[E]:
-        """Take at most ``most`` entries that are due. They are due again only at a later time of
-        ``wake_at``."""
+        """At most ``most`` entries that are due. The times at which they were due are forgotten, so
+        an entry is due again only at another time of ``wake_at``."""
         if not self._due or self._due[0][0] > now:
             return []
         found = dict[int, E]()

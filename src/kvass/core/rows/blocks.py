@@ -85,8 +85,8 @@ class BlockIndex:
         self._table = prints.table
 
     def longest(self, wanted: U64Array) -> tuple[int, int]:
-        """The row that shares the most first blocks with a chunk, given by the prints of its
-        blocks.
+        """The row that shares the most first blocks with a chunk. ``wanted``: the prints of the
+        chunk's blocks.
 
         Returns how many blocks it shares, and the row; 0 and ``ABSENT`` if there is none.
         """

@@ -24,7 +24,7 @@ _TIDIED: Final = 2
 and more work."""
 
 _LogSegment = tuple[I64Array, I64Array]
-"""Rows and the stamps that they were given. Stamps are ascending."""
+"""Rows, and the stamp of each. Stamps are ascending."""
 
 
 class UseLog:

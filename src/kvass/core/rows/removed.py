@@ -3,7 +3,7 @@
 Law of this file: memory is bounded. A reader that asks too late learns that it lost entries.
 
 Rows are recorded, and memory is allocated, only while a session reads. Positions count all entries
-of this boot. A session that reads another namespace than before is told that it lost entries, too.
+of this boot. A session that reads another namespace than before learns that, too.
 """
 
 from __future__ import annotations

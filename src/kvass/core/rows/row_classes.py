@@ -94,8 +94,8 @@ class Namespace(msgspec.Struct):
     ``tier_epochs``: the epoch of its records in each tier. ``None``: the epoch is not known yet,
     and the tier is not used for this namespace. ``asked_s``: when each tier was last asked for the
     epoch; infinity while the answer is awaited.
-    ``private``: only one engine uses it, in one generation (``messages.Register``). Its
-    rows are in L1 only, no tier is asked for an epoch, and both lists are empty.
+    ``private``: only one engine uses it, in one generation (``messages.Register``). Its rows are in
+    L1 only, no tier is asked for an epoch, and ``tier_epochs`` and ``asked_s`` are empty.
     ``like``: the digest of the most similar older namespace of the same model. ``differs_in``: the
     fields in which this one differs from it, for display.
     """

@@ -111,7 +111,7 @@ class RowStates:
         """Undo one ``pin`` of the same ``rows``. Rows in the states ``_LEAVING`` are freed when
         their last pin is gone.
 
-        ``ahead``: a prefetch had pinned the rows for a later reader, so TRANSIENT rows stay.
+        ``ahead``: a prefetch pinned the rows for a later reader, so TRANSIENT rows stay.
         """
         table = self.table
         table.pins[rows] -= 1

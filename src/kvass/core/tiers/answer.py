@@ -101,8 +101,8 @@ def _count(state: State, promotion: Promotion) -> None:
     instance = state.instances.get(promotion.instance)
     if instance is not None:
         state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, promotion.prefill_tokens_s)
-    traffic = state.tenants.of(promotion.tenant).traffic
-    traffic.count_lookup(state.now, lookup_tokens, hit_tokens, why)
+    tenant = state.tenants.of(promotion.tenant)
+    tenant.traffic.count_lookup(state.now, lookup_tokens, hit_tokens, why)
     homes = promotion.homes[0][first : hit.chunks]
     traffic = promotion.namespace.traffic
     chunks = np.bincount(homes[homes >= 0], minlength=len(traffic.from_tiers))

@@ -138,8 +138,8 @@ def ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = None
 def epoch_answered(state: State, event: EpochIs) -> int:
     """A tier answered with the epoch that it has noted, or failed. Returns the tier's number.
 
-    If the namespace was cleared after the question, the answer is not used: the clear has asked
-    again.
+    If the namespace was cleared after the question, the answer is not used, because the clear
+    has asked again.
     """
     op = state.tiers.end(event.op, NotingEpoch)
     tiers, tier, ns, named = state.tiers, op.tier, op.namespace, (op.namespace.digest, op.tier)

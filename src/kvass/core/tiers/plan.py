@@ -1,7 +1,7 @@
 """Planning a promotion: which rows are loaded, from which tier.
 
-The plan is the longest hit that L1 and the tiers give together. It is cut to what fits (law 12).
-Nothing is loaded if loading takes longer than computing.
+The plan is the longest hit for which L1 and the tiers together have the rows. It is cut to what
+fits (law 12). Nothing is loaded if loading takes longer than computing.
 """
 
 from __future__ import annotations
