@@ -11,7 +11,7 @@ from kvass.core.pending.tier_state import Queued, Speed, Tiers
 def test_a_slow_tier_is_tried_again_and_its_speed_stays_a_number() -> None:
     speed = Speed(bytes_s=1.0)
     for _ in range(10_000):
-        speed.doubt()
+        speed.raise_estimate()
     assert 1e6 < speed.bytes_s <= 1e15
 
 
@@ -30,12 +30,12 @@ def test_a_speed_is_measured_over_the_time_in_which_a_tier_loads() -> None:
 
 def test_tiers_are_numbered_once_and_used_in_their_new_order() -> None:
     tiers = Tiers(["a", "b"], b"boot")
-    tiers.become([2, 0], ["c", "a"])
+    tiers.use([2, 0], ["c", "a"])
     assert [tier.name for tier in tiers.all] == ["a", "b", "c"]
     assert [tier.name for tier in tiers.used] == ["c", "a"]
     assert [tier.place for tier in tiers.all] == [2, 0, 1]
     with pytest.raises(AssertionError, match="another tier"):
-        tiers.become([1], ["c"])
+        tiers.use([1], ["c"])
 
 
 def test_fresh_epochs_differ_between_calls_namespaces_and_boots() -> None:

@@ -42,7 +42,7 @@ def test_the_last_minute_is_fifty_to_sixty_seconds_and_its_memory_bounded() -> N
     for _ in range(2000):
         now += draw.expovariate(0.5)
         n = draw.randrange(100)
-        seen.answered(now, n, n // 2, "absent", 10.0)
+        seen.count_lookup(now, n, n // 2, "absent", 10.0)
         counts.append((now, n))
         least = sum(k for t, k in counts if t > now - 50)
         most = sum(k for t, k in counts if t > now - 60)

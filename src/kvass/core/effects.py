@@ -25,8 +25,8 @@ SessionId = int
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A peer of user ``uid`` connected. ``own``: that is the daemon's user, or root. ``refusal``:
-    why the peer may not connect; empty if it may."""
+    """A peer of user ``uid`` connected. ``own``: ``uid`` is the daemon's user, or root.
+    ``refusal``: why the peer may not connect; empty if it may."""
 
     session: SessionId
     uid: int = 0
@@ -51,7 +51,7 @@ class Faulted(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """A session ended (EOF). The peer starts no more writes. Writes of its device may still go on.
+    """A session ended (EOF). The peer starts no more writes, but its device may still be writing.
 
     ``exiting``: its process is exiting. If it is watched (``Watch``), ``ProcessEnded`` follows.
     """
@@ -85,8 +85,8 @@ class QuotasAre(msgspec.Struct, frozen=True):
 class TiersAre(msgspec.Struct, frozen=True):
     """Replace the list of tiers, in the order in which lookups ask them.
 
-    A new tier has the next number, or that of a removed tier of the same name that owes no answer.
-    ``renewed``: the numbers of tiers that stay, but whose store may be another or have changed.
+    A new tier has the next number, or that of a removed tier of that name without open operations.
+    ``renewed``: the numbers of tiers that stay, but whose store may have been replaced or changed.
     """
 
     numbers: tuple[int, ...]
@@ -99,8 +99,8 @@ class Stopping(msgspec.Struct, frozen=True):
     queued."""
 
 
-# The answers of tiers. Each ends the operation ``op``, once, in any order. ``held`` and ``which``
-# are bool, one per record.
+# The answers of tiers. Each ends one operation, ``op``. They come in any order. ``held`` and
+# ``which`` have one bool per record.
 
 
 class Probed(msgspec.Struct, frozen=True, tag=True):
@@ -112,15 +112,16 @@ class Probed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierLoad``: the tier writes to its slots no more. ``which``: the good
-    records."""
+    """The end of a ``TierLoad``: the tier no longer writes to the slots. ``which``: the records
+    that it loaded."""
 
     op: int
     which: npt.NDArray[np.bool_]
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierStore``: the tier reads its slots no more. ``which``: the stored records.
+    """The end of a ``TierStore``: the tier no longer reads the slots. ``which``: the records that
+    it stored.
 
     ``down``: the tier is down or was not asked, so the records may be stored later.
     """
@@ -131,7 +132,8 @@ class Stored(msgspec.Struct, frozen=True, tag=True):
 
 
 class EpochIs(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierEpoch``. ``None``: the tier could not read or write the epoch."""
+    """The end of a ``TierEpoch``. ``epoch``: the epoch that the tier has noted now; ``None``: it
+    could not read or write its note."""
 
     op: int
     epoch: int | None
@@ -169,7 +171,8 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Close a session that owes nothing, after all messages to it. ``Lost`` need not follow."""
+    """Close a session that owes nothing, after all messages to it were sent. The daemon need not
+    report ``Lost``."""
 
     session: SessionId
 
@@ -184,7 +187,8 @@ class HalfClose(msgspec.Struct, frozen=True):
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """Watch the process of a lost session that owed commits. Report its end as ``ProcessEnded``.
+    """Watch the process of a lost session that owed commits. Report the end of the process as
+    ``ProcessEnded``.
 
     ``until``: the watch ends at this CLOCK_MONOTONIC second; infinity if the process is exiting.
     """
@@ -215,7 +219,7 @@ class TierProbe(msgspec.Struct, frozen=True, tag=True):
 
 class TierLoad(msgspec.Struct, frozen=True, tag=True):
     """Have the tier load each record into one of ``slots``, which have shards of ``shard_bytes``.
-    Nobody else uses the slots until ``Loaded``."""
+    ``Loaded`` ends it; until then nobody else uses the slots."""
 
     tier: int
     op: int
@@ -225,8 +229,8 @@ class TierLoad(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierStore(msgspec.Struct, frozen=True, tag=True):
-    """Have the tier store each of ``slots`` as a record. They do not change until ``Stored``.
-    ``tenant`` pays for the rows."""
+    """Have the tier store each of ``slots`` as a record. ``Stored`` ends it; until then the slots
+    do not change. ``tenant`` pays for the rows."""
 
     tier: int
     op: int
@@ -237,11 +241,11 @@ class TierStore(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierEpoch(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the namespace's epoch in a tier. ``EpochIs`` ends it.
+    """Have a tier note a namespace's epoch, and ask for that epoch. ``EpochIs`` ends it.
 
-    ``core.tiers.epochs.to_note`` says what is to be noted there. ``known``: the highest epoch that
-    was seen there before, 0 if none was. ``fresh``: random bits for a fresh one, which ``renew``
-    asks for.
+    ``core.tiers.epochs.to_note`` computes the epoch. ``renew``: it must be a fresh one. ``fresh``:
+    the random bits of a fresh epoch. ``known``: the highest epoch that the daemon has seen in that
+    tier; 0: none.
     """
 
     tier: int

@@ -97,7 +97,7 @@ def _reservations(state: State) -> None:
 
 
 def _pins(state: State, pinned: list[ClassRows]) -> None:
-    """The pins of a row are those of ``pinned``: what leases, promotions and flushes hold."""
+    """All pins are those of ``pinned``: the rows that leases, promotions and flushes hold."""
     pins = state.rows.table.pins
     rows = np.flatnonzero(pins)
     counted = dict(zip(rows.tolist(), pins[rows].tolist(), strict=True))
@@ -119,7 +119,8 @@ def _loading(state: State) -> None:
 
 
 def _promotions(state: State) -> None:
-    """Each is open until its deadline at most, and its state says what it waits for."""
+    """A promotion is open until its deadline at most, and its state agrees with what it waits
+    for."""
     promotions, ops = state.promotions, state.tiers.ops
     waiting = sum(p.size_bytes for p in promotions.all.values())
     assert waiting == sum(promotions.bytes_of.values()), "miscounted bytes"
@@ -143,7 +144,7 @@ def _promotions(state: State) -> None:
 
 
 def _promotion_state(state: State, p: Promotion) -> None:
-    """What a promotion holds and waits for is what its state says. ``woken``: its wait is over, and
+    """What a promotion holds and waits for agrees with its state. ``woken``: its wait is over, and
     a later step continues it."""
     woken = p.id in state.promotions.going
     probes = [o for o in state.tiers.ops.values() if isinstance(o, Probing) and o.promotion == p.id]
@@ -177,7 +178,7 @@ def _flushes(state: State) -> None:
 
 
 def _tiers(state: State) -> None:
-    """The places of tiers are their order, and a removed tier has none."""
+    """The places of used tiers are 1, 2 and so on in their order. A removed tier has place 0."""
     tiers = state.tiers
     assert [t.place for t in tiers.used] == [*range(1, len(tiers.used) + 1)], "tiers have places"
     assert sum(t.place > 0 for t in tiers.all) == len(tiers.used), "a removed tier has a place"
@@ -205,7 +206,7 @@ def _extents(state: State) -> None:
 
 
 def _rows(state: State) -> None:
-    """A slot is either free, and listed once, or used. A readable row is in the index."""
+    """A slot is used, or it is free and listed once. A readable row is in the index."""
     table, classes = state.rows.table, state.classes.by_id.values()
     free, readable, failed = table.state == FREE, table.state >= READY, table.state == FAILED
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"

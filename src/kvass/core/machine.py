@@ -19,7 +19,7 @@ from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Effect, Event, SessionId
 from kvass.core.handlers import admission, clearing, reading, segments, sessions, writing
 from kvass.core.pending.ledger import soonest
-from kvass.core.pending.tier_operations import Asking
+from kvass.core.pending.tier_operations import NotingEpoch
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import CoreConfig, State
 from kvass.core.tiers import epochs, flush, probe, promote, tier_changes
@@ -84,7 +84,7 @@ def _tick(state: State, event: effects.Tick) -> None:
 
 
 def _epoch_is(state: State, event: effects.EpochIs) -> None:
-    tier = state.tiers.all[epochs.epoch_told(state, event)]
+    tier = state.tiers.all[epochs.epoch_answered(state, event)]
     if event.epoch is not None:
         flush.store_next(state, tier, len(tier.queue))
     promote.epoch_known(state)
@@ -182,10 +182,11 @@ class CacheMachine:
 
     @property
     def flushing(self) -> bool:
-        """Whether a tier is storing rows, or will store queued rows once it has told its epoch."""
+        """Whether a tier is storing rows, or will store queued rows when it answers with its
+        epoch."""
         tiers, ops = self.state.tiers.all, self.state.tiers.ops.values()
         return any(tier.storing_bytes for tier in tiers) or any(
-            isinstance(op, Asking) and tiers[op.tier].queue for op in ops
+            isinstance(op, NotingEpoch) and tiers[op.tier].queue for op in ops
         )
 
     def unflushed(self) -> list[tuple[str, int]]:
@@ -197,10 +198,9 @@ class CacheMachine:
         return [(name, rows) for name, rows in left if rows]
 
     def tier_number(self, name: str, taken: Container[int]) -> int:
-        """The number for a tier of that name that is added.
+        """The number for a tier of that name that is to be added.
 
-        It is the number of a removed tier of that name, or the next new one. It is none of
-        ``taken``.
+        It is the number of a removed tier of that name, or a new one; but no number in ``taken``.
         """
         every = self.state.tiers.all
         removed = (t.number for t in every if t.name == name and not t.place)

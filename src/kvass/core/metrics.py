@@ -128,7 +128,7 @@ MISSES: Final[dict[str, str]] = {
     "late": "The lookup timed out before the tiers or stores were done.",
     "cleared": "They were cleared, or the engine's weights changed, while it waited.",
 }
-"""Why a lookup was not given what it asked for."""
+"""Why a lookup missed tokens that it asked for."""
 
 HISTOGRAMS: Final[dict[str, str]] = {
     "lookup_tiers_seconds": "Time of lookups and prefetches that waited for tiers or stores.",
@@ -140,7 +140,7 @@ LOOP_HISTOGRAMS: Final[dict[str, str]] = {
     "lookup_core_seconds": "Time until the daemon answers a lookup or asks the tiers.",
     "event_loop_lag_seconds": "Delay of the daemon's event loop, measured once a second.",
 }
-"""Those that the daemon's loop adds to the status."""
+"""Histograms that the daemon's loop adds to the status."""
 
 TIER_HISTOGRAMS: Final[dict[str, str]] = {
     "load_seconds": "Time of each load of up to 16 MiB from the tier.",

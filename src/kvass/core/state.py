@@ -25,7 +25,9 @@ from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Quota, Timing
 
 _MODELS: Final = 64
+"""The most models in ``State.forgotten``, besides ``other``."""
 _REFUSALS: Final = 8
+"""The most entries of ``State.refusals``."""
 
 
 class CoreConfig(msgspec.Struct, frozen=True):
@@ -38,7 +40,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     limits: Limits = Limits()
     version: str = ""
     pid: int = 0
-    """The daemon's process id, for people."""
+    """The daemon's process id, for display."""
     started_s: float = 0.0
     """When the daemon started, by the clock of ``step``."""
     seed: bytes = b""
@@ -54,8 +56,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     slice_slots: int = 2048
     """How many slots of cleared rows one step gives back: 2 ms of work."""
     slice_ends: int = 32
-    """How many leases, reservations, lookups and sessions one step ends or continues, if more are
-    due: 5 ms of work. And how many row classes one step clears."""
+    """The most leases, reservations, lookups and sessions that one step ends or continues, and the
+    most row classes that it clears: 5 ms of work."""
 
 
 class State:
@@ -120,20 +122,21 @@ class State:
         spare: int,
         again: bool = False,
     ) -> Matched:
-        """Answer a lookup: pin the rows of ``hit`` under a lease for ``readers``, and count them.
+        """The answer to a lookup. It pins the rows of ``hit`` under a lease for ``readers``, and
+        counts them.
 
         A hit that has only the ``first`` chunks, which the engine has itself, is a miss without a
         lease. ``again``: the chunks of the hit were counted before.
         """
         if hit.chunks == first and not hit.blocks:
             return Matched(boot=self.config.boot, first=first, chunks=first)
-        lease = self.settlement.lend(instance, request, hit.parts, readers)
+        lease = self.settlement.begin_lease(instance, request, hit.parts, readers)
         self.counters["hit_chunks"] += 0 if again else hit.chunks - first
         self.counters["hit_blocks"] += hit.blocks
         classes = self.classes.by_id
         for part in hit.parts:
-            lent = part.rows[-1:] if again else part.rows
-            self.counters["l1_lent_bytes"] += len(lent) * classes[part.row_class].spec.row_bytes
+            new = part.rows[-1:] if again else part.rows
+            self.counters["l1_lent_bytes"] += len(new) * classes[part.row_class].spec.row_bytes
         return Matched(
             boot=self.config.boot,
             lease=lease.id,
@@ -146,7 +149,7 @@ class State:
             blocks=hit.blocks,
         )
 
-    def answered(
+    def count_lookup(
         self,
         who: Instance,
         ns: Namespace,
@@ -158,7 +161,7 @@ class State:
     ) -> None:
         """Count an answered lookup. ``why``: the reason for its misses (``metrics.MISSES``).
         ``tokens_s``: the engine's prefill speed; 0 if it is not known."""
-        ns.traffic.answered(self.now, lookup_tokens, hit_tokens, why, tokens_s, again)
+        ns.traffic.count_lookup(self.now, lookup_tokens, hit_tokens, why, tokens_s, again)
         who.lookup_tokens += lookup_tokens
         who.hit_tokens += hit_tokens
         who.seen_s = self.now
@@ -171,8 +174,8 @@ class State:
             del self.refusals[next(iter(self.refusals))]
 
     def forget(self, ns: Namespace) -> None:
-        """Keep the counts of a removed namespace under its model, for a bounded number of
-        models."""
+        """Add the counts of a removed namespace to those of its model, or of ``other`` if there are
+        too many models."""
         model = ns.model if len(self.forgotten) < _MODELS or ns.model in self.forgotten else "other"
         fresh = Traffic(from_tiers=[0] * len(self.tiers.all))
         self.forgotten.setdefault(model, fresh).add(ns.traffic)

@@ -70,8 +70,12 @@ def status(state: State) -> dict[str, Any]:
         "engines": [_engine(state, instance) for instance in state.instances.values()],
         "namespaces": namespaces,
         "refusals": [
-            {"instance": name[:80], "text": no.text[:300], "age_s": round(state.now - no.when, 1)}
-            for name, no in state.refusals.items()
+            {
+                "instance": name[:80],
+                "text": refusal.text[:300],
+                "age_s": round(state.now - refusal.when, 1),
+            }
+            for name, refusal in state.refusals.items()
         ],
         "tenants": [_tenant(t, state.now) for t in state.tenants.all.values()],
         "forgotten": [

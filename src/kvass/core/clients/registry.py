@@ -51,7 +51,7 @@ class ClientSession(msgspec.Struct):
 
 class Worker(msgspec.Struct, frozen=True):
     """A registered rank. ``layout``: the digest of its layout. ``groups``: its layer groups without
-    their layers, so they are equal on all ranks. ``shard_bytes``: the padded size of its shard of a
+    their layers. These are equal on all ranks. ``shard_bytes``: the padded size of its shard of a
     row, by group."""
 
     shard: int
@@ -106,10 +106,11 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class RowClassSpec(msgspec.Struct, frozen=True):
-    """The size of a slot of one (namespace, group): the padded bytes of each shard.
+    """What all rows of one (namespace, group) have in common.
 
-    ``layout``: the layer group without its layers, as all ranks have it. ``chunk_blocks``: the
-    blocks of a chunk if hits may end at each block; 0 if hits end at chunks only.
+    ``layout``: the layer group without its layers. ``shard_bytes``: the padded bytes of each shard
+    of a slot. ``chunk_blocks``: the number of blocks of a chunk if a hit may end at any block; 0 if
+    a hit ends at the end of a chunk only.
     """
 
     group: int
@@ -124,16 +125,18 @@ class RowClassSpec(msgspec.Struct, frozen=True):
 
 MAX_GENERATION: Final = 64
 _MODEL_CHARS: Final = 256
-"""The characters of a model's name that are shown, because statuses and labels repeat it."""
+"""The most characters of a model's name that are shown. Statuses and labels repeat it."""
 
 
 def model_of(terms: Register) -> str:
-    """The name of an engine's model, for people."""
+    """The name of an engine's model, for display."""
     return (terms.model or terms.identity.get("model", ""))[:_MODEL_CHARS]
 
 
 def check_register(msg: Register, layout: RankLayout | None, limits: Limits) -> None:
-    """Check a ``Register`` by itself. ``layout``: its layout, decoded.
+    """Check the fields of a ``Register``. ``check_agrees`` compares it with other ranks.
+
+    ``layout``: its layout, decoded.
 
     Raises:
         Refused: ``bad_value``, ``bad_rank`` or ``limit``, with the name of the field.
@@ -240,12 +243,14 @@ def _first_difference(ours: dict[str, str], theirs: dict[str, str]) -> tuple[str
     return f"identity[{key}]", ours.get(key, "(absent)"), theirs.get(key, "(absent)")
 
 
-_CLIP: Final = 40
-_NAMED: Final = 8
+_SHOWN_CHARS: Final = 40
+"""The most characters of a field's name or value in ``differences``."""
+_SHOWN_FIELDS: Final = 8
+"""The most fields in ``differences``."""
 
 
 def differences(ours: Register, theirs: Register) -> tuple[str, ...]:
-    """The fields in which ``theirs`` differs, for people. A field has both values if they are
+    """The fields in which two ``Register`` differ, for display. Both values are shown if they are
     short."""
     old, new = (
         terms.identity | {name: str(getattr(terms, name)) for name in _TERMS[1:]}
@@ -255,10 +260,10 @@ def differences(ours: Register, theirs: Register) -> tuple[str, ...]:
         new["generation"] = "weights replaced while it ran"
     found = []
     other = (k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    for name in nsmallest(_NAMED, other):
+    for name in nsmallest(_SHOWN_FIELDS, other):
         a, b = old.get(name, "(absent)"), new.get(name, "(absent)")
-        values = f": {b}, not {a}" if len(a) <= _CLIP and len(b) <= _CLIP else ""
-        found.append(f"{name[:_CLIP]}{values}")
+        values = f": {b}, not {a}" if max(len(a), len(b)) <= _SHOWN_CHARS else ""
+        found.append(f"{name[:_SHOWN_CHARS]}{values}")
     return tuple(found) or ("the layout of the KV cache",)
 
 
@@ -267,7 +272,8 @@ def _shape(worker: Worker) -> list[tuple[str, int, int]]:
 
 
 def namespace_digest(instance: Instance) -> bytes:
-    """The SHA-256 over the tagged, length-prefixed fields of a complete instance."""
+    """The SHA-256 over the tagged, length-prefixed fields of an instance whose ranks are all
+    registered."""
     h = hashlib.sha256()
 
     def field(tag: str, *values: object) -> None:
@@ -292,7 +298,7 @@ def namespace_digest(instance: Instance) -> bytes:
 
 
 def row_class_specs(instance: Instance) -> list[RowClassSpec]:
-    """The row class of each layer group of a complete instance."""
+    """The row class of each layer group of an instance whose ranks are all registered."""
     terms = instance.terms
     by_shard = {w.shard: w for w in instance.workers.values()}
     holders = [by_shard[s] for s in range(terms.world_size)]

@@ -1,11 +1,11 @@
-"""The limits on sessions, in all and per user, and the sessions that end for others.
+"""The limits on sessions, in all and per user, and which session is ended at a limit.
 
 Law of this file: no user can take all places (law 12).
 
-A *place* is one of the limited number of sessions. A session that has not said Hello is ended if
-another one needs its place. Sessions of the daemon's own user can always connect to look (``kvass
-status``). A session that has registered is never ended for a place, because it may owe a commit or
-a release (law 3).
+A *place* is one of the limited number of sessions. A session that has not sent Hello is ended if
+another one needs its place. The daemon's own user can always connect to read the status (``kvass
+status``). A session that has registered is never ended to free its place, because it may owe a
+commit or a release (law 3).
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from kvass.errors import Refused
 from kvass.types import Limits
 
 OBSERVERS: Final = 16
-"""Extra places for the daemon's own user. A session in one of them cannot register. If all are
-taken, the oldest of these sessions ends for the next one."""
+"""The number of extra places for the daemon's own user. A session in one of them cannot register.
+If all are taken, a new session replaces the oldest."""
 
 
 class SessionLimits:
-    """The sessions that have a place. ``hello_s``: how long a session may take to say Hello."""
+    """The sessions that have a place. ``hello_s``: how long a session may take to send Hello.
+    ``slice_ends``: the most sessions that ``overdue`` returns."""
 
     def __init__(self, limits: Limits, hello_s: float, slice_ends: int) -> None:
         self._limits = limits
@@ -36,12 +37,12 @@ class SessionLimits:
         self._observers: dict[int, None] = {}
         """The sessions in the extra places (``OBSERVERS``); the oldest is first."""
         self._silent: dict[int, float] = {}
-        """The sessions that have not said Hello, with their deadlines for it; the oldest is
+        """The sessions that have not sent Hello, with their deadlines for it; the oldest is
         first."""
 
     def admit(self, session: ClientSession, now: float) -> int | None:
-        """Give a new session a place. Returns the session that must end for it, if any. That is the
-        new session itself if there is no place for it."""
+        """Give a new session a place. Returns the session that must be ended for that, if any. It
+        is the new session itself if no place can be freed."""
         self._silent[session.id] = now + self._hello_s
         if not self._lacks(session.uid):
             self._seat(session)
@@ -57,7 +58,7 @@ class SessionLimits:
         return next(iter(self._observers)) if len(self._observers) > OBSERVERS else None
 
     def greeted(self, session: ClientSession) -> None:
-        """A session said Hello."""
+        """Record that a session sent Hello."""
         self._silent.pop(session.id, None)
 
     def check(self, session: ClientSession) -> None:
@@ -75,7 +76,7 @@ class SessionLimits:
             self._seat(session)
 
     def leave(self, session: ClientSession) -> None:
-        """A session ended."""
+        """Free the place of a session that ended."""
         self._silent.pop(session.id, None)
         self._observers.pop(session.id, None)
         if self._seated.pop(session.id, None) is not None:

@@ -3,12 +3,13 @@
 Law of this file: there are at most ``MOST`` tenants, whatever names clients invent (law 12).
 
 The tenant whose request stored a row first pays for it. Lookups of all tenants find it. A tenant
-with a quota has extent sets of its own. ``DEFAULT`` pays for the requests of all tenants without
-one. Of these only the first ``SHOWN`` names have counts of their own; the others count as
-``OTHER``.
+with a quota has extent sets of its own. The tenant ``DEFAULT`` pays for the requests of all tenants
+without a quota. Only the first ``SHOWN`` of these tenants have counts of their own; the requests of
+the others are counted for the tenant ``OTHER``.
 
-A tenant's *share* is what is reserved for it plus an equal part of what is reserved for nobody, and
-its cap at most. Tenants that have more than their share make room first.
+A tenant's *share* is what is reserved for it plus an equal part of what is reserved for nobody, but
+at most its cap. When room is needed, tenants that have more than their share lose extent sets
+first.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Tenant(msgspec.Struct, eq=False):
 
 
 class Tenants:
-    """All tenants of an arena of ``arena_bytes``. Their ids are below ``MOST`` and index arrays."""
+    """All tenants of an arena of ``arena_bytes``. Their ids are array indexes below ``MOST``."""
 
     def __init__(self, arena_bytes: int) -> None:
         self._arena_bytes = arena_bytes
@@ -59,7 +60,8 @@ class Tenants:
         """Whether any quota was set in this boot. If not, the default tenant has all of L1."""
 
     def of(self, name: str) -> Tenant:
-        """The tenant whose counts a request of ``name`` belongs to."""
+        """The tenant for which a request of ``name`` is counted. A new name is added, or counts for
+        ``OTHER`` if there are too many."""
         tenant = self.all.get(name or DEFAULT)
         if tenant is None:
             unlisted = sum(not each.listed for each in self.all.values())
@@ -120,7 +122,7 @@ class Tenants:
             raise Refused("limit", f"at most {MOST} tenants: remove the quota of another one")
 
     def remove(self, name: str) -> None:
-        """Remove a quota. The tenant keeps its extent sets, which make room for others first.
+        """Remove a quota. The tenant keeps its extent sets until others need the room.
 
         Raises:
             Refused: ``bad_value``, if the tenant has no quota.
@@ -145,8 +147,8 @@ class Tenants:
     # ------------------------------------------------------------ who makes room
 
     def shares(self, asker: Tenant) -> I64Array:
-        """The share of each tenant in bytes, by id. ``asker`` and all tenants with extent sets
-        share L1."""
+        """The share of each tenant in bytes, by id. Memory that is reserved for nobody is divided
+        equally among ``asker``, which needs room, and all tenants with extent sets."""
         paying = [t for t in self.all.values() if t.listed or t is self.default]
         active = sum(t is asker or t.taken_bytes > 0 for t in paying)
         spare = self._arena_bytes - sum(t.reserved_bytes for t in paying)

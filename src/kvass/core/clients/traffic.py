@@ -36,7 +36,7 @@ class Traffic(msgspec.Struct):
     slots: dict[int, list[int]] = {}
     """``[lookup_tokens, hit_tokens]`` of each slot."""
 
-    def answered(
+    def count_lookup(
         self,
         now: float,
         lookup_tokens: int,
@@ -51,7 +51,7 @@ class Traffic(msgspec.Struct):
         self.lookup_tokens += lookup_tokens
         self.hit_tokens += hit_tokens
         self.miss_tokens[why] += lookup_tokens - hit_tokens
-        if prefill_tokens_s >= 1.0:  # no engine is slower, and a sum stays finite
+        if prefill_tokens_s >= 1.0:  # no engine is slower; the sum must stay finite
             self.saved_s += hit_tokens / prefill_tokens_s
         slot = self._slot(now)
         slot[0] += lookup_tokens

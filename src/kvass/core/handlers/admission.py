@@ -33,18 +33,18 @@ from kvass.errors import Refused
 from kvass.messages import Register, Registered
 from kvass.types import MAX_GROUPS, SCHEDULER, RankLayout
 
-_LIKE: Final = 16
-"""How many namespaces of its model a new namespace is compared with."""
+_COMPARED: Final = 16
+"""With how many older namespaces of its model a new namespace is compared."""
 GROUPS: Final = 2
-"""How many layer groups a namespace may have on average when there are as many as may be. In a
-status each group takes 1 or 2 us, and a status is one step."""
+"""The most layer groups per namespace, on average over ``Limits.namespaces`` namespaces. More would
+make a status too slow: it is one step, and each group takes 1 or 2 us of it."""
 
 
 def register(state: State, session: ClientSession, msg: Register) -> Registered:
-    """Admit a session.
+    """Make a session the scheduler or a rank of its instance.
 
-    If it registers again with the same values, only the reply is sent again. If it registers with
-    another generation, its instance moves to that.
+    If it registers again with the same values, only the reply is sent again. If it registers again
+    with another generation, its instance moves to that generation.
     """
     terms = msgspec.structs.replace(msg, seq=0, layout=None)
     before = session.registered
@@ -78,7 +78,8 @@ def _admit(
     digest = layout_digest(layout)
     worker = None if layout is None else worker_of(terms, layout, digest)
     check_agrees(terms, worker, instance)
-    terms = msgspec.structs.replace(terms, identity=instance.terms.identity)  # one for all ranks
+    # All ranks share one dict of the identity's fields, to save memory.
+    terms = msgspec.structs.replace(terms, identity=instance.terms.identity)
     workers = dict(instance.workers)
     if worker is not None:
         workers[terms.rank] = worker
@@ -109,7 +110,8 @@ def _leave(state: State, instance: Instance) -> None:
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
-    """The id of a complete instance's namespace. The namespace is made if it is new."""
+    """The id of the namespace of an instance whose ranks are all registered. The namespace is
+    created if it is new."""
     if not instance.covers_all_shards(instance.writers):
         written = {instance.workers[rank].shard for rank in instance.writers}
         lacking = sorted(set(range(instance.terms.world_size)) - written)
@@ -127,7 +129,9 @@ def _namespace_for(state: State, instance: Instance) -> int:
     new = max(state.namespaces, default=-1) + 1
     terms = msgspec.structs.replace(instance.terms, generation=instance.generation)
     model = model_of(instance.terms)
-    same = islice((ns for ns in reversed(state.namespaces.values()) if ns.model == model), _LIKE)
+    same = islice(
+        (ns for ns in reversed(state.namespaces.values()) if ns.model == model), _COMPARED
+    )
     compared = [(differences(ns.terms, terms), ns.digest) for ns in same]
     differs_in, like = min(compared, key=lambda one: len(one[0]), default=((), b""))
     state.namespaces[new] = Namespace(
@@ -148,10 +152,13 @@ def _namespace_for(state: State, instance: Instance) -> int:
 
 
 def _make_place(state: State, groups: int) -> None:
-    """Make sure that a namespace of so many layer groups may be added.
+    """Make sure that a namespace of ``groups`` layer groups may be added.
 
-    Drops some namespaces without rows. At a limit, drops those that were used longest ago. No
-    namespace of a live instance is dropped. Raises ``Refused`` if there is no place.
+    It drops some namespaces without rows. If a limit would be exceeded, it drops those that were
+    used longest ago. A namespace of a live instance is never dropped.
+
+    Raises:
+        Refused: ``limit``, if the limit would still be exceeded.
     """
     live = {i.namespace for i in state.instances.values()}
     idle = [ns for ns in state.namespaces.values() if ns.id not in live]

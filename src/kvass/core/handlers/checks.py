@@ -1,7 +1,7 @@
 """Checks of the values in a message, before anything changes.
 
-They raise ``Refused``, whose text says what to do. They change nothing, with one exception: if a
-lost session owed the lease or reservation that a message names, that ends first.
+They raise ``Refused``, whose text says what to do. They change nothing, with one exception: a lease
+or reservation that a message names is ended first if a lost session owed it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check_request(request: str, limits: Limits) -> None:
 
 
 def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Array:
-    """The digests of a message as an array of keys. ``first`` must be one of them, or the end."""
+    """The digests of a message as an array of keys. ``first`` must be at most their number."""
     if not 8 <= width <= 32 or len(digests) % width:
         text = f"digests: {len(digests)} bytes are no multiple of width {width} in 8..32"
         raise Refused("bad_value", text)
@@ -78,9 +78,9 @@ def split_keys(digests: bytes, width: int, first: int, limits: Limits) -> U64Arr
 
 
 def most_keys(state: State, ns: Namespace) -> int:
-    """How many keys of a prompt are looked up at most.
+    """The most keys of a prompt that one step looks up.
 
-    Each key is looked up in every layer group. With more keys a step would take too long.
+    Each key is looked up in every layer group, so with more keys a step would take too long.
     """
     return state.config.limits.keys_per_message // len(ns.classes)
 
@@ -107,7 +107,7 @@ def _open(
 ) -> E | None:
     instance = instance_of(state, session)
     if boot != state.config.boot:
-        raise Refused("wrong_boot", "this names another daemon's life: drop it")
+        raise Refused("wrong_boot", "this names another run of the daemon: drop it")
     if not state.settlement.issued(an_id):
         raise Refused(unknown, f"number {an_id} was never given")
     state.settlement.carry_out_losses_of(an_id)

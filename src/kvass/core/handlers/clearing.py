@@ -1,7 +1,7 @@
 """The messages of administrators: clearing namespaces, emptying a tier, and quotas.
 
-A function per message. It returns the reply (``None``: it comes later) or raises ``Refused`` before
-it changed anything.
+Each function handles one message. It returns the reply, or ``None`` if the reply comes later. It
+raises ``Refused`` before it changes anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvass.errors import Refused
 from kvass.messages import Clear, EmptyTier, QuotaSet, SetQuota
 
 MOST_CLEARS: Final = 64
-"""How many clears of everything may be unfinished at a time."""
+"""The most clears of everything that may be unfinished at a time."""
 
 
 def clear(state: State, session: ClientSession, msg: Clear) -> None:
@@ -38,11 +38,12 @@ def clear_more(state: State) -> None:
 
 
 def _clear_some(state: State, clearing: Clearing) -> None:
-    """Clear at least one namespace, and stop after ``slice_ends`` classes and notes of tiers."""
+    """Clear at least one namespace of ``clearing``. Stop after ``slice_ends`` row classes and
+    requests to tiers."""
     chosen, left, cost = list[Namespace](), clearing.left, 0
     while left and cost < state.config.slice_ends:
         ns = left.pop()
-        if state.namespaces.get(ns.id) is ns:  # else it was forgotten meanwhile
+        if state.namespaces.get(ns.id) is ns:  # else it was dropped meanwhile
             chosen.append(ns)
             cost += len(ns.classes) + len(ns.tier_epochs)
     for ns in chosen:

@@ -22,12 +22,12 @@ from kvass.messages import Grant
 from kvass.types import I64Array
 
 ROWS_A_STEP: Final = 512
-"""How many rows of an item one step decides, but no less than one chunk's. Later steps decide the
-others."""
+"""The most rows of an item that one step grants or refuses, but at least those of one chunk. Later
+steps decide the others."""
 
 Found = tuple[int, I64Array]
-"""The rows that one class has of a prompt: a chunk, and the row (or ``ABSENT``) of each chunk from
-there on."""
+"""The rows that one class has of a prompt: the number of a chunk, and the row (or ``ABSENT``) of
+each chunk from that one on."""
 
 
 def grant(
@@ -35,8 +35,8 @@ def grant(
 ) -> Grant:
     """Allocate WRITING rows for the chunks of ``item`` that have none, as many as fit.
 
-    ``used``: what ``touch`` found of the item. Rows with a stamp of ``protect`` or later are not
-    evicted.
+    ``used``: what ``touch`` or ``find`` returned for the item. Rows with a stamp of ``protect`` or
+    later are not evicted.
     """
     chunks_a_step = max(1, ROWS_A_STEP // len(ns.classes))
     until = min(item.first + chunks_a_step, len(item.keys))
@@ -75,9 +75,9 @@ def grant(
 def _allocate(
     state: State, item: Item, wanted: list[I64Array], until: int, protect: int
 ) -> tuple[list[I64Array], list[I64Array]]:
-    """WRITING rows for the chunks ``wanted`` of each class, as many chunks as there is room for.
+    """Allocate WRITING rows for the chunks ``wanted`` of each class, for as many as there is room.
 
-    Returns the chunks that got rows, and the rows, per class. The rows' blocks are noted.
+    Returns per class the chunks that got rows, and the rows. Records the blocks of the rows.
     """
     rows, end = state.allocator.allocate(
         item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.tenant)
@@ -98,8 +98,8 @@ def _allocate(
 def touch(state: State, ns: Namespace, item: Item) -> list[Found]:
     """Find the rows of the item's prompt, and mark them as used now.
 
-    Of windows and states these are the chunks from ``item.first`` on, and what a hit of the whole
-    prompt needs.
+    In a group that is not ``full``, these are the rows of the chunks from ``item.first`` on and
+    those that a hit of the whole prompt needs.
     """
     used = find(ns, item)
     for c, (_, found) in zip(ns.classes, used, strict=True):
@@ -121,8 +121,9 @@ def _touch_new(
 ) -> None:
     """Mark the rows of the prompt as used once more, together with the ``new`` ones.
 
-    The new rows are deeper in the prompt, so they must be older than the others. ``new``: by class
-    the chunks and the rows. No row of ``used`` was evicted meanwhile, because they are protected.
+    The new rows are deeper in the prompt, so they must be older than the others. ``new``: the
+    chunks and the rows by class id. No row of ``used`` was evicted meanwhile, because all of them
+    are protected.
     """
     for c, (begin, found) in zip(ns.classes, used, strict=True):
         if c.id in new:
@@ -134,8 +135,9 @@ def _touch_new(
 def _lacking(ns: Namespace, item: Item, until: int, used: list[Found]) -> npt.NDArray[np.bool_]:
     """Which of the rows that ``item`` asks for do not exist yet.
 
-    bool, a line per class of the item, a column per chunk in ``[item.first, until)``. A window or a
-    state is worth writing only where the full rows of its chunk exist, or are written with it.
+    bool, one array row per class of the item, one column per chunk in ``[item.first, until)``. A
+    row of a window or a state is of use only where the ``full`` rows of its chunk exist or are
+    written with it.
     """
     keys = item.keys[item.first : until]
     absent = np.array([rows[item.first - at : until - at] == ABSENT for at, rows in used])
@@ -157,7 +159,8 @@ def _lacking(ns: Namespace, item: Item, until: int, used: list[Found]) -> npt.ND
 
 
 def _cut(lacking: npt.NDArray[np.bool_], classes: list[RowClass], allowance: int) -> bool:
-    """Remove the chunks from ``lacking`` that exceed ``allowance`` bytes. False: all fit."""
+    """Remove the last chunks from ``lacking`` so that its rows take at most ``allowance`` bytes.
+    Returns False if there was room for all chunks."""
     sizes = [c.spec.row_bytes for c in classes]
     if sum(sizes) * lacking.shape[1] <= allowance:
         return False

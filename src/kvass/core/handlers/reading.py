@@ -1,7 +1,7 @@
-"""The messages of a read: lookup, prefetch and release; and which rows have left L1.
+"""The messages of a read: lookup, prefetch and release; and which rows have left L1 (``Removals``).
 
-A function per message. It returns the reply (``None``: there is none, or it comes later) or raises
-``Refused`` before it changed anything.
+Each function handles one message. It returns the reply, or ``None`` if there is none or it comes
+later. It raises ``Refused`` before it changes anything.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from kvass.messages import (
 from kvass.types import SCHEDULER, U64Array
 
 PREFETCH_S: Final = 60.0
-"""How long a prefetch waits if it does not say how long."""
-GAPS_OF: Final = 8
-"""Of one lookup in so many it is measured how long the rows of its hit were not used."""
+"""How long a prefetch without a budget waits."""
+REUSE_SAMPLING: Final = 8
+"""``reuse_gap_seconds`` is measured for one lookup in this many."""
 MAX_WAIT_S: Final = 300.0
 """The longest that a lookup may wait, whatever it asks for."""
 
@@ -72,7 +72,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         keys, blocks = keys[:most], blocks[:0]
     view = PrefixView(state.rows, ns, keys, msg.first, msg.spare, blocks, start)
     chunks, why = view.longest(view.there()), "absent"
-    if chunks > msg.first and not msg.again and state.counters["lookups"] % GAPS_OF == 1:
+    if chunks > msg.first and not msg.again and state.counters["lookups"] % REUSE_SAMPLING == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
     hit = view.use(chunks)
     more = chunks < len(keys) - msg.spare
@@ -85,19 +85,21 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
             if promote.begin(state, promotion, msg.writing):
                 return None
             why = "not_waited"
-    asked = ns.tokens(len(keys) - msg.first, len(blocks))
-    given = ns.tokens(chunks - msg.first, hit.blocks)
+    lookup_tokens = ns.tokens(len(keys) - msg.first, len(blocks))
+    hit_tokens = ns.tokens(chunks - msg.first, hit.blocks)
     if msg.again:
-        asked = given = ns.tokens(0, hit.blocks)
-    state.answered(instance, ns, asked, given, why, _speed(msg), msg.again)
-    state.tenants.of(msg.tenant).traffic.answered(state.now, asked, given, why, again=msg.again)
+        lookup_tokens = hit_tokens = ns.tokens(0, hit.blocks)
+    state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, _speed(msg), msg.again)
+    state.tenants.of(msg.tenant).traffic.count_lookup(
+        state.now, lookup_tokens, hit_tokens, why, again=msg.again
+    )
     return state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
 
 
 def _blocks(state: State, ns: Namespace | None, msg: Lookup) -> tuple[U64Array, U64Array]:
     """The keys of the blocks after the last chunk, and of the blocks of chunk ``first``.
 
-    There are none where hits end with a chunk.
+    Both are empty if hits of this lookup end at the end of a chunk only.
     """
     blocks, start = [
         split_keys(each, msg.width, 0, state.config.limits) if each else NO_BLOCKS
@@ -110,21 +112,21 @@ def _blocks(state: State, ns: Namespace | None, msg: Lookup) -> tuple[U64Array, 
     return blocks, start
 
 
-def _wait_s(state: State, msg: Lookup, ns: Namespace, asked: int, chunks: int) -> float:
-    """How long the lookup waits for the chunks that L1 lacks: it has ``chunks`` of ``asked``.
+def _wait_s(state: State, msg: Lookup, ns: Namespace, total: int, chunks: int) -> float:
+    """How long the lookup waits for the chunks that L1 lacks. L1 has ``chunks`` of ``total``.
 
-    If L1 has none, that is the message's budget. If L1 has some, it is the time that computing the
+    If L1 has none, it is the message's budget. If L1 has some, it is the time that computing the
     others takes, but no less than ``lookup_budget_ms`` and no more than the budget. If the engine's
-    speed is not known, it is the lacking chunks' share of the budget.
+    speed is not known, computing is taken to last the lacking chunks' share of the budget.
     """
     least_s = state.config.timing.lookup_budget_ms / 1000
     wait_s = min(msg.budget_ms / 1000 or least_s, MAX_WAIT_S)
     if chunks == msg.first:
         return wait_s
     if speed := _speed(msg):
-        rest_s = (asked - chunks) * ns.chunk_tokens / speed
+        rest_s = (total - chunks) * ns.chunk_tokens / speed
     else:
-        rest_s = wait_s * (asked - chunks) / (asked - msg.first)
+        rest_s = wait_s * (total - chunks) / (total - msg.first)
     return min(wait_s, max(rest_s, least_s))
 
 
@@ -134,7 +136,7 @@ def _speed(msg: Lookup) -> float:
 
 
 def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched | None:
-    """Load the rows from tiers that a lookup would load. They are not pinned for the asker."""
+    """Load the rows from tiers that a lookup would load. None stays pinned after the reply."""
     check_request(msg.request, state.config.limits)
     keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
     if session.registered is not None:
@@ -143,7 +145,7 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
         ns = state.namespace_of(scheduler_of(state, session))
     else:
         ns = named_namespace(state, msg.namespace)
-    _check_leases(state, _asker(session))
+    _check_leases(state, _owner_of(session))
     state.counters["prefetches"] += 1
     if ns is None:
         return Prefetched()
@@ -158,8 +160,8 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
     return Prefetched(chunks=chunks)
 
 
-def _asker(session: ClientSession) -> str:
-    """Who owns a session's promotions: its instance, or the session if it has not registered."""
+def _owner_of(session: ClientSession) -> str:
+    """The owner of a session's promotions: its instance, or itself if it has not registered."""
     return session.registered.instance if session.registered else f"session {session.id}"
 
 
@@ -186,7 +188,7 @@ def _promotion(
         id=next(state.promotions.numbers),
         session=session.id,
         seq=msg.seq,
-        instance=_asker(session),
+        instance=_owner_of(session),
         request=msg.request,
         readers=readers,
         namespace=ns,
@@ -206,7 +208,7 @@ def _promotion(
 
 
 def release(state: State, session: ClientSession, msg: Release) -> None:
-    """A rank has finished reading, or the scheduler returns a lease that it did not hand over."""
+    """A rank has finished reading, or the scheduler gives back a lease before handing it over."""
     lease = open_lease(state, session, msg.boot, msg.lease)
     if lease is None:
         return  # a late release is no error
@@ -220,9 +222,9 @@ def release(state: State, session: ClientSession, msg: Release) -> None:
 
 
 def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
-    """Which rows of the session's namespace left L1, and which of the keys it names are READY.
+    """Report which rows of the session's namespace left L1, and which of ``present`` are READY.
 
-    Without a namespace, the reply says that notes were lost.
+    If the session has no namespace, the reply says that entries were lost.
     """
     instance, limits = scheduler_of(state, session), state.config.limits
     keys = [split_keys(each, msg.width, 0, limits) for each in (*msg.present, b"")][:-1]

@@ -1,4 +1,4 @@
-"""The items of a ``Reserve``: checked values, and how many of them one step decides.
+"""The items of a ``Reserve``: their checks, and how many of them one step decides.
 
 No function here changes anything.
 """
@@ -18,18 +18,19 @@ from kvass.messages import ReserveItem
 from kvass.types import U64Array
 
 COST_OF_AN_ITEM: Final = 256
-"""What an item costs a step beside its keys, in chunks that are granted."""
+"""The cost of an item, without its chunks. The unit is the cost of granting one chunk."""
 COST_A_STEP: Final = 6 * COST_OF_AN_ITEM
-"""The cost of the items that one step decides. Granting a chunk costs 1. Finding eight chunks that
-L1 has costs 1, too."""
+"""The most that the items of one step cost. Granting a chunk costs 1. Looking up eight chunks costs
+1, too."""
 
 
 class Item(NamedTuple):
     """A ``ReserveItem`` that was checked.
 
-    ``classes``: those of the groups whose rows are asked for. ``prints``: the fingerprints of each
-    chunk's blocks from chunk ``first`` on, if the blocks are known. ``tail``: the last chunk has
-    only so many blocks, and its key is the hash of the last one; 0: it has all its blocks.
+    ``classes``: the row classes of the groups for which rows are requested. ``prints``: the
+    fingerprints of each chunk's blocks from chunk ``first`` on, if the blocks are known. ``tail``:
+    how many blocks the last chunk has if it is a tail, whose key is the hash of its last block; 0:
+    it is a whole chunk.
     """
 
     request: str
@@ -41,7 +42,7 @@ class Item(NamedTuple):
     tail: int = 0
 
 
-def checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item:
+def check_item(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item:
     """Check one item of a ``Reserve``. ``width``: bytes per digest. Raises ``Refused``."""
     check_request(item.request, state.config.limits)
     keys = split_keys(item.digests, width, item.first, state.config.limits)

@@ -1,7 +1,8 @@
 """The messages of blend: index chunks by their tokens, and find them anywhere in a prompt.
 
-A function per message. It returns the reply or raises ``Refused`` before it changed anything. All
-groups of the namespace must be ``full``: of other groups, a chunk without its prefix is of no use.
+Each function handles one message. It returns the reply. It raises ``Refused`` before it changes
+anything. All groups of the namespace must be ``full``: in other groups, a chunk without its prefix
+is of no use.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvass.types import I64Array, U32Array, U64Array
 
 _WIDEST: Final = 8 * KEY_WORDS
 MOST_CHUNKS: Final = 1024
-"""How many chunks' tokens are searched at most. Each chunk that is found takes a microsecond."""
+"""The most chunks of a prompt that one search covers. Each chunk that is found takes 1 us."""
 
 
 def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Indexed:

@@ -17,12 +17,12 @@ from kvass.messages import FEATURES, PROTOCOL_MAX, PROTOCOL_MIN, Error, Hello, P
 from kvass.types import SCHEDULER
 
 CLOCK_SLACK_S: Final = 600.0
-"""How long a Hello may have waited in a queue. The clock of another time namespace differs by more,
-or is ahead."""
+"""How long a Hello may have waited in a queue. A clock that is further behind, or ahead, belongs
+to another time namespace."""
 
 
 def opened(state: State, event: Opened) -> None:
-    """A client has connected. It is refused, or it takes a place, perhaps another session's."""
+    """A client has connected: refuse it, or give it a place. That may end another session."""
     assert event.session not in state.sessions, "a session id was reused"
     session = ClientSession(id=event.session, uid=event.uid, own=event.own, pid=event.pid)
     state.sessions[session.id] = session
@@ -40,7 +40,7 @@ def end_silent(state: State) -> None:
 
 
 def faulted(state: State, event: Faulted) -> None:
-    """Bytes of the session were no message: end the session."""
+    """A session sent bytes that are no message: end the session."""
     session = state.sessions.get(event.session)
     if session is not None and not session.ending:
         end(state, session, event.code, event.text)
@@ -54,7 +54,7 @@ def end(state: State, session: ClientSession, code: ErrorCode, text: str, seq: i
     session.ending = True
     who = session.registered
     if who is not None and who.rank == SCHEDULER:
-        # Messages that it sent may be lost, also a HandedOver.
+        # A HandedOver that it sent may be lost.
         state.settlement.presume_handed_over(who.instance)
     elif who is not None and state.settlement.owes(who.instance, who.rank):
         instance = state.instances[who.instance]
@@ -67,7 +67,7 @@ def end(state: State, session: ClientSession, code: ErrorCode, text: str, seq: i
 
 
 def lost(state: State, event: Lost) -> None:
-    """A session has ended. End the leases and reservations that it owes, and its promotions."""
+    """A session has ended: end what it held of leases and reservations, and its promotions."""
     session = state.sessions.pop(event.session, None)
     promote.session_lost(state, event.session)
     if session is None:
@@ -93,7 +93,7 @@ def lost(state: State, event: Lost) -> None:
 
 
 def populated(state: State, event: PopulatedTo) -> None:
-    """More of the arena is populated: tell the sessions that mapped it."""
+    """More of the arena is populated: send ``Populated`` to the sessions that mapped it."""
     state.populated_bytes = event.bytes
     for session in state.sessions.values():
         if session.wants_arena and session.greeted and not session.ending:

@@ -1,7 +1,7 @@
-"""The messages of a store: reserve, commit, abort; and handing over to the ranks.
+"""The messages of a store: reserve, commit, abort and ``HandedOver``.
 
-A function per message. It returns the reply (``None``: there is none) or raises ``Refused`` before
-it changed anything.
+Each function handles one message. It returns the reply, or ``None`` if there is none. It raises
+``Refused`` before it changes anything.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvass.core.clients.registry import ClientSession
 from kvass.core.handlers import granting
 from kvass.core.handlers.checks import open_lease, open_reservation, own_rank, scheduler_of
-from kvass.core.handlers.reserve_items import checked, items_of_a_step, items_of_one_payer
+from kvass.core.handlers.reserve_items import check_item, items_of_a_step, items_of_one_payer
 from kvass.core.state import State
 from kvass.core.tiers import flush
 from kvass.errors import Refused
@@ -29,12 +29,12 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     now = min(
         items_of_a_step(msg.items, sizes, len(ns.classes)), items_of_one_payer(state, msg.items)
     )
-    items = [checked(state, ns, item, msg.width) for item in msg.items[:now]]
+    items = [check_item(state, ns, item, msg.width) for item in msg.items[:now]]
     protect = state.rows.table.clock
-    used = [granting.touch(state, ns, item) for item in items]  # before rows are evicted for one
+    used = [granting.touch(state, ns, item) for item in items]  # before a grant evicts rows
     grants = list[Grant]()
     for item, found in zip(items, used, strict=True):
-        if grants:  # an item before it may have been granted some of its rows
+        if grants:  # an item before it may have been granted some of the same rows
             found = granting.find(ns, item)
         grants.append(granting.grant(state, instance, ns, item, protect, found))
     grants += [Grant(later=item.first) for item in msg.items[now:]]
@@ -56,7 +56,7 @@ def commit(state: State, session: ClientSession, msg: Commit) -> None:
 
 
 def abort(state: State, session: ClientSession, msg: Abort) -> None:
-    """A rank will not write, or the scheduler takes back what it did not hand over."""
+    """A rank will not write, or the scheduler gives back a reservation before handing it over."""
     reservation = open_reservation(state, session, msg.boot, msg.reservation)
     rank = own_rank(session, msg.rank)
     if reservation is None:

@@ -1,7 +1,7 @@
 """The longest hit of a prompt, from the chunks that each layer group has.
 
-A hit ends at the end of a chunk. It needs the chunks of each group that ``GroupLayout.needs``
-names. It needs none before ``first``, because the engine has those itself.
+A hit ends at the end of a chunk. ``GroupLayout.needs`` says from where on a hit needs the chunks of
+a group. A hit needs none before ``first``, because the engine has those itself.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def first_chunk(group: GroupLayout, chunks: int, chunk_tokens: int, first: int = 0) -> int:
-    """The first chunk of ``group`` that a hit of ``chunks`` chunks needs; ``first`` at least."""
+    """The first chunk of ``group`` that a hit of ``chunks`` chunks needs; at least ``first``."""
     return min(chunks, max(first, group.needs(chunks * chunk_tokens) // chunk_tokens))
 
 
 def checked_groups(groups: Sequence[GroupLayout]) -> list[bool]:
-    """Which groups must have the spare chunks after a hit: the ``full`` groups. If there are none,
-    all groups but states."""
+    """Which groups must have the spare chunks after a hit: the ``full`` groups. If no group is
+    ``full``: all groups but ``state`` groups."""
     full = [group.kind == "full" for group in groups]
     return full if any(full) else [group.kind != "state" for group in groups]
 

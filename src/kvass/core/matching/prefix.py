@@ -19,8 +19,8 @@ NO_BLOCKS: Final = np.empty((0, KEY_WORDS), np.uint64)
 class Hit(NamedTuple):
     """A hit: ``chunks`` chunks from chunk 0 on, and ``blocks`` blocks of the next chunk.
 
-    ``parts``: the rows that the lookup is given, by row class. ``spares``: the rows of the spare
-    chunks, which it is not given.
+    ``parts``: the rows that the engine may read, by row class. ``spares``: the rows of the spare
+    chunks, which it does not read.
     """
 
     chunks: int
@@ -62,13 +62,13 @@ class PrefixView:
         return [self._rows.there(rows, least) for rows in self.found]
 
     def longest(self, there: list[BoolArray]) -> int:
-        """The length of the longest hit in chunks, if the rows of ``there`` are used; ``first`` if
+        """The length of the longest hit in chunks, made of the chunks in ``there``; ``first`` if
         there is none."""
         return longest_hit(self._groups, there, self._ns.chunk_tokens, self._first, self._spare)
 
     def needs(self, end: int) -> list[tuple[int, int]]:
-        """By row class, the chunks ``[begin, upto)`` that a hit of ``end`` chunks needs: those that
-        the lookup is given, then the spare ones."""
+        """By row class, the chunks ``[begin, upto)`` that a hit of ``end`` chunks needs: those of
+        the hit, then the spare ones."""
         tokens, first = self._ns.chunk_tokens, self._first
         if not self._spare or end == first:
             return [(first_chunk(group, end, tokens, first), end) for group in self._groups]
@@ -81,7 +81,7 @@ class PrefixView:
         """The reservations whose WRITING rows would make the hit longer."""
         table, parts = self._rows.table, list[I64Array]()
         end = self.longest(self.there(WRITING))
-        has = self._in_part(end)[0]
+        has = self._partial_chunk(end)[0]
         for c, rows, (begin, upto) in zip(
             self._ns.classes, self.found, self.needs(end), strict=True
         ):
@@ -95,16 +95,16 @@ class PrefixView:
     def last_used_s(self, end: int) -> float:
         """The seconds since the last chunk of a hit of ``end`` chunks was used.
 
-        It is 0 if no group has a row of that chunk. A window of one token needs no row.
+        It is 0 if no group has a row of that chunk: a window of one token needs none.
         """
         row = max([rows.item(end - 1) for rows in self.found])
         return 0.0 if row == ABSENT else self._rows.uses.age(self._rows.table.stamp.item(row))
 
     def use(self, end: int) -> Hit:
-        """The hit of ``end`` chunks. It records a use of its rows, and of the rows of the chunks
-        that the engine has itself."""
+        """Record a use of the rows of a hit of ``end`` chunks, and of the rows of the chunks that
+        the engine has itself. Returns the hit."""
         tokens, parts, spares = self._ns.chunk_tokens, [], []
-        blocks, last = self._in_part(end)
+        blocks, last = self._partial_chunk(end)
         for c, rows, row, (begin, upto) in zip(
             self._ns.classes, self.found, last, self.needs(end), strict=True
         ):
@@ -118,11 +118,11 @@ class PrefixView:
             spares.append(ClassRows(c.id, rows[end:upto]))
         return Hit(end, blocks, tuple(parts), tuple(spares))
 
-    def _in_part(self, end: int) -> tuple[int, list[I64Array]]:
-        """How many blocks of the chunk after ``end`` chunks all classes have, and the row of each
-        class that has them.
+    def _partial_chunk(self, end: int) -> tuple[int, list[I64Array]]:
+        """The first blocks of the chunk after ``end`` chunks that all classes have: their number,
+        and the row of each class that has them.
 
-        It is 0 blocks unless the hit has all chunks of the prompt, or only the engine's own.
+        The number is 0 unless the hit has all chunks of the prompt, or only the engine's own.
         """
         classes, none = self._ns.classes, [np.empty(0, np.int64) for _ in self._ns.classes]
         indexes = [c.blocks for c in classes if c.blocks is not None]

@@ -82,7 +82,7 @@ class Ledger(Generic[E]):
         self.wake_at(entry.deadline, entry)
 
     def drop(self, entry: E) -> None:
-        """Close an open entry. Its bytes are given back."""
+        """Close an open entry. Its bytes no longer count."""
         del self.all[entry.id]
         mine = self._of[entry.instance]
         del mine[entry.id]
@@ -91,14 +91,15 @@ class Ledger(Generic[E]):
             del self._of[entry.instance], self.bytes_of[entry.instance]
 
     def wake_at(self, when: float, entry: E) -> None:
-        """Have ``due`` name ``entry`` once ``when`` has come."""
+        """Make ``entry`` due at ``when``. An entry may be due at several times."""
         heapq.heappush(self._due, (when, entry.id))
         if len(self._due) > 4 * len(self.all) + _STALE:  # most ended before they were due
             self._due = [due for due in self._due if due[1] in self.all]
             heapq.heapify(self._due)
 
     def due(self, now: float, most: int) -> list[E]:
-        """At most ``most`` entries that are due. An entry may be due several times."""
+        """At most ``most`` entries that are due. The times at which they were due are forgotten, so
+        an entry is due again only at another time of ``wake_at``."""
         if not self._due or self._due[0][0] > now:
             return []
         found = dict[int, E]()
@@ -120,8 +121,8 @@ class Ledger(Generic[E]):
         return self._due[0][0] if self._due else None
 
 
-def soonest(one: float | None, other: float | None) -> float | None:
+def soonest(first: float | None, second: float | None) -> float | None:
     """The earlier of two times; ``None`` is never."""
-    if one is None or (other is not None and other < one):
-        return other
-    return one
+    if first is None or (second is not None and second < first):
+        return second
+    return first

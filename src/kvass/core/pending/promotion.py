@@ -3,14 +3,14 @@
 A promotion's state changes only through ``Promotion.move``, along ``TRANSITIONS``. A promotion is
 answered when it ends, and it ends once (law 11).
 
-- NEW: it was made in this step, and nothing was begun for it.
+- NEW: it was created in this step, and nothing was begun for it.
 - AWAITING_WRITERS: engines are writing rows that it needs. ``writers`` has their reservations. No
   tier was asked.
-- AWAITING_EPOCH: no tier has told the epoch of its namespace, so none can be asked. At least one
-  has not answered yet.
+- AWAITING_EPOCH: the epoch of its namespace is not known in any tier, so no tier can be asked for
+  rows. At least one tier has not answered yet.
 - PROBING: a tier was asked which rows it has, and has not answered.
-- LOADING: ``hit`` is pinned. Tiers are filling the rows of it that are LOADING. ``awaits`` has the
-  operations that do.
+- LOADING: ``hit`` is pinned. Tiers are filling those of its rows that are LOADING. ``awaits`` has
+  the operations of the tiers.
 - ENDED: its answer was sent, or its session ended. It holds nothing.
 """
 
@@ -37,11 +37,11 @@ INSTANCE_SHARE: Final = 0.25
 NOT_ASKED: Final = -1
 """In ``Promotion.homes``: no tier was asked for the row."""
 DUPLICATE: Final = -2
-"""In ``Promotion.homes``: the prompt has the key before, and one row is enough."""
+"""In ``Promotion.homes``: an earlier chunk of the prompt has the same key. No tier is asked."""
 IN_NO_TIER: Final = -3
 """In ``Promotion.homes``: no tier that was asked has the row."""
 NO_TIER: Final = -1
-"""``Promotion.probed_tier`` before a tier was asked."""
+"""In ``Promotion.probed_tier``: no tier was asked yet."""
 
 
 class PromotionState(Enum):
@@ -71,7 +71,7 @@ TRANSITIONS: Final = {
         PromotionState.ENDED,
     },
     PromotionState.AWAITING_EPOCH: {
-        PromotionState.AWAITING_EPOCH,  # one of several tiers could not tell the epoch
+        PromotionState.AWAITING_EPOCH,  # one of several tiers answered without an epoch
         PromotionState.PROBING,
         PromotionState.LOADING,
         PromotionState.ENDED,
@@ -91,11 +91,11 @@ TRANSITIONS: Final = {
 
 
 class Promotion(Entry, kw_only=True):
-    """A lookup whose answer waits for writers or for tiers; without readers, a prefetch.
+    """A lookup or a prefetch whose answer waits for writers or for tiers.
 
-    ``begun``: when it began. ``epoch``: its namespace's epoch then. ``first``, ``spare``, ``rest``,
-    ``start``: see ``prefix.PrefixView``. ``why``: why the hit is shorter than the prompt
-    (``metrics.MISSES``).
+    ``readers``: the ranks that will read the hit; a prefetch has none. ``begun``: when it began.
+    ``epoch``: ``Namespace.epoch`` at that time. ``first``, ``spare``, ``rest``, ``start``: see
+    ``prefix.PrefixView``. ``why``: why the hit is shorter than the prompt (``metrics.MISSES``).
     ``homes``: per class and chunk, the number of the tier that has the row, or ``NOT_ASKED``,
     ``DUPLICATE`` or ``IN_NO_TIER``. ``probed_tier``: the tier that was asked last, for the chunks
     before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING.
@@ -131,7 +131,8 @@ class Promotion(Entry, kw_only=True):
         self.state = after
 
     def await_writers(self, writers: set[int], reservations: Mapping[int, Reservation]) -> None:
-        """Be woken when one of the reservations ``writers`` ends, and by no other reservation.
+        """Wait for the reservations ``writers``, and no others. The first that ends continues the
+        promotion.
 
         ``reservations``: those that are open, by number.
         """
@@ -143,7 +144,7 @@ class Promotion(Entry, kw_only=True):
         self.writers = writers
 
     def view(self, rows: RowStates, chunks: int | None = None) -> PrefixView:
-        """What L1 has now of the prompt, or of its first ``chunks`` chunks."""
+        """The rows that L1 has now of the prompt, or of its first ``chunks`` chunks."""
         keys = self.keys[:chunks]
         rest = self.rest if len(keys) == len(self.keys) else NO_BLOCKS
         start = self.start if len(keys) > self.first else NO_BLOCKS

@@ -5,19 +5,22 @@ owing rank has released, or at its deadline. A reservation is *settled* when no 
 any more and no device of a lost writer may still write. Only then are its slots freed or made
 readable (law 3). A commit counts only while its reservation is not discarded (laws 4, 8).
 
-When does a lost writer's device stop writing? EOF on its socket proves nothing: a process that
-exits closes our socket before or after the GPU's files, and only releasing these stops the GPU. The
-end of the process proves it, because the kernel releases a process's files first. So
+The device (GPU) of a lost writer may write after EOF on the writer's socket. A process that exits
+closes the socket before or after the GPU's files, and the GPU stops only when these are released.
+The end of the process shows that the GPU has stopped, because the kernel releases a process's files
+before that. So there are two cases:
 
-- if the process was seen to be exiting at EOF, its slots wait for its end, however long that takes;
-- if not, the process is still alive or cannot be seen. A client that is alive closes its socket
-  only after its copies. Its slots wait for ``dma_grace_s``, or for its end if that is seen sooner.
+- The process was exiting at EOF. Its slots wait for its end, however long that takes.
+- The process is still alive or cannot be seen. A client that is alive closes its socket only after
+  its copies. Its slots wait for ``dma_grace_s``, or for its end if that is seen sooner.
 
-After the end they wait ``DEVICE_S`` more. Two cases are not covered: a device that was started by
-another process than the one that connected, and a device whose driver continues after its release.
+After the end of the process the slots wait ``DEVICE_S`` more. Two cases are not covered: a device
+that another process than the connected one has started, and a device whose driver continues after
+its release.
 
-If many end at once, a step ends ``slice_ends`` of them, and later steps the others. A message that
-names one of these meanwhile finds it ended: by its deadline, or by ``carry_out_losses_of``.
+If many leases and reservations end at once, a step ends ``slice_ends`` of them, and later steps end
+the others. If a message names one of the others, ``carry_out_losses_of`` first ends what a lost
+session owed of it, and ``commit`` checks its deadline.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ MOVED: Final = -2
 class Loss(msgspec.Struct):
     """A lost session, and the leases and reservations that were not ended for it yet.
 
-    ``rank``: the session's; or ``MOVED``, if no session was lost. ``until``: how long its device
-    may still write; infinity: until its process ends. ``ids``: of the leases and reservations.
+    ``rank``: the session's rank; or ``MOVED``, if no session was lost. ``until``: how long its
+    device may still write; infinity: until its process ends. ``ids``: the numbers of these leases
+    and reservations.
     """
 
     rank: int
@@ -52,7 +56,7 @@ class Loss(msgspec.Struct):
 
 
 class Settlement:
-    """All open leases and reservations, and the rows of ``store`` that they hold."""
+    """All open leases and reservations, and what they do to the pins and states of ``rows``."""
 
     def __init__(
         self, rows: RowStates, timing: Timing, counters: dict[str, int], slice_ends: int
@@ -65,7 +69,7 @@ class Settlement:
         self.published: list[ClassRows] = []
         """Rows that became READY in this step and are not queued for tiers yet (``flush``)."""
         self.woken: list[int] = []
-        """Promotions that awaited a reservation which has ended or was discarded in this step."""
+        """Promotions that waited for a reservation that ended or was discarded in this step."""
         self._counters = counters
         self._timing = timing
         self._slice_ends = slice_ends
@@ -82,7 +86,7 @@ class Settlement:
 
     # ------------------------------------------------------------ leases
 
-    def lend(
+    def begin_lease(
         self, instance: str, request: str, parts: tuple[ClassRows, ...], readers: set[int]
     ) -> Lease:
         """Pin ``parts`` for ``readers``, each of which owes one release."""
@@ -147,7 +151,7 @@ class Settlement:
         self._settle(reservation)
 
     def abort(self, reservation: Reservation, rank: int) -> None:
-        """``rank`` writes no more, though it has not written all its shards."""
+        """``rank`` has stopped writing before all its shards were written."""
         if rank in reservation.owing:
             self.discard(reservation, "aborted")
             reservation.owing.discard(rank)
@@ -160,7 +164,7 @@ class Settlement:
         self._settle(reservation)
 
     def discard(self, reservation: Reservation, reason: str) -> None:
-        """Make sure that none of its rows becomes READY, whatever its writers commit."""
+        """Quarantine the rows of a reservation, so that no later commit makes them READY."""
         if not reservation.discarded:
             reservation.discarded = True
             self._counters[f"discarded_{reason}"] += 1
@@ -187,7 +191,7 @@ class Settlement:
     # ------------------------------------------------------------ time and death
 
     def lapse(self, now: float) -> None:
-        """End what is due at ``now``: leases, reservations, and the wait for lost devices.
+        """End what is due at ``now``: leases, reservations, and waits for devices of lost writers.
 
         Every step calls this first.
         """
@@ -213,7 +217,7 @@ class Settlement:
     def rank_lost(self, instance: str, rank: int, session: int, exiting: bool) -> float | None:
         """A worker's connection ended: the rank owes nothing any more. Its device may still write.
 
-        Returns until when it may; ``None`` if the rank was not writing.
+        Returns the time until which it may; ``None`` if the rank was not writing.
         """
         until = math.inf if exiting else self.now + self._timing.dma_grace_s
         writing = any(rank in r.owing for r in self.reservations.of(instance).values())
@@ -238,12 +242,12 @@ class Settlement:
         for loss in self._losses:
             if an_id in loss.ids:
                 loss.ids.discard(an_id)
-                self._lose(loss, an_id)
+                self._end_for(loss, an_id)
 
     def lost(self, instance: str, rank: int, session: int = 0, until: float = 0.0) -> None:
         """A session of ``instance`` was lost, or the instance ``MOVED`` to another generation.
 
-        This step ends some of the leases and reservations concerned, later steps the others.
+        This step ends some of the leases and reservations that it held. Later steps end the others.
         """
         ids = {*self.leases.of(instance), *self.reservations.of(instance)}
         self._losses.append(Loss(rank, session, until, ids))
@@ -254,12 +258,13 @@ class Settlement:
         while self._losses and left:
             loss = self._losses[0]
             while loss.ids and left:
-                self._lose(loss, loss.ids.pop())
+                self._end_for(loss, loss.ids.pop())
                 left -= 1
             if not loss.ids:
                 self._losses.popleft()
 
-    def _lose(self, loss: Loss, an_id: int) -> None:
+    def _end_for(self, loss: Loss, an_id: int) -> None:
+        """Apply a loss to one lease or reservation."""
         lease, reservation = self.leases.all.get(an_id), self.reservations.all.get(an_id)
         if loss.rank == SCHEDULER:
             if lease is not None and not lease.handed_over:

@@ -1,7 +1,7 @@
-"""Operations that a tier was asked for and has not finished.
+"""The operations that tiers were asked for and have not finished.
 
-What a tier may still write or read is in an operation (``tier_state.Tiers.ops``), and nowhere else
-(law 3). An operation ends once.
+A tier reads or writes rows of an open operation only (``tier_state.Tiers.ops``; law 3). An
+operation ends once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvass.types import I64Array
 
 
 class Probing(msgspec.Struct):
-    """A ``TierProbe`` for one promotion. ``wanted``: per class, the chunks that were asked for."""
+    """A ``TierProbe`` for one promotion. ``wanted``: per class, the chunks that it names."""
 
     tier: int
     promotion: int
@@ -42,10 +42,10 @@ class Flushing(msgspec.Struct):
     size_bytes: int
 
 
-class Asking(msgspec.Struct):
+class NotingEpoch(msgspec.Struct):
     """A ``TierEpoch``. ``clearing``: the clear that waits for it.
 
-    ``renew``: the tier must note a fresh epoch. ``epoch``: ``Namespace.epoch`` when it was asked.
+    ``renew``: the tier must note a fresh epoch. ``epoch``: ``Namespace.epoch`` when it began.
     """
 
     tier: int
@@ -63,7 +63,7 @@ class Emptying(msgspec.Struct):
 
 
 class Clearing(msgspec.Struct, eq=False):
-    """A ``Clear``, or an ``EmptyTier`` (not ``of_l1``), that was not answered yet.
+    """A ``Clear`` or an ``EmptyTier`` that was not answered yet. ``of_l1``: it is a ``Clear``.
 
     ``left``: the namespaces that are still to be cleared. ``tiers``: whether tiers are emptied
     after that. ``awaits``: how many operations of tiers it waits for. ``failed``: the tiers whose
@@ -80,5 +80,5 @@ class Clearing(msgspec.Struct, eq=False):
     of_l1: bool = True
 
 
-Op = Probing | Loading | Flushing | Asking | Emptying
-OneOp = TypeVar("OneOp", Probing, Loading, Flushing, Asking, Emptying)
+Op = Probing | Loading | Flushing | NotingEpoch | Emptying
+OneOp = TypeVar("OneOp", Probing, Loading, Flushing, NotingEpoch, Emptying)

@@ -1,4 +1,4 @@
-"""The tiers of a daemon: their order, speeds and queues, and what each was asked for."""
+"""The tiers of a daemon: their order, speeds, queues and open operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvass.types import I64Array, U64Array
 FlushMode = Literal["write_through", "on_evict", "none"]
 
 _SAMPLE_S: Final = 1.0
-"""A tier that is never idle is measured as often as this."""
+"""How often the speed of a tier is measured while it always has something to load."""
 _SAMPLE_WEIGHT: Final = 0.5
 _FASTEST: Final = 1e15
 
@@ -35,6 +35,7 @@ class Speed(msgspec.Struct):
     done_bytes: int = 0
 
     def begin(self, size: int, now: float) -> None:
+        """A load of ``size`` bytes began."""
         if not self.loading_bytes:
             self.since, self.done_bytes = now, 0
         self.loading_bytes += size
@@ -54,16 +55,16 @@ class Speed(msgspec.Struct):
         """How many seconds loading ``size`` bytes more would take; 0 if the speed is not known."""
         return (self.loading_bytes + size) / self.bytes_s if self.bytes_s else 0.0
 
-    def doubt(self) -> None:
-        """Assume that the tier is a little faster: it was not asked because it is slow.
+    def raise_estimate(self) -> None:
+        """Raise ``bytes_s`` a little, because a load was skipped: computing seemed faster.
 
-        So it is asked again after a while, and a tier that has become fast is noticed.
+        After some such loads the tier is asked again, so that its speed is measured again.
         """
         self.bytes_s = min(self.bytes_s * 1.05, _FASTEST)
 
 
 class Queued(msgspec.Struct, frozen=True):
-    """Rows that are to be flushed, queued at ``since``. ``keys``: the keys that they had then."""
+    """Rows to be flushed. ``since``: when they were queued. ``keys``: their keys at that time."""
 
     since: float
     row_class: int
@@ -75,10 +76,10 @@ class TierState(msgspec.Struct):
     """One tier.
 
     ``report``: the last report of its process (``effects.TierReport``). ``place``: its place in the
-    order in which tiers are asked, from 1 on; 0: it was removed (``tier_changes``). ``queue``: what
-    it is to store, oldest first, ``queued_rows`` rows in all. ``rests_until``: it was down, and is
-    not asked to store before that time. ``failing_rows``: how many rows it failed to store since
-    the last that it stored.
+    order in which tiers are asked, from 1 on; 0: it was removed (``tier_changes``). ``queue``: the
+    rows that it is to store, oldest first; ``queued_rows``: their number. ``rests_until``: when a
+    tier that was down is asked to store again. ``failing_rows``: how many rows it has failed to
+    store since it last stored one.
     """
 
     number: int
@@ -106,20 +107,21 @@ class Tiers:
 
     def __init__(self, names: Sequence[str], boot: bytes) -> None:
         self.all: list[TierState] = []
-        self.become(range(len(names)), names)
+        self.use(range(len(names)), names)
         self.ops: dict[int, Op] = {}
         self.owed: set[tuple[bytes, int]] = set()
         """(namespace digest, tier): the namespace was cleared, and the tier has not noted it."""
         self.known: dict[tuple[bytes, int], int] = {}
         """(namespace digest, tier) -> the highest epoch that was seen there.
 
-        An entry takes some 100 bytes. It is kept after its namespace was dropped, which may return.
+        An entry takes some 100 bytes. It is kept when its namespace is dropped, because the
+        namespace may be added again.
         """
         self._boot = boot
         self._numbers = itertools.count(1)
         self._epochs = 0
 
-    def become(self, numbers: Sequence[int], names: Sequence[str]) -> None:
+    def use(self, numbers: Sequence[int], names: Sequence[str]) -> None:
         """Use the tiers of these numbers and names, in this order (``effects.TiersAre``)."""
         for number, name in sorted(zip(numbers, names, strict=True)):
             if number == len(self.all):
@@ -144,13 +146,13 @@ class Tiers:
         return op
 
     def fresh_epoch(self, digest: bytes) -> int:
-        """Bits for a fresh epoch that no other call gives, in this boot or another."""
+        """Bits for a fresh epoch. No other call returns the same, in this boot or another."""
         self._epochs += 1
         seed = b"".join([self._boot, digest, self._epochs.to_bytes(8, "big")])
         return int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
 
     @property
     def next_due(self) -> float | None:
-        """When a tier that was down is to be asked to store again."""
+        """When a tier that was down is to be asked to store again; ``None``: never."""
         rests = (t.rests_until for t in self.all if t.rests_until is not None and t.queue)
         return min(rests, default=None)

@@ -5,7 +5,7 @@ with the same tokens have the same hashes up to the first block that differs, an
 *tail* is a row of which only the first ``BlockPrints.tail`` blocks were written.
 
 A row keeps a *print* of each block, except the last block of a whole chunk. A print is 64 bits that
-follow from the block's hash and from secret numbers. Two random hashes have the same print with a
+are computed from the block's hash and secret numbers. Two random hashes have the same print with a
 probability of 2**-63. (A client that invents hashes can construct two with the same print. But such
 a client could as well store anything under a hash that others use.)
 
@@ -20,7 +20,7 @@ import mmap
 from typing import Final
 
 import numpy as np
-import numpy.ma  # as in ``index``
+import numpy.ma  # see ``index``
 import numpy.typing as npt
 
 from kvass.core.rows.index import ABSENT, KeyIndex, repeated
@@ -28,15 +28,15 @@ from kvass.core.rows.row_table import NOTED, UNKNOWN, RowTable
 from kvass.types import I64Array, U64Array
 
 MOST_ALIKE: Final = 16
-"""How many rows of one ``add`` are indexed although another row has their first block. A prompt has
-one such row, so no engine needs more. The others are not indexed."""
+"""The most rows of one ``add`` that are indexed although another row has their first block. A
+prompt has one such row, so no engine needs more. Further ones are not indexed."""
 
 
 class BlockPrints:
     """The prints of all rows whose chunks have ``width + 1`` blocks: uint64, ``of[row, block]``.
 
-    ``tail``: how many first blocks a tail has; 0: the row is a whole chunk. Both mean nothing for a
-    row that is ``UNKNOWN``.
+    ``tail``: how many first blocks a tail has; 0: the row is a whole chunk. The values of a row
+    that is ``UNKNOWN`` are meaningless.
     """
 
     def __init__(self, table: RowTable, width: int) -> None:
@@ -63,7 +63,7 @@ class BlockPrints:
         self.table.entry[rows] = NOTED
 
     def tails(self, rows: I64Array) -> npt.NDArray[np.bool_]:
-        """Which of ``rows`` are tails. A row without known blocks is none."""
+        """Which of ``rows`` are tails. A row whose blocks are not known is not a tail."""
         known = self.table.entry[rows] != UNKNOWN
         found = np.zeros(len(rows), np.bool_)
         found[known] = self.tail[rows[known]] > 0
@@ -85,8 +85,8 @@ class BlockIndex:
         self._table = prints.table
 
     def longest(self, wanted: U64Array) -> tuple[int, int]:
-        """The row that shares the most first blocks with a chunk, given by the prints of its
-        blocks.
+        """The row that shares the most first blocks with a chunk. ``wanted``: the prints of the
+        chunk's blocks.
 
         Returns how many blocks it shares, and the row; 0 and ``ABSENT`` if there is none.
         """

@@ -20,11 +20,11 @@ _SEGMENT: Final = 4096
 _LOOK: Final = 512
 """Entries that one numpy call looks at. Most calls of ``oldest`` need few rows."""
 _TIDIED: Final = 2
-"""How many old segments are compacted when a segment is full. More of them means a shorter log and
-more work."""
+"""How many old segments are compacted when a segment is full. A higher number means a shorter log
+and more work."""
 
 _LogSegment = tuple[I64Array, I64Array]
-"""Rows and the stamps that they were given. Stamps are ascending."""
+"""Rows, and the stamp of each. Stamps are ascending."""
 
 
 class UseLog:
@@ -32,7 +32,7 @@ class UseLog:
 
     An entry is stale when its row has a newer stamp. When a segment is full, the next ``_TIDIED``
     old segments are compacted: they lose their stale entries and are joined to their neighbours. So
-    each call is short, and the log is about twice as long as it has entries that are not stale.
+    each call is short, and about half of the entries of the log are not stale.
     """
 
     def __init__(self, table: RowTable) -> None:
@@ -50,7 +50,7 @@ class UseLog:
 
     def touched(self, rows: I64Array, stamps: I64Array) -> None:
         """Record that ``rows`` were used. ``stamps``: their new stamps in the table, ascending."""
-        if not len(self._rows):  # the first one: most classes of a clear are never used again
+        if not len(self._rows):  # allocated late: most classes that a clear creates are never used
             self._begin()
         while len(rows):
             n = min(len(rows), _SEGMENT - self._used)

@@ -1,4 +1,4 @@
-"""The places of extent sets in the arena, and the cheapest sets to give back for a new one.
+"""The places of extent sets in the arena, and the choice of sets to give back for a new one.
 
 Law of this file: extents never overlap.
 
@@ -27,7 +27,7 @@ STAYS: Final = 1 << 62
 _HOLE: Final = -STAYS
 """The value of free space."""
 _NEW: Final = 256
-"""New extents are sorted in when there are so many, because one by one takes longer."""
+"""How many new extents are collected before they are sorted in. One at a time takes longer."""
 _NONE: Final[I64Array] = np.empty(0, np.int64)
 
 
@@ -52,7 +52,7 @@ class FreeSpace:
         if self.lengths[i] == n:
             self.starts, self.lengths = np.delete(self.starts, i), np.delete(self.lengths, i)
         else:
-            # A copy of this object has the same arrays.
+            # A copy of this object shares the arrays.
             self.starts, self.lengths = self.starts.copy(), self.lengths.copy()
             self.starts[i] += n
             self.lengths[i] -= n
@@ -121,7 +121,7 @@ class ExtentMap:
         return self._bytes.total
 
     def add(self, shard_bytes: tuple[int, ...], slots: int) -> ExtentSet | None:
-        """Add a set of ``slots`` slots, or of a smaller number that fits; ``None`` if not one
+        """Add a set of ``slots`` slots, or of fewer if only these fit; ``None`` if not one slot
         fits."""
         slots = min(slots, self._bytes.total // sum(shard_bytes))
         while slots:
@@ -181,9 +181,9 @@ class ExtentMap:
     ) -> I64Array:
         """The cheapest sets whose removal makes room for ``count`` sets of ``slots`` slots.
 
-        Returns their ids. If there is no room for ``count`` sets, it is for as many as can be;
-        empty if there is no room for one. ``value[i]``: the value of set ``i``, ``STAYS`` if it
-        must stay. A choice costs as much as the most valuable set in it.
+        Returns their ids. If ``count`` sets do not fit, their removal makes room for as many as
+        fit. The result is empty if not one fits. ``value[i]``: the value of set ``i``, ``STAYS`` if
+        it must stay. A choice costs as much as the most valuable set in it.
         """
         needs = [slots * n for n in shard_bytes]
         line = self._line(value)
@@ -217,8 +217,8 @@ class ExtentMap:
 def _fill(runs: I64Array, needs: list[int], count: int) -> tuple[I64Array, int]:
     """How many bytes of each run ``count`` new sets would use, and for how many there is room.
 
-    ``needs``: the extents of a set. It is exact for one set, and for equal needs. Otherwise each
-    need counts as the largest.
+    ``needs``: the bytes of each extent of a set. The result is exact for one set, and if all needs
+    are equal. Otherwise each need counts as the largest.
     """
     if count == 1:
         return _first_fit(runs, needs)
@@ -239,8 +239,9 @@ def _first_fit(runs: I64Array, needs: list[int]) -> tuple[I64Array, int]:
 
 
 def _leaving(line: _Line, first: int, end: int, used: int, needs: list[int]) -> I64Array:
-    """The sets of a run that must go so that ``used`` contiguous bytes are free: the fewest if that
-    is for one extent, else those at the beginning of the run."""
+    """The sets of a run that must go so that ``used`` contiguous bytes become free.
+
+    For one extent it chooses the place with the fewest sets, else the beginning of the run."""
     upto = np.concatenate([[0], np.cumsum(line.lengths[first:end])])
     stop = np.searchsorted(upto, upto + used)
     starts = np.flatnonzero(stop < len(upto)) if used in needs else np.zeros(1, np.int64)

@@ -29,10 +29,10 @@ ABSENT: Final = -1
 """What ``find`` returns for a key that has no row."""
 
 WARMED: Final = (512 << 10) // CACHE_LINE
-"""Buckets that one ``warm`` touches: 128 pages. A smaller index needs no ``warm``."""
+"""How many buckets one ``warm`` touches: 128 pages. A smaller index needs no ``warm``."""
 MOVED: Final = 64
-"""Buckets that each ``add`` moves while the index grows, plus half a bucket per added row. Growing
-doubles the room, so all buckets have moved before the index is full again."""
+"""How many buckets each ``add`` moves while the index grows, besides half a bucket per added row.
+Growing doubles the room, so all buckets have moved before the index is full again."""
 _PAGE_BUCKETS: Final = 4096 // CACHE_LINE
 
 _EMPTY: Final = 0
@@ -55,10 +55,10 @@ class KeyIndex:
     """An index over rows of ``table``. Arrays of keys are uint64, shape ``(n, words)``.
 
     ``odd``: as many ``odd_numbers`` of the seed as a key has words. ``rows``: how many rows there
-    is room for at the first use. When the index is full it makes more buckets, and each ``add``
-    moves some rows into them, because to move a million rows takes 0.8 s. The first touch of memory
+    is room for at the first use. When the index is full it allocates more buckets, and each ``add``
+    moves some rows into them, because moving a million rows takes 0.8 s. The first touch of memory
     takes long too, so ``warm`` does it in parts. ``fill``: the largest part of the entries that may
-    be used. With a smaller one fewer buckets spill, and a larger one takes less memory.
+    be used. With a smaller ``fill`` fewer buckets spill; a larger one takes less memory.
     """
 
     def __init__(self, table: Keyed, odd: U64Array, rows: int = 0, fill: float = FILL) -> None:
@@ -220,10 +220,10 @@ class KeyIndex:
         ``ABSENT``."""
         entries = self._entry.take(bucket, axis=0)
         at: I64Array = ((entries >> _HALF) == mark[:, None]).reshape(-1).nonzero()[0]
-        if len(at) == len(bucket) and ((at >> 3) == np.arange(len(at))).all():  # one each
+        if len(at) == len(bucket) and ((at >> 3) == np.arange(len(at))).all():  # one in each bucket
             return (entries.reshape(-1).take(at) & _LOW).view(np.int64)
         rows = _absent(len(bucket))
-        at = at[::-1]  # of several in a bucket the first is written last
+        at = at[::-1]  # if a bucket has several, the first is written last
         rows[at >> 3] = entries.reshape(-1).take(at) & _LOW
         return rows
 
@@ -274,7 +274,7 @@ def _others(some: I64Array, count: int) -> npt.NDArray[np.bool_]:
 
 
 def odd_numbers(seed: bytes) -> U64Array:
-    """``KEY_WORDS`` secret odd numbers, by which an index places keys."""
+    """``KEY_WORDS`` secret odd numbers, with which an index hashes keys."""
     return np.frombuffer(hashlib.sha256(seed).digest(), "<u8")[:KEY_WORDS] | _ONE
 
 

@@ -1,10 +1,9 @@
 """The last ``ROOM`` rows that left L1, for engines that publish KV events.
 
-Law of this file: memory is bounded. A reader that asks too late is told that it lost entries.
+Law of this file: memory is bounded. A reader that asks too late learns that it lost entries.
 
-Rows are recorded, and memory is allocated, only while a session reads. A position is the number of
-entries that were recorded in this boot. A session that reads another namespace than before is told
-that it lost entries, too.
+Rows are recorded, and memory is allocated, only while a session reads. Positions count all entries
+of this boot. A session that reads another namespace than before learns that, too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from kvass.types import I64Array, U64Array
 ROOM: Final = 1 << 16
 """The number of entries: 3 MiB."""
 AT_ONCE: Final = 1 << 13
-"""The most entries of one answer, and the most rows of which it says whether they are readable."""
+"""The most entries of one answer, and the most keys for which one question asks whether they are
+READY."""
 _ALL: Final = -1
 """In place of a group: all rows of a group of the namespace left L1."""
 
@@ -42,7 +42,7 @@ class RemovedRows:
         self.end = 1
         """The position of the next entry."""
         self._begin = 1
-        """The first position that was recorded since a session reads."""
+        """The first position that was recorded after the first reader came."""
         self._readers: dict[int, int] = {}
         """Session -> the namespace that it read last."""
         self._clear()
@@ -54,7 +54,7 @@ class RemovedRows:
 
     @property
     def noted(self) -> bool:
-        """Whether entries are recorded, because a session reads."""
+        """Whether entries are recorded, because at least one session reads them."""
         return bool(self._readers)
 
     def leave(self, session: int) -> None:

@@ -26,7 +26,7 @@ from kvass.types import I64Array, U64Array
 
 
 class RowAllocator:
-    """The allocator of slots for new ``rows``. ``slice_slots``: how many one ``reclaim`` frees."""
+    """The allocator of slots for new rows. ``slice_slots``: how many one ``reclaim`` frees."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class RowAllocator:
     # ------------------------------------------------------------ room
 
     def _make_room(self, row_class: RowClass, count: int, protect: int) -> None:
-        """Make ``count`` slots of a class free, or as many as can be."""
+        """Make ``count`` slots of a class free, or as many as possible."""
         while (lacking := count - len(row_class.free)) > 0:
             if self._add_set(row_class):
                 continue
@@ -127,8 +127,8 @@ class RowAllocator:
                 self._rows.free(orphans)
 
     def _count_evicted(self, row_class: RowClass, rows: I64Array, reason: str) -> None:
-        """Count an eviction. All rows count with the age of the first one, which is about the
-        same."""
+        """Count an eviction. All rows count with the age of the first one, because their ages are
+        about the same."""
         if not len(rows):
             return
         size = row_class.spec.row_bytes
@@ -140,7 +140,7 @@ class RowAllocator:
         )
 
     def _add_set(self, row_class: RowClass) -> bool:
-        """Give a class one more extent set from free space; whether there was room."""
+        """Add an extent set to a class, from free space. Returns whether there was room."""
         most = min(row_class.slots_per_set, row_class.within_cap)
         made = self._extents.add(row_class.spec.shard_bytes, most) if most else None
         if made is None:
@@ -155,12 +155,11 @@ class RowAllocator:
         return True
 
     def _take_over(self, asker: RowClass, lacking: int, oldest: int, protect: int) -> bool:
-        """Free room for extent sets of ``lacking`` slots, or for as many as can be; whether any set
-        was given back.
+        """Give back sets until extent sets of ``lacking`` slots fit, or as many as possible.
 
-        Cleared sets may go, and sets of other classes that were last used before stamp ``oldest``:
-        that of the oldest row that the asking class could evict itself, or ``protect`` if it has
-        none.
+        Cleared sets may go, and sets of other classes that were last used before stamp ``oldest``.
+        ``oldest``: the stamp of the oldest row that the class ``asker`` could evict itself, or
+        ``protect`` if it has none. Returns whether any set was given back.
         """
         sets = self._sets
         if asker.slots * asker.spec.row_bytes == self._extents.size - self._extents.free_bytes:
@@ -197,8 +196,8 @@ class RowAllocator:
         return sets
 
     def _give_way(self, asker: RowClass, lacking: int, may_go: npt.NDArray[np.bool_]) -> bool:
-        """Give back sets of ``may_go``, least recently used first, until sets of ``lacking`` slots
-        fit, or as many as can be; whether any was given back."""
+        """Give back sets of ``may_go``, least recently used first, until extent sets of ``lacking``
+        slots fit, or as many as possible. Returns whether any was given back."""
         if not may_go.any():
             return False
         value = np.where(may_go, self._sets.newest, STAYS)
@@ -211,8 +210,8 @@ class RowAllocator:
         return bool(len(chosen))
 
     def _give_up(self, may_go: npt.NDArray[np.bool_], size: int) -> bool:
-        """Give back sets of ``may_go``, least recently used first, of ``size`` bytes in all;
-        whether any was given back."""
+        """Give back sets of ``may_go``, least recently used first, of ``size`` bytes in all.
+        Returns whether any was given back."""
         sets = np.flatnonzero(may_go)
         sets = sets[np.argsort(self._sets.newest[sets], kind="stable")]
         before = np.cumsum(self._sets.bytes[sets]) - self._sets.bytes[sets]

@@ -31,18 +31,18 @@ from kvass.types import U64Array
 
 TYPICAL_ROW: Final = 1 << 20
 ROOM: Final = 9 << 17
-"""The most rows that the tables have room for at the start: 1.125 TiB of ``TYPICAL_ROW`` bytes
-each. For a smaller arena it is the number of such rows that fit. Later growth takes up to 0.3 s a
-step."""
+"""The most rows for which the row table and an index reserve room at the start: 1.125 TiB of
+rows of ``TYPICAL_ROW`` bytes. With a smaller arena they reserve less. Growth takes up to 0.3 s in
+one step."""
 INDEX_ROOM: Final = 4 * ROOM
-"""The most rows that all indexes together reserve room for (160 MiB). A class that is created after
-that has a small index, which grows. There may be thousands of classes."""
+"""The most rows for which all indexes together reserve room (160 MiB), because there may be
+thousands of classes. A class that would exceed it gets a small index, which grows."""
 BLOCKS_FILL: Final = 0.6
 """The fill of the index of blocks. It may be higher than ``FILL``: a lookup finds few keys
 there."""
 GONE_A_STEP: Final = 64
-"""Removed classes whose memory one step frees; 1,000 of them take 6 ms. A step frees only one index
-of ``ROOM`` rows, which takes 2 ms."""
+"""The removed classes whose memory one step frees; 1,000 of them take 6 ms. A step frees only one
+index of ``ROOM`` rows, which takes 2 ms."""
 
 
 class RowClass(msgspec.Struct, eq=False):
@@ -94,10 +94,10 @@ class Namespace(msgspec.Struct):
     ``tier_epochs``: the epoch of its records in each tier. ``None``: the epoch is not known yet,
     and the tier is not used for this namespace. ``asked_s``: when each tier was last asked for the
     epoch; infinity while the answer is awaited.
-    ``private``: one engine's generation has this namespace for itself (``messages.Register``). Its
-    rows are in L1 only, no tier is asked for an epoch, and both lists are empty.
+    ``private``: only one engine uses it, in one generation (``messages.Register``). Its rows are in
+    L1 only, no tier is asked for an epoch, and ``tier_epochs`` and ``asked_s`` are empty.
     ``like``: the digest of the most similar older namespace of the same model. ``differs_in``: the
-    fields in which this one differs from it, for people.
+    fields in which this one differs from it, for display.
     """
 
     id: int
@@ -128,7 +128,7 @@ class Namespace(msgspec.Struct):
 class RowClasses:
     """All row classes of an arena of ``arena_bytes``, and the tables that they share.
 
-    It knows nothing of row states (``RowStates``) and gives no slots away (``RowAllocator``).
+    It neither changes states of rows (``RowStates`` does) nor allocates slots (``RowAllocator``).
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class RowClasses:
             of_tenants={},
         )
         self.of_namespace.setdefault(namespace, []).append(made)
-        return self._known(made)
+        return self._enter(made)
 
     def paid_by(self, row_class: RowClass, tenant: Tenant) -> RowClass:
         """The class that ``tenant`` has in the namespace and group of ``row_class``. It is created
@@ -193,9 +193,9 @@ class RowClasses:
             rows=[0] * len(STATE_NAMES),
             slots=0,
         )
-        return self._known(made)
+        return self._enter(made)
 
-    def _known(self, made: RowClass) -> RowClass:
+    def _enter(self, made: RowClass) -> RowClass:
         self.by_id[made.id] = made.of_tenants[made.tenant.id] = made
         return made
 
@@ -206,7 +206,7 @@ class RowClasses:
 
     def _new_blocks(self, spec: RowClassSpec) -> BlockIndex | None:
         """The index of blocks of a new class; ``None`` if its hits end at chunks. It is never
-        warmed: not every engine uses it."""
+        warmed, because not every engine uses it."""
         if not spec.chunk_blocks:
             return None
         prints = self._prints.setdefault(
@@ -267,8 +267,8 @@ class RowClasses:
         self._gone += every
 
     def clear(self, namespaces: Collection[Namespace]) -> int:
-        """Replace the classes of ``namespaces`` by empty ones; returns how many rows a lookup could
-        find until now."""
+        """Replace the classes of ``namespaces`` by empty ones. Returns how many rows lookups could
+        find before."""
         used = {c.id: c for ns in namespaces for c in ns.classes if c.slots or not c.undivided}
         every = [each for c in used.values() for each in c.of_tenants.values()]
         matched = sum(sum(each.rows[READY:]) for each in every)

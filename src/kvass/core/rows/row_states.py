@@ -111,7 +111,7 @@ class RowStates:
         """Undo one ``pin`` of the same ``rows``. Rows in the states ``_LEAVING`` are freed when
         their last pin is gone.
 
-        ``ahead``: a prefetch had pinned the rows for a later reader, so TRANSIENT rows stay.
+        ``ahead``: a prefetch pinned the rows for a later reader, so TRANSIENT rows stay.
         """
         table = self.table
         table.pins[rows] -= 1
@@ -134,7 +134,7 @@ class RowStates:
         """Record the prints of the blocks of WRITING ``rows``: uint64, shape ``(len(rows),
         chunk_blocks - 1)``. They leave out the last block of a chunk.
 
-        ``tail``: so many first blocks of the last row will be written; 0: all of them.
+        ``tail``: how many first blocks of the last row will be written; 0: all of them.
         """
         assert row_class.blocks is not None, "blocks of a class whose hits end with a chunk"
         row_class.blocks.prints.note(rows, prints, tail)
@@ -161,7 +161,7 @@ class RowStates:
                 self.free(np.array([row]))
         return whole
 
-    def promoted(self, rows: I64Array, retain: bool) -> None:
+    def publish_loaded(self, rows: I64Array, retain: bool) -> None:
         """Make LOADING ``rows`` readable, because a tier has filled them. ``retain``: they stay in
         L1 after their last unpin."""
         self.move(rows, LOADING, READY if retain else TRANSIENT)
@@ -221,8 +221,8 @@ class RowStates:
                 self._counters["l1_in_bytes"] += len(rows) * owner.spec.row_bytes
 
     def class_of(self, rows: I64Array) -> RowClass | None:
-        """The class that all of ``rows`` belong to; ``None`` if there are no rows, or if their
-        class was removed."""
+        """The class of ``rows``, which are all of one class; ``None`` if there are no rows, or if
+        their class was removed."""
         if not len(rows):
             return None
         return self.classes.by_id.get(int(self._sets.owner[self.table.set_of[rows[0]]]))

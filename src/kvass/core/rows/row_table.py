@@ -5,7 +5,7 @@ Law of this file: a row's state changes only through ``RowTable.move``, along ``
 A FREE row has no key, no pin and no stamp. The rows ``[set.first_row, set.first_row + set.slots)``
 are the slots of an extent set.
 
-The states are ordered: a lookup can be given rows in ``READY`` or above, and can wait for rows in
+The states are ordered: a lookup can hit rows in ``READY`` or above, and can wait for rows in
 ``LOADING``.
 
 - FREE: holds nothing. It can be allocated.
@@ -66,7 +66,7 @@ KEY_WORDS: Final = 4
 UNKNOWN: Final = 255
 """``RowTable.entry`` of a row whose blocks are not known, or which left the index of blocks."""
 NOTED: Final = 254
-"""``RowTable.entry`` of a row that is not READY yet, and enters the index of blocks then."""
+"""``RowTable.entry`` of a row that enters the index of blocks when it becomes READY."""
 
 NOBODY: Final = -1
 """The extent set of a row that no set uses now."""
@@ -120,7 +120,7 @@ class RowTable:
     def __init__(self) -> None:
         self._view(0)
         self.clock = 0
-        """The next stamp to be given: everything touched earlier has a smaller one."""
+        """The next stamp. All rows that were used earlier have smaller ones."""
 
     def _view(self, size: int) -> None:
         lines = cache_lines(size)
@@ -133,11 +133,12 @@ class RowTable:
         self.slot: npt.NDArray[np.uint32] = self._records["slot"]
         self.state: npt.NDArray[np.uint8] = self._records["state"]
         self.offered: npt.NDArray[np.bool_] = self._records["offered"]
-        """Whether a tier loaded it or was asked to store it. ``--flush on_evict`` asks once."""
+        """Whether a tier loaded the row, or it was queued for tiers. ``--flush on_evict`` queues a
+        row once."""
         self.read: npt.NDArray[np.bool_] = self._records["read"]
-        """Whether a lookup was given it."""
+        """Whether a lookup hit the row."""
         self.entry: npt.NDArray[np.uint8] = self._records["entry"]
-        """The number of the block under which it is in the index of blocks; or ``UNKNOWN`` or
+        """The number of the block under which the row is in the index of blocks; or ``UNKNOWN`` or
         ``NOTED``."""
         self.loader: I64Array = self._records["loader"]
         """The operation that fills a LOADING row, or the reservation of a WRITING row."""

@@ -20,9 +20,9 @@ from kvass.core.rows.index import ABSENT, KeyIndex, odd_numbers, repeated
 from kvass.types import I64Array, U64Array
 
 SIZES: Final = 4
-"""The most different sizes of chunks."""
+"""How many different sizes of chunks may be indexed."""
 SLICE: Final = 1024
-"""Entries that one ``reclaim`` removes: 2 ms of work."""
+"""The most entries that one ``reclaim`` removes: 2 ms of work."""
 
 
 class IndexedChunks(msgspec.Struct, eq=False):
@@ -107,7 +107,7 @@ class SegmentIndex:
     def reaches_tiers(self, namespace: int, in_tiers: bool) -> None:
         """Set whether a namespace's rows may be in tiers.
 
-        If not any more, its entries are removed, because the rows of some were only in tiers.
+        If they no longer may, its entries are removed, because the rows of some were in tiers only.
         """
         entries = self.of.get(namespace)
         if entries is not None and in_tiers and not entries.in_tiers:

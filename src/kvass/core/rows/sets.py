@@ -26,7 +26,7 @@ class SetTable:
     ``owner``: the id of its row class, ``CLEARED``, or ``NOBODY`` for a number without a set, whose
     other columns mean nothing. ``newest``: the stamp of its last use; ``NEVER`` if all its rows are
     FREE or it is cleared. ``held``: the pins on its rows plus its rows that are WRITING, LOADING or
-    QUARANTINED. A set with 0 of them may be given back. ``used``: its rows that are not FREE.
+    QUARANTINED. A set whose ``held`` is 0 may be given back. ``used``: its rows that are not FREE.
     ``first``, ``slots``: its first row and the number of its rows. ``tenant``: the id of the tenant
     that pays for it. ``bytes``: its size in the arena.
     """

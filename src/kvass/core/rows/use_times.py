@@ -1,4 +1,4 @@
-"""The times at which stamps were given, from which the age of a row follows.
+"""The times at which stamps were assigned, from which the age of a row follows.
 
 Law of this file: memory is bounded. Older times are less exact.
 """
@@ -35,5 +35,5 @@ class UseTimes:
             del self._stamps[1:-_RECENT:2], self._times[1:-_RECENT:2]
 
     def age(self, stamp: int) -> float:
-        """Seconds since ``stamp`` was given, at most ``STEP_S`` too many for recent stamps."""
+        """Seconds since ``stamp`` was assigned, at most ``STEP_S`` too many for recent stamps."""
         return self.now - self._times[max(0, bisect_right(self._stamps, stamp) - 1)]

@@ -1,4 +1,4 @@
-"""Pinning what a promotion has found, and answering it.
+"""Pinning the hit of a promotion, and answering it.
 
 A promotion is answered once (law 11): when nothing of its hit is LOADING any more, or at its
 deadline with the longest hit that is READY then.
@@ -45,18 +45,18 @@ def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> 
         state.rows.unpin(part.rows, ahead=not promotion.readers)
 
 
-def _let_go(state: State, promotion: Promotion) -> None:
-    """Unpin its hit."""
+def _unpin_hit(state: State, promotion: Promotion) -> None:
+    """Unpin the hit of a promotion."""
     pinned = promotion.pinned
     promotion.hit, promotion.awaits = NO_HIT._replace(chunks=promotion.first), set()
     _unpin(state, promotion, pinned)
 
 
 def answer(state: State, promotion: Promotion) -> None:
-    """Send what is pinned, and end the promotion.
+    """Answer a promotion with the hit that is pinned, and end it.
 
-    If a pinned row could not be loaded, the hit becomes shorter, and rows of that may be LOADING.
-    Then the promotion goes on.
+    If a pinned row could not be loaded, a shorter hit is pinned instead. If rows of the shorter hit
+    are LOADING, the promotion goes on.
     """
     if promotion.asker_left:
         _end(state, promotion)
@@ -64,7 +64,7 @@ def answer(state: State, promotion: Promotion) -> None:
     instance = state.instances.get(promotion.instance)
     there = instance is not None and state.namespace_of(instance) is promotion.namespace
     if (promotion.readers and not there) or promotion.epoch != promotion.namespace.epoch:
-        _let_go(state, promotion)
+        _unpin_hit(state, promotion)
         promotion.why = "cleared"
     elif any((state.rows.table.state[p.rows] == FAILED).any() for p in promotion.pinned):
         promotion.why = "load_failed"
@@ -89,19 +89,20 @@ def answer(state: State, promotion: Promotion) -> None:
 
 
 def _count(state: State, promotion: Promotion) -> None:
-    """Count the tokens that the lookup asked for and those that it was given.
+    """Count the tokens that the lookup asked for and those that it hit.
 
-    A chunk counts as a tier's if the row of its first group came from that tier.
+    A chunk counts for a tier if its row of layer group 0 came from that tier.
     """
     ns, why, first, hit = promotion.namespace, promotion.why, promotion.first, promotion.hit
     if why == "absent" and not all(tier.report.get("up", True) for tier in state.tiers.used):
         why = "tier_down"
-    asked = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
-    given = ns.tokens(hit.chunks - first, hit.blocks)
+    lookup_tokens = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
+    hit_tokens = ns.tokens(hit.chunks - first, hit.blocks)
     instance = state.instances.get(promotion.instance)
     if instance is not None:
-        state.answered(instance, ns, asked, given, why, promotion.prefill_tokens_s)
-    state.tenants.of(promotion.tenant).traffic.answered(state.now, asked, given, why)
+        state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, promotion.prefill_tokens_s)
+    tenant = state.tenants.of(promotion.tenant)
+    tenant.traffic.count_lookup(state.now, lookup_tokens, hit_tokens, why)
     homes = promotion.homes[0][first : hit.chunks]
     traffic = promotion.namespace.traffic
     chunks = np.bincount(homes[homes >= 0], minlength=len(traffic.from_tiers))
@@ -114,4 +115,4 @@ def _end(state: State, promotion: Promotion) -> None:
     state.promotions.drop(promotion)
     promotion.await_writers(set(), state.reservations.all)
     promotion.move(PromotionState.ENDED)
-    _let_go(state, promotion)
+    _unpin_hit(state, promotion)

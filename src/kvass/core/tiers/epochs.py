@@ -2,8 +2,9 @@
 
 A record's key contains an epoch, and each tier keeps a note of each namespace's epoch. A tier is
 used for a namespace only under an epoch that the tier itself has noted. A tier without a note gets
-a fresh epoch, which no record has, so a lost note costs records and revives none. A clear is done
-when every tier has noted a fresh epoch. A tier that could not is not used until it has.
+a fresh epoch, which no record has. So when a note is lost, its records never match again. A clear
+is done when every tier has noted a fresh epoch. A tier that could not note it is not used for that
+namespace until it has.
 
 Of two epochs the higher one is newer. An epoch is a counter (high 32 bits) and random bits. The
 counter of a fresh epoch is above every counter seen in that tier, and at least the time in seconds
@@ -20,7 +21,7 @@ import math
 from typing import Final
 
 from kvass.core.effects import Emptied, EpochIs, Records, TierClear, TierEpoch
-from kvass.core.pending.tier_operations import Asking, Clearing, Emptying
+from kvass.core.pending.tier_operations import Clearing, Emptying, NotingEpoch
 from kvass.core.pending.tier_state import TierState
 from kvass.core.rows.row_classes import Namespace, RowClass
 from kvass.core.state import State
@@ -28,7 +29,7 @@ from kvass.messages import Cleared, Error
 from kvass.types import U64Array
 
 ASK_AGAIN_S: Final = 1.0
-"""How long a tier that could not tell an epoch is not asked again."""
+"""How long a tier that could not read or write an epoch is not asked again."""
 LOOK_AGAIN_S: Final = 30.0
 """How often a tier's note is read again: a request per namespace and tier each time."""
 _RANDOM_BITS: Final = 32
@@ -36,7 +37,7 @@ _RANDOM: Final = (1 << _RANDOM_BITS) - 1
 _MOST: Final = (1 << 32) - 1
 """Counters are lower than this. A note with this counter is damaged."""
 _LATEST: Final = _MOST - (1 << 24)
-"""A clock that is later is wrong. Counters above this are left for clears."""
+"""The highest counter that is taken from a clock. Only clears use higher ones."""
 
 
 def to_note(question: TierEpoch, noted: int | None, clock_s: float) -> int:
@@ -64,12 +65,13 @@ def namespace_added(state: State, ns: Namespace) -> None:
 
 
 def in_tiers(state: State, ns: Namespace) -> bool:
-    """Whether its rows may be in tiers."""
+    """Whether rows of ``ns`` may be in tiers."""
     return bool(state.tiers.used and ns.tier_epochs)
 
 
 def usable(state: State, ns: Namespace) -> list[int]:
-    """The tiers whose epoch is known, in order. Tiers that failed to tell it are asked again."""
+    """The tiers in which the epoch of ``ns`` is known, in order. The others are asked for it,
+    unless they were asked just now."""
     used = [] if ns.private else [tier.number for tier in state.tiers.used]
     for tier in used:
         if ns.tier_epochs[tier] is None and state.now - ns.asked_s[tier] >= ASK_AGAIN_S:
@@ -78,14 +80,14 @@ def usable(state: State, ns: Namespace) -> list[int]:
 
 
 def retry_now(state: State) -> None:
-    """Allow that tiers which failed to tell an epoch are asked again at once."""
+    """Forget when tiers were last asked for epochs, so that ``usable`` asks again at once."""
     for ns in state.namespaces.values():
         ns.asked_s = [when if when == math.inf else -math.inf for when in ns.asked_s]
 
 
 def read_again(state: State, back: int | None = None) -> None:
-    """Read every note that was not read for ``LOOK_AGAIN_S``, and at once those of the tier
-    ``back``: it was down, and its store may have gone back to an older state."""
+    """Read every note that was not read for ``LOOK_AGAIN_S``, and all notes of tier ``back``. That
+    tier was down, and its store may have gone back to an older state."""
     for ns in state.namespaces.values():
         for tier in [] if ns.private else [tier.number for tier in state.tiers.used]:
             when = ns.asked_s[tier]
@@ -94,12 +96,12 @@ def read_again(state: State, back: int | None = None) -> None:
 
 
 def pending(ns: Namespace) -> bool:
-    """Whether no tier is usable yet, and one has been asked and may be soon."""
+    """Whether the epoch of ``ns`` is known in no tier, and some tier has not answered yet."""
     return math.inf in ns.asked_s and all(epoch is None for epoch in ns.tier_epochs)
 
 
 def clear(state: State, ns: Namespace, clearing: Clearing) -> None:
-    """Have every tier note a new epoch of ``ns``. ``clearing`` waits for that."""
+    """Have every tier note a new epoch of ``ns``. ``clearing`` is answered after that."""
     for tier in range(len(ns.tier_epochs)):
         ns.tier_epochs[tier] = None
         state.tiers.owed.add((ns.digest, tier))
@@ -109,7 +111,7 @@ def clear(state: State, ns: Namespace, clearing: Clearing) -> None:
 
 
 def empty(state: State, clearing: Clearing, tiers: list[TierState]) -> None:
-    """Have ``tiers`` delete all their records. ``clearing`` waits for that."""
+    """Have ``tiers`` delete all their records. ``clearing`` is answered after that."""
     for tier in tiers:
         clearing.awaits += 1
         op = state.tiers.begin(Emptying(tier.number, clearing))
@@ -117,28 +119,29 @@ def empty(state: State, clearing: Clearing, tiers: list[TierState]) -> None:
 
 
 def records(ns: Namespace, tier: int, row_class: RowClass, keys: U64Array) -> Records:
-    """The names that ``keys`` of a class have in a tier."""
+    """The names of the records of ``keys`` of a class in a tier."""
     epoch = ns.tier_epochs[tier]
     assert epoch is not None, "a tier was asked under no epoch"
     return Records(ns.digest, epoch, row_class.spec.group, keys)
 
 
 def ask(state: State, ns: Namespace, tier: int, clearing: Clearing | None = None) -> None:
-    """Ask a tier for its note. Only a clear asks while an earlier question is open."""
+    """Ask a tier for the epoch of ``ns``. Only a clear asks while an earlier question is open."""
     ns.asked_s[tier] = math.inf  # not again before the answer
     named = ns.digest, tier
     renew = named in state.tiers.owed
-    op = state.tiers.begin(Asking(tier, ns, ns.epoch, renew, clearing))
+    op = state.tiers.begin(NotingEpoch(tier, ns, ns.epoch, renew, clearing))
     fresh, known = state.tiers.fresh_epoch(ns.digest), state.tiers.known.get(named, 0)
     state.out.append(TierEpoch(tier, op, ns.digest, fresh, renew, known))
 
 
-def epoch_told(state: State, event: EpochIs) -> int:
-    """A tier told the epoch that it has noted, or failed to. Returns the tier's number.
+def epoch_answered(state: State, event: EpochIs) -> int:
+    """A tier answered with the epoch that it has noted, or failed. Returns the tier's number.
 
-    The answer to a question from before a clear is not used: the clear has asked again.
+    If the namespace was cleared after the question, the answer is not used, because the clear
+    has asked again.
     """
-    op = state.tiers.end(event.op, Asking)
+    op = state.tiers.end(event.op, NotingEpoch)
     tiers, tier, ns, named = state.tiers, op.tier, op.namespace, (op.namespace.digest, op.tier)
     if event.epoch is None:
         tiers.all[tier].counters["epochs_unknown"] += 1

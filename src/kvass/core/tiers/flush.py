@@ -6,8 +6,8 @@ are counted (``flushes_lost``).
 
 With ``write_through`` rows are queued when they become READY. With ``on_evict`` they are queued
 when L1 is nearly full and they are the least recently used. A row that a tier refuses is not
-offered to it again. A tier that is down is asked again after a while, for the rows that
-are still in L1.
+queued for it again. A tier that is down is asked again after a while, for the rows that are still
+in L1.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from kvass.core.tiers import epochs
 from kvass.types import I64Array
 
 FLUSH_BYTES: Final = 64 << 20
-"""The most that a tier stores at a time. All tiers together store no more than an eighth of L1."""
+"""The most bytes that a tier stores at a time. All tiers together store at most an eighth of L1."""
 STORE_BYTES: Final = 16 << 20
-"""The most that one operation stores."""
+"""The most bytes that one operation stores."""
 REST_S: Final = 1.0
 """How long a tier that was down is not asked to store."""
 _ROOM_SHARE: Final = 8
-"""``on_evict`` flushes the least recently used 1/8 of L1 before it is evicted."""
+"""``on_evict`` begins to queue rows when only 1/8 of L1 is free."""
 _AHEAD: Final = 256
+"""How many rows of a class ``on_evict`` looks at, least recently used first."""
 _FORGET: Final = 4096
-"""How many parts of a removed tier's queue a step forgets: 1 ms of work."""
+"""How many parts of a removed tier's queue one step drops: 1 ms of work."""
 _LOOK: Final = 16
 """How many parts of a queue one step looks at for rows whose epoch is known."""
 
@@ -71,7 +72,8 @@ def queue_next_victims(state: State) -> None:
 
 
 def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
-    """Queue those of ``rows`` that were offered to no tier yet, for all tiers."""
+    """Queue for all tiers those of ``rows`` that were neither queued before nor loaded from a
+    tier."""
     rows = rows[~state.rows.table.offered[rows]]
     if len(rows):
         _queue(state, ClassRows(row_class.id, rows), state.tiers.used)
@@ -132,7 +134,7 @@ def _pop(tier: TierState, count: int) -> Queued:
 
 
 def _live(state: State, queued: Queued) -> I64Array:
-    """The queued rows that still hold what they held when they were queued."""
+    """The queued rows that are still READY under the same key. The others are counted as lost."""
     row_class, rows = state.classes.by_id.get(queued.row_class), queued.rows[:0]
     if row_class is not None:
         rows = queued.rows[row_class.index.find(queued.keys) == queued.rows]
@@ -187,11 +189,12 @@ def stored(state: State, event: Stored) -> None:
     store_next(state, tier)
 
 
-# ---------------------------------------------------------------- again, and at the end
+# ---------------------------------------------------------------- retries, and the stop
 
 
 def retry_due(state: State) -> None:
-    """Ask tiers again whose rest is over, and drop what is queued for removed tiers."""
+    """Ask tiers whose ``rests_until`` has passed to store again. Drop the queues of removed
+    tiers."""
     for tier in state.tiers.all:
         if not tier.place:
             for _ in range(min(len(tier.queue), _FORGET)):
@@ -199,14 +202,14 @@ def retry_due(state: State) -> None:
         elif tier.rests_until is not None and tier.rests_until <= state.now:
             tier.rests_until = None
             store_next(state, tier)
-            if tier.queue and not tier.storing_bytes:  # its epochs are not known either
+            if tier.queue and not tier.storing_bytes:  # its epochs are not known yet
                 tier.rests_until = state.now + REST_S
 
 
 def stop(state: State) -> None:
     """The daemon stops: ask tiers that were down once more.
 
-    With ``on_evict``, queue all rows that were offered to no tier yet.
+    With ``on_evict``, queue all rows that were not queued before.
     """
     state.stopping = True
     epochs.retry_now(state)
@@ -222,7 +225,7 @@ def stop(state: State) -> None:
 
 
 def rows_left(state: State, tier: TierState) -> int:
-    """How many rows in L1 are queued for a tier, or are being stored by it or were abandoned."""
+    """How many rows in L1 are queued for a tier, are being stored by it, or were abandoned."""
     _drop_stale(state, tier, tier.queued_rows)
     ops = [op for op in state.tiers.ops.values() if isinstance(op, Flushing)]
     storing = sum(len(op.part.rows) for op in ops if op.tier == tier.number)

@@ -1,7 +1,7 @@
 """Loading rows from tiers into L1.
 
 A row is LOADING from the step that asks a tier for it to the step in which the tier is done with
-its slot (law 3). It stays LOADING also when no promotion waits for it any more.
+its slot (law 3), even if no promotion waits for it any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvass.core.tiers import epochs, flush
 from kvass.types import I64Array
 
 LOAD_BYTES: Final = 16 << 20
-"""What one operation loads. It is small, so that a hit can be had in part."""
+"""The most bytes that one operation loads. It is small, so that a part of a hit is READY early."""
 
 
 def load(
@@ -60,7 +60,8 @@ def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Arr
 
 
 def loaded(state: State, event: Loaded) -> list[Promotion]:
-    """A tier has finished a load: its rows are READY, or FAILED. Returns who waited for them."""
+    """A tier has finished a load: make its rows READY or FAILED. Returns the promotions that waited
+    for them."""
     op = state.tiers.end(event.op, Loading)
     good, failed = op.part.rows[event.which], op.part.rows[~event.which]
     size = len(good) * (op.size_bytes // len(op.part.rows))
@@ -70,9 +71,9 @@ def loaded(state: State, event: Loaded) -> list[Promotion]:
     tier.counters["loaded_rows"] += len(good)
     tier.counters["loaded_bytes"] += size
     tier.counters["load_misses"] += len(failed)
-    state.rows.promoted(good, state.config.retain_promoted)
-    asked_before = state.tiers.used[: max(0, tier.place - 1)]
-    flush.queue_written(state, ClassRows(op.part.row_class, good), asked_before)
+    state.rows.publish_loaded(good, state.config.retain_promoted)
+    earlier_tiers = state.tiers.used[: max(0, tier.place - 1)]
+    flush.queue_written(state, ClassRows(op.part.row_class, good), earlier_tiers)
     state.rows.fail(failed)
     waited = [p for p in map(state.promotions.all.get, sorted(op.waiters)) if p is not None]
     for promotion in waited:

@@ -1,7 +1,7 @@
 """Planning a promotion: which rows are loaded, from which tier.
 
-The plan is the longest hit that L1 and the tiers give together. It is cut to what fits (law 12).
-Nothing is loaded if loading takes longer than computing.
+The plan is the longest hit for which L1 and the tiers together have the rows. It is cut to what
+fits (law 12). Nothing is loaded if loading takes longer than computing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def plan(state: State, promotion: Promotion) -> None:
 
 
 def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks: int) -> bool:
-    """Whether loading takes less time than computing the tokens. If a speed is not known: yes."""
+    """Whether loading takes no longer than computing the tokens. It is True if the engine's speed
+    is not known. A tier of unknown speed counts as infinitely fast."""
     if not state.config.weigh_loads or promotion.prefill_tokens_s <= 0:
         return True
     ns, tiers = promotion.namespace, state.tiers.all
@@ -74,7 +75,7 @@ def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks
         return True
     state.counters["promotions_not_worth_it"] += 1
     for tier in used:
-        tiers[tier].speed.doubt()
+        tiers[tier].speed.raise_estimate()
     return False
 
 

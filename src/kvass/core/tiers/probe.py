@@ -1,6 +1,6 @@
 """Asking the tiers, in their order, which rows of a prompt they have.
 
-One tier is asked at a time. Rows that a tier before it has are not asked for.
+One tier is asked at a time. It is not asked for rows that an earlier tier has.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from kvass.types import I64Array
 PROBE_CHUNKS: Final = 16
 """How many chunks the first question to a tier names."""
 PROBE_GROWTH: Final = 4
-"""Each further question to it names so many times as many as those before it together."""
+"""A further question to that tier names this many times the chunks of all earlier ones."""
 
 
 def probe_next(state: State, promotion: Promotion) -> None:
     """Ask a tier for rows that L1 and the tiers before it lack. If none are left, make the plan.
 
-    Few chunks are asked for first, then ever more: no hit extends past a full row that nobody has,
-    and most prompts that L1 does not know are unknown to the tiers, too.
+    The first question names few chunks, and each further question names more. For no hit extends
+    past a ``full`` row that nobody has, and most prompts that L1 does not have are not in the tiers
+    either.
     """
     tiers = epochs.usable(state, promotion.namespace)
     if epochs.pending(promotion.namespace):
@@ -54,14 +55,14 @@ def _wanted_of(
 ) -> list[I64Array] | None:
     """Of each class, the chunks that ``tier`` is to be asked for next; ``None`` if there are none.
 
-    ``probed_tier`` and ``probed_upto`` move on to them.
+    It sets ``probed_tier`` and ``probed_upto`` to the tier and to the end of these chunks.
     """
     last, first, end = promotion.probed_tier, promotion.first, len(promotion.keys)
     last_place = 0 if last == NO_TIER else state.tiers.all[last].place
     if state.tiers.all[tier].place > last_place:
         promotion.probed_tier, promotion.probed_upto = tier, first
     if tier != promotion.probed_tier:
-        return None  # it was asked before that one
+        return None  # it was asked before ``probed_tier``
     coming = view.there(LOADING)
     while promotion.probed_upto < end and not _gap(promotion, coming):
         begin = promotion.probed_upto
@@ -79,7 +80,7 @@ def _wanted_of(
 def _has_lost(promotion: Promotion, found: list[I64Array]) -> bool:
     """Whether L1 has evicted a row for which no tier was asked because L1 had it.
 
-    Tiers are then asked for at least one such row, so this is not true for ever.
+    A further round of questions covers at least one such row, so the rounds come to an end.
     """
     probed = slice(promotion.first, promotion.probed_upto)
     return any(
@@ -89,7 +90,8 @@ def _has_lost(promotion: Promotion, found: list[I64Array]) -> bool:
 
 
 def _gap(promotion: Promotion, coming: list[BoolArray]) -> bool:
-    """Whether a row of a full group is in no tier that was asked: no hit extends past it."""
+    """Whether neither L1 nor a tier that was asked has some row of a ``full`` group, so that no hit
+    extends past it."""
     probed = slice(promotion.first, promotion.probed_upto)
     return any(
         not (there | (home >= 0))[probed].all()
@@ -111,11 +113,11 @@ def _ask(state: State, promotion: Promotion, tier: int, wanted: list[I64Array]) 
 
 
 def probed(state: State, event: Probed) -> None:
-    """A tier told which rows it has."""
+    """A tier answered which rows it has."""
     op = state.tiers.end(event.op, Probing)
     promotion = state.promotions.all.get(op.promotion)
     if promotion is None:
-        return  # it ended before
+        return  # the promotion has ended
     at = 0
     for home, wanted in zip(promotion.homes, op.wanted, strict=True):
         held = event.held[at : at + len(wanted)]

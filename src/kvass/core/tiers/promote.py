@@ -1,6 +1,6 @@
 """Promotion: rows of a prompt that L1 lacks are loaded from the tiers.
 
-``begin`` starts a promotion. The steps of one are in the files beside this one, in this order:
+``begin`` starts a promotion. Its steps are in the files beside this one, in this order:
 ``await_writers``, ``probe``, ``plan``, ``load``, ``answer``. ``continue_some`` continues
 promotions whose wait is over. ``pending/promotion.py`` has the states.
 """
@@ -23,8 +23,8 @@ from kvass.messages import Promoting
 def begin(state: State, promotion: Promotion, writing: bool) -> bool:
     """Start a promotion. It is answered in this step or a later one.
 
-    ``writing``: wait for rows that engines are writing before tiers are asked. False is returned if
-    waiting promotions take all the memory they may. Then nothing was begun.
+    ``writing``: wait for rows that engines are writing before tiers are asked. Returns False, and
+    starts nothing, if the waiting promotions would take more memory than they may.
     """
     waiting, most = state.promotions.bytes_of, state.config.limits.waiting_bytes
     mine = waiting.get(promotion.instance, 0) + promotion.size_bytes
@@ -44,7 +44,8 @@ def begin(state: State, promotion: Promotion, writing: bool) -> bool:
 
 
 def continue_some(state: State, woken: Iterable[int] = ()) -> None:
-    """The wait of the promotions ``woken`` is over. Continue some of all such promotions."""
+    """Record that the wait of the promotions ``woken`` is over. Continue some of the promotions
+    whose wait is over."""
     going = state.promotions.going
     going.update(dict.fromkeys(woken))
     for number in [*islice(going, state.config.slice_ends)]:
@@ -71,7 +72,7 @@ def _continue(state: State, promotion: Promotion) -> None:
 
 
 def epoch_known(state: State) -> None:
-    """A tier told an epoch, or failed to. Continue the promotions that wait for epochs."""
+    """A tier answered with an epoch, or failed. Continue the promotions that wait for epochs."""
     waiting = (
         p.id for p in state.promotions.all.values() if p.state is PromotionState.AWAITING_EPOCH
     )
@@ -79,7 +80,7 @@ def epoch_known(state: State) -> None:
 
 
 def loaded(state: State, event: Loaded) -> None:
-    """A tier has finished a load. Continue the promotions that wait for no other one."""
+    """A tier has finished a load. Continue the promotions that wait for no other load."""
     waited = load.loaded(state, event)
     continue_some(state, (promotion.id for promotion in waited if not promotion.awaits))
 

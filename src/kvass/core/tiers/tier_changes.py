@@ -1,9 +1,9 @@
 """Changes of the set of tiers, or of their order, while the daemon serves.
 
-A tier keeps its number. A removed tier has place 0: it is asked nothing more, its open operations
-end as usual, and rows that are queued for it are lost. If it is added again it gets its number
-back, and notes the clears of the time between. It is asked for its epochs again, because its store
-may have changed.
+A tier keeps its number. A removed tier has place 0: it gets no new operations, its open operations
+end as usual, and the rows that are queued for it are dropped. A tier that is added again gets its
+old number. It is asked for all epochs again, because its store may have changed, and then notes the
+clears of the time in which it was removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvass.core.tiers import epochs, promote
 def change(state: State, event: TiersAre) -> None:
     """Use the tiers that the event names, in its order."""
     before = {tier.number for tier in state.tiers.used}
-    state.tiers.become(event.numbers, event.names)
+    state.tiers.use(event.numbers, event.names)
     _make_columns(state)
     for tier in state.tiers.all:
         if tier.number in before and not tier.place:
@@ -49,7 +49,8 @@ def _make_columns(state: State) -> None:
 
 
 def _forget_epochs(state: State, tier: TierState) -> None:
-    """Stop using the tier until it has told the epochs of all namespaces."""
+    """Forget all epochs in a tier. It is not used for a namespace until it has answered with its
+    epoch."""
     for ns in state.namespaces.values():
         if not ns.private:
             ns.tier_epochs[tier.number], ns.asked_s[tier.number] = None, -math.inf
