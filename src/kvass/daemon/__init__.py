@@ -1,1 +1,2 @@
-"""The shell around the core: sockets, memory and time. It decides nothing about the cache."""
+"""The daemon around the core: sockets, memory, time and the tiers' processes. It decides nothing
+about the cache."""

@@ -1,8 +1,8 @@
-"""The socket path: who may have it, who may connect to it.
+"""The socket path of a daemon: which daemon owns it, and which users may connect to it.
 
-Law of this file: one live daemon per path. A lock decides (``<socket>.lock``, flock) that the
-kernel drops when its holder ends, so a dead daemon's path is taken over without a race. SO_PEERCRED
-decides who may connect; the file modes only keep most others from trying.
+Law of this file: one live daemon per path. The owner holds a lock (flock) on ``<socket>.lock``. The
+kernel releases the lock when the owner's process ends, so a new daemon takes over the path of a
+dead one without a race. SO_PEERCRED decides who may connect. The file mode is only a first filter.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from kvass.wire.trust import others_at
 BACKLOG: Final = 1024
 _log = logging.getLogger("kvass")
 _LOCK_WAIT_S: Final = 1.0
-"""A killed daemon holds its lock until the kernel has taken its memory apart."""
+"""Seconds to wait for the lock. A killed daemon holds it until the kernel has freed its memory."""
 
 
 class Access:
-    """Who may connect: our own user, the users and the group of the configuration.
+    """The rules for who may connect: our own user, and the users and the group of the
+    configuration.
 
     Raises ``ConfigError`` for a group that does not exist.
     """
@@ -62,13 +63,14 @@ class Access:
         except OSError as error:
             raise ConfigError(f"cannot set the access to {path}: {error.strerror}") from error
 
-    def become(self, other: Access, path: str) -> None:
-        """From now on as ``other``; who is connected stays. Raises ``ConfigError``."""
+    def replace(self, other: Access, path: str) -> None:
+        """Replace the rules by those of ``other``, and apply them to the socket at ``path``.
+        Connected sessions stay. Raises ``ConfigError``."""
         other.apply(path)
         self.uids, self._group, self._mode = other.uids, other._group, other._mode
 
     def refusal(self, peer: PeerCredentials) -> str | None:
-        """None if ``peer`` may connect, else what to do about it."""
+        """Return None if ``peer`` may connect, else the text of the refusal."""
         if peer.uid in self.uids or self._group in peer.groups:
             return None
         return f"uid {peer.uid} may not connect: kvass serve --allow-uid {peer.uid} lets it"
@@ -76,9 +78,10 @@ class Access:
 
 @contextmanager
 def listening(path: str, access: Access) -> Iterator[socket.socket]:
-    """Own ``path`` and listen on it; both files are gone afterwards.
+    """Lock ``path`` and listen on it. On exit the socket and its lock file are removed.
 
-    Raises ``ConfigError``: too long, no such folder, not ours to write, in use by a live daemon.
+    Raises ``ConfigError`` if the path is too long, if its folder does not exist or is not writable,
+    or if a live daemon uses the path.
     """
     check_path(path)
     _make_default_folder(path)
@@ -92,7 +95,9 @@ def listening(path: str, access: Access) -> Iterator[socket.socket]:
             _log.warning(
                 "%s: %s, so engines of other users take this daemon for a stranger's and run "
                 "uncached: choose another --socket, or set kvass.daemon_uid %d in them",
-                *(path, reason, os.geteuid()),
+                path,
+                reason,
+                os.geteuid(),
             )
         ending.callback(Path(path).unlink, missing_ok=True)
         yield sock
@@ -109,7 +114,8 @@ def _make_default_folder(path: str) -> None:
 
 
 def _lock(path: str) -> int:
-    """A descriptor that holds the lock on ``path``, with our pid in it."""
+    """Lock the file ``path`` and write our pid into it. Returns the descriptor that holds the
+    lock."""
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         try:
@@ -136,7 +142,7 @@ def _lock(path: str) -> int:
 
 
 def _bind(sock: socket.socket, path: str, access: Access) -> None:
-    before = os.umask(0o177)  # nobody else connects between bind and chmod
+    before = os.umask(0o177)  # no other user can connect between bind and chmod
     try:
         sock.bind(path)
         access.apply(path)
@@ -148,7 +154,7 @@ def _bind(sock: socket.socket, path: str, access: Access) -> None:
 
 
 def _remove_dead(path: str) -> None:
-    """Remove the socket of a daemon that died; we hold its lock."""
+    """Remove the socket file of a dead daemon. The caller holds the lock."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ConfigError(f"{path} exists and is no socket: choose another --socket")

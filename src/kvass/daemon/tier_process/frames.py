@@ -1,8 +1,8 @@
-"""What the daemon and the process of one of its tiers say to each other, as frames.
+"""The messages between the daemon and the process of a tier, and their encoding as frames.
 
-Law of this file: both ends are the same kvass, so there are no versions here; but nothing is
-pickled, and what cannot be decoded is a ``FrameError``. An array is its shape and its bytes, in the
-machine's own order.
+Law of this file: both ends run the same version of kvass, so the messages have no versions. Nothing
+is pickled. Bytes that cannot be decoded raise ``FrameError``. An array is encoded as its shape and
+its bytes, in the machine's byte order.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from kvass.core.effects import FromTier, TierReport, ToTier
 from kvass.wire.framing import Decoder, frame
 
 LIMIT: Final = 256 << 20
-"""Bytes of a frame; a probe of the longest prompt in 64 groups is half of it."""
+"""The largest frame in bytes. A probe for the longest prompt in 64 groups takes half of it."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first frame to a tier's process: what to open, and how it is called."""
+    """The first frame to a tier's process: the tier to open, with its number and name."""
 
     number: int
     url: str
     name: str
     arena_bytes: int
     close_s: float
-    """How long calls that still run at the end are waited for."""
+    """Seconds that the process waits for running calls before it exits."""
     log_format: str = "text"
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sent by the daemon, and sent back by the process's main thread. ``log_level``: what it logs
-    from now on."""
+    """Sent by the daemon; the main thread of the process sends it back. ``log_level``: the process
+    changes to this level."""
 
     log_level: str
 
 
 class TierOpened(msgspec.Struct, frozen=True, tag=True):
-    """The first frame from a tier's process: the tier is open, or why it cannot be opened as asked;
-    then the process ends."""
+    """The first frame from a tier's process. ``refusal`` is empty if the tier is open. Otherwise it
+    says why the tier cannot be opened, and the process ends."""
 
     refusal: str = ""
 
@@ -68,7 +68,8 @@ def _pack(array: object) -> object:
 
 
 def _unpack(kind: Any, packed: Any) -> object:
-    """``kind``: ``npt.NDArray[one dtype]``, of which the second argument is ``np.dtype[...]``."""
+    """Decode an array. ``kind`` is ``npt.NDArray[scalar]``, whose second type argument is
+    ``np.dtype[scalar]``."""
     (scalar,) = get_args(get_args(kind)[1])
     shape, raw = packed
     return np.frombuffer(raw, scalar).reshape(shape)

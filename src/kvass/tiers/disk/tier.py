@@ -30,7 +30,7 @@ import numpy as np
 from kvass.errors import ConfigError
 from kvass.tiers.base import Buffer, Shards
 from kvass.tiers.buffers import page_buffer
-from kvass.tiers.codec import Header, decode_header, encode_header, payload_check
+from kvass.tiers.codec import Header, decode_header, encode_header, payload_checksum
 from kvass.tiers.disk.folder import Folder
 from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
@@ -269,7 +269,7 @@ class DiskTier(RecordTier):
             return "damaged"
         if header.lengths != tuple(map(len, into)):
             return "mismatched"
-        if _payload_check(parts, copies) != header.payload_check:
+        if _payload_checksum(parts, copies) != header.payload_checksum:
             return "damaged"
         for shard, part in copies:
             shard[:] = part
@@ -291,7 +291,7 @@ class DiskTier(RecordTier):
 
             def seal(parts: Iterator[memoryview]) -> None:
                 next(parts)
-                check = _payload_check(parts, copies)
+                check = _payload_checksum(parts, copies)
                 header = encode_header(Header(key, tuple(map(len, shards)), stamp, check))
                 page[: len(header)] = memoryview(header)
                 page[len(header) :] = 0
@@ -393,13 +393,13 @@ class DiskTier(RecordTier):
         return True
 
 
-def _payload_check(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer, Buffer]]) -> int:
+def _payload_checksum(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer, Buffer]]) -> int:
     """The checksum of what is read or written, as ``body_of`` made it: of each few MiB at once,
     while other threads read and write."""
     if copies:
         deque(parts, 0)
-        return payload_check(part for _, part in copies)
-    return payload_check(np.frombuffer(part, np.uint8) for part in parts)
+        return payload_checksum(part for _, part in copies)
+    return payload_checksum(np.frombuffer(part, np.uint8) for part in parts)
 
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvass.errors import TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Buffer, Shards
-from kvass.tiers.buffers import groups
+from kvass.tiers.buffers import batches_by_size
 from kvass.tiers.mooncake.client import (
     ABSENT,
     LEASE_OVER,
@@ -70,7 +70,7 @@ class MooncakeTier(RecordTier):
         super().__init__(name)
         self._prefix = options.prefix
         self._mooncake = MooncakeClient(name, master, options)
-        self._pool = WorkerPool(name, _GROUPS_AT_ONCE, give_up=1)
+        self._pool = WorkerPool(name, _GROUPS_AT_ONCE, max_failures=1)
         self._warned = False
 
     def register_memory(self, buffer: Buffer) -> None:
@@ -144,7 +144,7 @@ class MooncakeTier(RecordTier):
     ) -> list[Outcome]:
         """``move`` of neighbours that are not too much at a time, in bytes and in number."""
         sizes = [max(item.size, _GROUP_BYTES // _GROUP_RECORDS) for item in transfers]
-        some = [transfers[i.start : i.stop] for i in groups(sizes, _GROUP_BYTES)]
+        some = [transfers[i.start : i.stop] for i in batches_by_size(sizes, _GROUP_BYTES)]
 
         def work(i: int) -> list[Outcome]:
             with self._mooncake.registered([item.room for item in some[i]]):

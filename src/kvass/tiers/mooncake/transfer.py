@@ -17,7 +17,7 @@ from kvass.tiers.codec import (
     encode_header,
     header_bytes,
     header_of,
-    payload_check,
+    payload_checksum,
 )
 
 DIRECT_BYTES: Final = 128 << 10
@@ -71,7 +71,7 @@ class ObjectTransfer:
 
     def finish(self, found: Header) -> bool:
         """After a load: if all is as it was stored, copy the shards that came through the room."""
-        if payload_check(self._body) != found.payload_check:
+        if payload_checksum(self._body) != found.payload_checksum:
             return False
         for part, shard in self._copies:
             shard[:] = part
