@@ -1,20 +1,21 @@
-"""The disk tier's index: which slot holds what, and which record leaves when room is needed.
+"""The index of the disk tier: which slot has which record, and which record is evicted next.
 
-No I/O and no lock: the tier holds one around every call. There is no object per record, but columns
-per segment, and a dict from fingerprint to place.
+There are no locks in it: the tier holds one during every call. There is no object per record: each
+segment has arrays with one entry per slot, and a dict maps fingerprints to slots.
 
-A slot is free; or it holds a record that can be found (its fingerprint is not 0); or it is only
-*pinned*, being written, being erased, or deleted while it is being read. It becomes free when it
-has no record and its last pin goes. A segment that is *gone* holds no record any more, and is dead
-when its last pin goes.
+A slot is in one of three states. It is free. Or it has a record that can be found (its fingerprint
+is not 0). Or it has none and is *pinned*, because it is being written or erased, or because its
+record was deleted while it was being read. Such a slot becomes free when its last pin is removed. A
+segment that is *gone* has no records any more. It is dead once it has no pins.
 
-Each *owner* has segments of its own: a tenant with a quota in this tier, or the default tenant for
-all others. Free bytes that are reserved for an owner are given to nobody else, and no owner loses a
-segment to another one if it has less than its reservation then. Other segments are one pool, of
-which the least recently used leaves first. Records are found whoever owns them.
+Each *owner* has its own segments. An owner is a tenant with a quota in this tier, or the default
+tenant, which stands for all tenants without one. Free bytes that are reserved for an owner are used
+for no other one. A segment is evicted for another owner only if its own owner keeps at least its
+reserved bytes. Among the segments that may be evicted, the least recently used one goes first. All
+tenants find the records of all owners.
 
 A record is found by a 60-bit fingerprint of its key. Two keys with the same fingerprint replace
-each other. A load compares the whole key, which the record's header has: a collision is a miss.
+each other. A load compares the whole key, which is in the record's header: a collision is a miss.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ from kvass.tiers.disk.segment import SegmentFile, disk_bytes, most_slots
 from kvass.types import DEFAULT_TENANT, I64Array, Quota, U64Array
 
 _FOLDER_BYTES: Final = (16 << 10) + 2 * NOTES_BYTES
-"""What the folder, its lock, the notes and a newer copy of them take at most, without segments."""
+"""The most bytes that the folder takes without segments: itself, its lock file, the notes, and a
+new copy of the notes."""
 _FEWEST_VICTIMS: Final = 64
 _MOST_VICTIMS: Final = 4096
 _NEVER: Final = 1 << 62
 _PARTS: Final = 16
-"""An owner's segments are at most this part of its quota, so that it has some of each size."""
+"""A segment takes at most 1/16 of its owner's quota, so that an owner can have several slot
+sizes."""
 
 
 def fingerprint(key: bytes) -> int:
-    """60 bits of a hash, never 0."""
+    """Return 60 bits of a hash of ``key``, never 0."""
     return xxhash.xxh3_64_intdigest(key) >> 4 or 1
 
 
 class SegmentSlots:
-    """Columns over the slots of one file."""
+    """The state of all slots of one segment file, as one array per property."""
 
     def __init__(self, file: SegmentFile, owner: Owner) -> None:
         self.file = file
@@ -54,22 +57,23 @@ class SegmentSlots:
         self.used = 0
         """Slots that are not free."""
         self.users = 0
-        """Pins of all slots: while there are any, the file stays open."""
+        """The number of pins of all slots. The file stays open while there are any."""
         self.pins: npt.NDArray[np.uint16] = np.zeros(file.slots, np.uint16)
         self.fingerprint: U64Array = np.zeros(file.slots, np.uint64)
         self.stamp: I64Array = np.zeros(file.slots, np.int64)
-        """When each slot's record was used last."""
+        """For each slot the sequence number of its record's last use."""
 
-    def place(self, slot: int) -> int:
+    def slot_id(self, slot: int) -> int:
+        """Return a number that identifies the slot among all segments."""
         return self.file.number << 32 | slot
 
     def last_use(self) -> int:
-        """The newest stamp; ``_NEVER`` while a slot is pinned."""
+        """Return the newest stamp, or ``_NEVER`` while a slot is pinned."""
         return _NEVER if self.users else int(self.stamp[self.fingerprint != 0].max(initial=0))
 
 
 class DiskSlot(NamedTuple):
-    """One slot."""
+    """A slot: its segment, and its index there."""
 
     segment: SegmentSlots
     slot: int
@@ -81,12 +85,13 @@ class _SizeClass:
     def __init__(self) -> None:
         self.segments: list[SegmentSlots] = []
         self.free: list[int] = []
-        """``SegmentSlots.place`` of all free slots."""
+        """``SegmentSlots.slot_id`` of all free slots."""
         self.victims: Iterator[tuple[SegmentSlots, int, int]] = iter(())
         """Records to evict: (segment, slot, the stamp that it had)."""
 
     def list_victims(self) -> int:
-        """Make a list of the least recently used records; returns the oldest one's stamp."""
+        """Set ``victims`` to the least recently used records. Returns the oldest one's stamp, or
+        ``_NEVER`` if there is none."""
         slots = [np.flatnonzero((s.fingerprint != 0) & (s.pins == 0)) for s in self.segments]
         count = sum(map(len, slots))
         count = min(count, max(count // 32, _FEWEST_VICTIMS), _MOST_VICTIMS)
@@ -104,7 +109,10 @@ class _SizeClass:
 
 
 class Owner:
-    """``spent``: bytes of its segments, those that are gone not included."""
+    """A tenant with a quota in this tier, or the default tenant for all others.
+
+    ``spent``: bytes of its segments, without those that are gone.
+    """
 
     def __init__(self, quota: Quota) -> None:
         self.name = quota.tenant
@@ -115,57 +123,61 @@ class Owner:
     def class_of(self, slot_bytes: int) -> _SizeClass:
         return self.classes.setdefault(slot_bytes, _SizeClass())
 
-    def lacks(self, size: int) -> bool:
-        """Whether so many bytes more are still reserved for it."""
+    def has_reserved(self, size: int) -> bool:
+        """Whether ``size`` more bytes fit into what is reserved for this owner."""
         return self.spent + size <= self.reserved
 
-    def spares(self, segment: SegmentSlots) -> bool:
-        """Whether it has what is reserved for it without this segment of its own."""
+    def can_lose(self, segment: SegmentSlots) -> bool:
+        """Whether this owner keeps its reserved bytes without ``segment``, which is its own."""
         return self.spent - segment.file.bytes >= self.reserved
 
 
 class DiskIndex:
-    """All segments of one tier."""
+    """The index of one tier: all its segments and owners."""
 
-    def __init__(self, capacity: int, clock: int, quotas: Iterable[Quota] = ()) -> None:
-        """``capacity``: bytes on disk; ``clock``: above every sequence number given before."""
+    def __init__(self, capacity: int, first_stamp: int, quotas: Iterable[Quota] = ()) -> None:
+        """``capacity``: bytes on disk. ``first_stamp``: larger than all sequence numbers that were
+        used before."""
         self.capacity = capacity - _FOLDER_BYTES
         self.spent = 0
-        """Bytes of all segments, those included that are being made or removed: the tier gives them
-        back."""
+        """Bytes of all segments, including those that are being created or removed. ``DiskTier``
+        subtracts a segment's bytes once its file is removed."""
         self.segments: dict[int, SegmentSlots] = {}
         self.dead: list[SegmentSlots] = []
-        """Gone, without pins: to be unlinked and closed."""
+        """Segments that are gone and have no pins. ``DiskTier`` removes their files."""
         self._target = max(min(1 << 30, self.capacity // 16), self.capacity // 1024)
         every = [Quota(DEFAULT_TENANT), *quotas]
         self.owners = {quota.tenant: Owner(quota) for quota in every}
-        self._places: dict[int, int] = {}
-        """Fingerprint -> ``SegmentSlots.place``."""
-        self._clock = clock
+        self._slot_ids: dict[int, int] = {}
+        """Fingerprint -> ``SegmentSlots.slot_id``."""
+        self._last_stamp = first_stamp
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._slot_ids)
 
-    def tick(self) -> int:
-        """A stamp, and a sequence number, above all before."""
-        self._clock += 1
-        return self._clock
+    def next_stamp(self) -> int:
+        """Return a number that is larger than all before. It is used as a stamp and as the sequence
+        number of a record."""
+        self._last_stamp += 1
+        return self._last_stamp
 
     # ------------------------------------------------------------ records
 
-    def holds(self, key: int) -> bool:
-        return key in self._places
+    def holds(self, fingerprint: int) -> bool:
+        return fingerprint in self._slot_ids
 
-    def pin(self, key: int) -> DiskSlot | None:
-        """Where the record is; its slot stays as it is until ``unpin``."""
-        place = self._find(key)
+    def pin(self, fingerprint: int) -> DiskSlot | None:
+        """Find a record, and pin its slot: it is not reused until ``unpin``. Returns None if there
+        is no such record."""
+        place = self._find(fingerprint)
         if place is not None:
-            place.segment.stamp[place.slot] = self.tick()
+            place.segment.stamp[place.slot] = self.next_stamp()
             self._pin(place)
         return place
 
     def unpin(self, place: DiskSlot) -> None:
-        """A slot without a record is free with its last pin, an empty segment is dropped."""
+        """Remove a pin. A slot without a record becomes free when its last pin is removed. A
+        segment without used slots is dropped."""
         segment, slot = place
         segment.pins[slot] -= 1
         segment.users -= 1
@@ -173,26 +185,27 @@ class DiskIndex:
             if not segment.users:
                 self.dead.append(segment)
         elif not segment.pins[slot] and not segment.fingerprint[slot]:
-            segment.owner.class_of(segment.file.slot_bytes).free.append(segment.place(slot))
+            segment.owner.class_of(segment.file.slot_bytes).free.append(segment.slot_id(slot))
             segment.used -= 1
             if not segment.used:
                 self.drop(segment)
 
-    def forget(self, key: int, at: DiskSlot | None = None) -> DiskSlot | None:
-        """Drop a record, if it is still ``at`` that place. The slot that is returned is pinned: the
-        caller erases its entry, then unpins it."""
-        place = self._find(key)
+    def forget(self, fingerprint: int, at: DiskSlot | None = None) -> DiskSlot | None:
+        """Remove a record from the index; with ``at``, only if it is still in that slot. Returns
+        its slot, now pinned, or None. The caller must erase the slot's table entry and then unpin
+        the slot."""
+        place = self._find(fingerprint)
         if place is None or at not in (None, place):
             return None
-        del self._places[key]
+        del self._slot_ids[fingerprint]
         return self._empty(place)
 
     def owner(self, tenant: str) -> Owner:
-        """Whose segments have a tenant's records."""
+        """Return the owner of the segments that a tenant's records are stored in."""
         return self.owners.get(tenant) or self.owners[DEFAULT_TENANT]
 
     def take(self, slot_bytes: int, owner: Owner) -> DiskSlot | None:
-        """A free slot of that size, now pinned."""
+        """Take a free slot of that size, and pin it. Returns None if there is none."""
         free = owner.class_of(slot_bytes).free
         if not free:
             return None
@@ -201,11 +214,15 @@ class DiskIndex:
         return self._pin(place)
 
     def evict(self, slot_bytes: int, owner: Owner) -> DiskSlot | SegmentSlots | None:
-        """Make room: the slot of the owner's least recently used record of that size, now pinned;
-        or a segment of another size or owner, used less recently as a whole, now gone; or nothing.
+        """Make room for a slot of ``slot_bytes``. Returns one of:
+
+        - a pinned slot, whose record was this owner's least recently used one of that size;
+        - a segment of another size or owner, which was dropped because all of it was used less
+          recently, or because the owner has fewer bytes than are reserved for it;
+        - None.
         """
         size_class, size = owner.class_of(slot_bytes), disk_bytes(slot_bytes, 1)
-        if owner.lacks(size) and (other := _oldest(self._of_others(owner, size), _NEVER)):
+        if owner.has_reserved(size) and (other := _oldest(self._of_others(owner, size), _NEVER)):
             self.drop(other)
             return other
         if place := self._next_victim(size_class):
@@ -213,29 +230,29 @@ class DiskIndex:
         oldest = size_class.list_victims()
         own = [s for c in owner.classes.values() if c is not size_class for s in c.segments]
         if other := _oldest(own + self._of_others(owner, size), oldest):
-            size_class.victims = iter(())  # to be asked again, before one of its own leaves
+            size_class.victims = iter(())  # listed again before a record of this size is evicted
             self.drop(other)
             return other
         return self._next_victim(size_class)
 
-    def publish(self, place: DiskSlot, key: int, stamp: int) -> DiskSlot | None:
-        """A pinned slot holds this record now; unpins it. Returns the slot of the record that it
-        replaces, as ``forget`` does."""
+    def publish(self, place: DiskSlot, fingerprint: int, stamp: int) -> DiskSlot | None:
+        """Add the record that was written to a pinned slot, and unpin the slot. Returns the slot of
+        the record that it replaces, as ``forget`` does."""
         segment, slot = place
         old = None
         if not segment.gone:
-            old = self.forget(key)
-            self._places[key] = segment.place(slot)
-            segment.fingerprint[slot], segment.stamp[slot] = key, stamp
+            old = self.forget(fingerprint)
+            self._slot_ids[fingerprint] = segment.slot_id(slot)
+            segment.fingerprint[slot], segment.stamp[slot] = fingerprint, stamp
         self.unpin(place)
         return old
 
-    def _place(self, at: int) -> DiskSlot:
-        return DiskSlot(self.segments[at >> 32], at & 0xFFFF_FFFF)
+    def _place(self, slot_id: int) -> DiskSlot:
+        return DiskSlot(self.segments[slot_id >> 32], slot_id & 0xFFFF_FFFF)
 
-    def _find(self, key: int) -> DiskSlot | None:
-        at = self._places.get(key)
-        return None if at is None else self._place(at)
+    def _find(self, fingerprint: int) -> DiskSlot | None:
+        slot_id = self._slot_ids.get(fingerprint)
+        return None if slot_id is None else self._place(slot_id)
 
     def _pin(self, place: DiskSlot) -> DiskSlot:
         place.segment.pins[place.slot] += 1
@@ -249,16 +266,16 @@ class DiskIndex:
 
     def _next_victim(self, size_class: _SizeClass) -> DiskSlot | None:
         for segment, slot, stamp in size_class.victims:
-            key = int(segment.fingerprint[slot])
-            if key and segment.stamp[slot] == stamp and not segment.pins[slot]:
-                del self._places[key]
+            fingerprint = int(segment.fingerprint[slot])
+            if fingerprint and segment.stamp[slot] == stamp and not segment.pins[slot]:
+                del self._slot_ids[fingerprint]
                 return self._empty(DiskSlot(segment, slot))
         return None
 
     # ------------------------------------------------------------ segments
 
     def reserve(self, slot_bytes: int, owner: Owner) -> int:
-        """Set bytes aside for a new segment; returns how many slots it may have, 0 for none."""
+        """Reserve the bytes of a new segment. Returns its number of slots; 0 if none fits."""
         others = [o for o in self.owners.values() if o is not owner]
         room = self.capacity - self.spent - sum(max(0, o.reserved - o.spent) for o in others)
         quota = owner.reserved if owner.spent < owner.reserved else owner.cap
@@ -268,17 +285,18 @@ class DiskIndex:
         return slots
 
     def account(self, owner: Owner, size: int) -> None:
-        """A live segment comes, or, below 0, one that was set aside does not."""
+        """Add ``size`` to the bytes of ``owner`` and of the tier. ``size`` is negative to release
+        the bytes of a segment that could not be created."""
         self.spent += size
         owner.spent += size
 
     def fits(self, slot_bytes: int, owner: Owner) -> bool:
-        """Whether one record of that size fits an empty tier."""
+        """Whether one slot of that size fits into an empty tier, and into the owner's cap."""
         return most_slots(slot_bytes, min(self.capacity, owner.cap)) > 0
 
     def excess(self) -> SegmentSlots | None:
-        """The segment to give up because the capacity or its owner's cap was lowered: the least
-        recently used of those that may go."""
+        """Return a segment to drop because the capacity or its owner's cap was lowered: the least
+        recently used of those that may be dropped. None if nothing exceeds a limit."""
         every, owners = self.segments.values(), self.owners.values()
         over = [s for s in every if s.owner.spent > s.owner.cap]
         if not over and sum(owner.spent for owner in owners) > self.capacity:
@@ -286,28 +304,29 @@ class DiskIndex:
         return min(over, key=SegmentSlots.last_use, default=None)
 
     def add(self, segment: SegmentSlots) -> None:
-        """Use a segment whose bytes are set aside; slots without a fingerprint are free."""
+        """Add a segment whose bytes are reserved. Slots without a fingerprint are free."""
         self.segments[segment.file.number] = segment
         free = np.flatnonzero(segment.fingerprint == 0)
         segment.used = segment.file.slots - len(free)
         size_class = segment.owner.class_of(segment.file.slot_bytes)
         size_class.segments.append(segment)
-        size_class.free += (free[::-1] + segment.place(0)).tolist()
+        size_class.free += (free[::-1] + segment.slot_id(0)).tolist()
 
     def restore(self, file: SegmentFile) -> None:
-        """Use a segment of an earlier life, with the records that its table names. Of two records
-        of one key the newer one counts. Raises ``OSError``."""
+        """Add a segment that an earlier process left, with the records in its table. Of two records
+        with one fingerprint, only the newer one is kept. Raises ``OSError``."""
         segment = SegmentSlots(file, self.owner(file.tenant))
         segment.fingerprint[:], segment.stamp[:] = file.entries()
         self.account(segment.owner, file.bytes)
         self.add(segment)
-        self._clock = max(self._clock, int(segment.stamp.max()))
+        self._last_stamp = max(self._last_stamp, int(segment.stamp.max()))
         slots = np.flatnonzero(segment.fingerprint)
-        for key, slot in zip(segment.fingerprint[slots].tolist(), slots.tolist(), strict=True):
-            other = self._find(key)
+        found = segment.fingerprint[slots].tolist()
+        for fingerprint, slot in zip(found, slots.tolist(), strict=True):
+            other = self._find(fingerprint)
             older: DiskSlot | None = DiskSlot(segment, slot)
             if other is None or segment.stamp[slot] > other.segment.stamp[other.slot]:
-                self._places[key] = segment.place(slot)
+                self._slot_ids[fingerprint] = segment.slot_id(slot)
                 older = other
             if older is not None:
                 older.segment.file.set_entry(older.slot, 0, 0)
@@ -316,31 +335,32 @@ class DiskIndex:
             self.drop(segment)
 
     def drop(self, segment: SegmentSlots) -> None:
-        """Forget a segment's records. It is dead as soon as it has no pins."""
-        assert not segment.gone, "a segment went twice"
+        """Remove a segment and its records from the index. It is dead as soon as it has no pins."""
+        assert not segment.gone, "a segment was dropped twice"
         segment.gone = True
-        for key in segment.fingerprint[segment.fingerprint != 0].tolist():
-            del self._places[key]
+        for fingerprint in segment.fingerprint[segment.fingerprint != 0].tolist():
+            del self._slot_ids[fingerprint]
         segment.fingerprint[:] = 0
         number = segment.file.number
         del self.segments[number]
         segment.owner.spent -= segment.file.bytes
         size_class = segment.owner.class_of(segment.file.slot_bytes)
         size_class.segments.remove(segment)
-        size_class.free = [at for at in size_class.free if at >> 32 != number]
+        size_class.free = [slot_id for slot_id in size_class.free if slot_id >> 32 != number]
         if not segment.users:
             self.dead.append(segment)
 
     def _of_others(self, owner: Owner, size: int) -> list[SegmentSlots]:
-        """Segments of other owners that may go so that this one gets ``size`` bytes more."""
+        """Return the segments of other owners that may be dropped so that ``owner`` gets ``size``
+        more bytes."""
         if owner.spent + size > owner.cap:
             return []
         others = [o for o in self.owners.values() if o is not owner]
         each = [s for o in others for c in o.classes.values() for s in c.segments]
-        return [s for s in each if s.owner.spares(s)]
+        return [s for s in each if s.owner.can_lose(s)]
 
 
 def _oldest(segments: list[SegmentSlots], stamp: int) -> SegmentSlots | None:
-    """The one without pins that was used least recently, if that was before ``stamp``."""
+    """Return the least recently used segment without pins, if it was last used before ``stamp``."""
     found = min(segments, key=SegmentSlots.last_use, default=None)
     return found if found is not None and found.last_use() < stamp else None

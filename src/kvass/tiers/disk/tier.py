@@ -1,14 +1,17 @@
-"""The disk tier: records in segment files of one folder, under a hard cap of bytes.
+"""The disk tier: stores records in segment files of one folder, within a capacity in bytes.
 
-What a load returns was proven against the record's own header, key and checksum. What the folder
-takes on disk never exceeds the capacity: ``segment.disk_bytes`` says in advance what a segment can
-take, and none is made without its bytes set aside.
+Laws of this file:
 
-A lock guards the index and is never held over I/O: a slot is taken under it, written outside it and
-published under it. Opening reads the segments' tables, and no record.
+- A load returns a record only if its header, key and checksum match.
+- The folder never takes more disk space than the capacity. ``segment.disk_bytes`` is an upper bound
+  of what a segment takes. That much is reserved in the index before a segment is created.
+- A lock guards the index, and is not held during I/O. A slot is taken while the lock is held,
+  written without it, and published while it is held.
 
-Absent on purpose: fsync (a power loss costs records, and no record becomes wrong), compaction
-(slots of equal size leave no gaps) and io_uring (threads are as fast, measured).
+Opening the tier reads the tables of the segments, but no record.
+
+Left out on purpose: fsync (a power loss may lose records, but makes none wrong), compaction (slots
+of equal size leave no gaps) and io_uring (measured: threads are as fast).
 """
 
 from __future__ import annotations
@@ -48,34 +51,36 @@ from kvass.tiers.worker_pool import WorkerPool, as_down
 from kvass.types import DEFAULT_TENANT, NO_CAP, PAGE, Quota, Size
 
 _MOST_BYTES: Final = (1 << 31) - PAGE
-"""Of one record, its header included."""
+"""The largest record, including its header."""
 _COUNTS: Final = (
-    "evicted",  # records, or whole segments, that left for others
-    "damaged",  # records found to be other bytes than were stored
-    "mismatched",  # records of other shards than a load asked for
-    "full",  # stores that found no room
-    "too_large",  # stores of what no room could hold
+    "evicted",  # records or whole segments that were evicted to make room
+    "damaged",  # loads whose record did not match its header, key or checksum
+    "mismatched",  # loads whose record had shards of other lengths than the buffers
+    "full",  # stores for which no slot could be freed
+    "too_large",  # stores of records that do not fit even into an empty tier
     "read_errors",
     "write_errors",
 )
 _CHECK_S: Final = 1.0
-"""How often it is checked that the folder is still ours."""
+"""Seconds between two checks that this process still owns the folder."""
 _GROW_AGAIN_S: Final = 10.0
-"""After the disk had no room, how long until it is asked again."""
+"""Seconds without new segments after one could not be created."""
 _FILE: Final = re.compile(f"([0-9a-f]{{8}})({re.escape(SEGMENT)}|{re.escape(TABLE)})")
 _log = logging.getLogger("kvass.tiers")
 
 
 class _Scratch(threading.local):
-    """A page for the header of the record that this thread is busy with."""
+    """One page per thread, for the header of the record that the thread loads or stores."""
 
     def __init__(self) -> None:
         self.page = page_buffer()
 
 
 class DiskTier(RecordTier):
-    """``Tier`` over a folder, divided among the tenants of ``quotas``. Raises ``ConfigError`` for
-    one that cannot be used so."""
+    """``Tier`` with a folder as the backend. ``quotas`` divides its capacity among tenants.
+
+    Raises ``ConfigError`` if the folder cannot be used with this capacity and these quotas.
+    """
 
     def __init__(
         self,
@@ -113,18 +118,18 @@ class DiskTier(RecordTier):
         self._remove_dead()
 
     def _reopen(self) -> int:
-        """Use the segments of earlier lives; returns the highest number ever used.
+        """Open the segments that earlier processes left. Returns the highest number of a segment.
 
-        Damaged ones are removed, and what is beyond the capacity or a quota. Raises
-        ``ConfigError`` for a format newer than ours, having removed nothing, and for what the disk
-        refuses.
+        Damaged segments are removed, and those that exceed the capacity or a quota. Raises
+        ``ConfigError`` if a segment has a newer format (then nothing is removed) or on an I/O
+        error.
         """
         opened: list[SegmentFile] = []
         try:
             names = map(_FILE.fullmatch, os.listdir(self._folder.fd))
             numbers = {int(match[1], 16) for match in names if match}
             for number in sorted(numbers, reverse=True):
-                with suppress(FileNotFoundError):  # a table whose segment is gone
+                with suppress(FileNotFoundError):  # only the table is left of this segment
                     if (file := SegmentFile.reopen(self._folder, number)) is not None:
                         opened.append(file)
             for number in numbers - {file.number for file in opened}:
@@ -175,16 +180,16 @@ class DiskTier(RecordTier):
             gone = list(self._index.segments.values())
             for segment in gone:
                 self._index.drop(segment)
-        for segment in gone:  # even of those that are still read: their names go now
+        for segment in gone:  # a segment that is still read has no name then, but stays open
             segment.file.unlink()
 
     def _get_note(self, name: str) -> bytes | None:
-        """A damaged one is none."""
+        """Return a note; None if it is absent, or if the file of the notes is damaged."""
         self._check_folder()
         return read_note(self._folder, name)
 
     def _put_note(self, name: str, value: bytes) -> None:
-        """Synced, unlike records."""
+        """Set a note. Unlike records, notes are synced to the disk."""
         self._check_folder()
         with self._noting:
             write_note(self._folder, name, value)
@@ -200,7 +205,7 @@ class DiskTier(RecordTier):
     def _call(self) -> Iterator[None]:
         with super()._call():
             try:
-                if self._folder.lost or time.monotonic() - self._checked > _CHECK_S:
+                if self._folder.lost_because or time.monotonic() - self._checked > _CHECK_S:
                     self._check_folder()
                 yield
             except OSError as error:
@@ -209,13 +214,14 @@ class DiskTier(RecordTier):
                 self._remove_dead()
 
     def _check_folder(self) -> None:
-        """Raise ``OSError`` if the folder is not ours any more."""
+        """Raise ``OSError`` if this process does not own the folder any more."""
         self._folder.check()
         self._checked = time.monotonic()
 
     def report(self) -> dict[str, Any]:
-        """For ``kvass status``: records, segments, bytes, what went wrong since opening; and with
-        quotas what each tenant has."""
+        """Return the tier's fields of ``kvass status``: numbers of records, segments and bytes,
+        counts of evictions and errors since the tier was opened, and with quotas the bytes of each
+        tenant."""
         with self._lock:
             tenants = {
                 o.name: {
@@ -250,14 +256,15 @@ class DiskTier(RecordTier):
             with self._lock:
                 if fault:
                     self._counts[fault] += 1
-                if fault in ("damaged", "read_errors"):  # unless another took its place
+                if fault in ("damaged", "read_errors"):  # forgets nothing if it was replaced since
                     bad = self._index.forget(number, place)
                 self._index.unpin(place)
             self._erase(bad)
         return not fault
 
     def _read(self, place: DiskSlot, key: bytes, into: Shards) -> str:
-        """Fill ``into`` from a pinned slot; which of ``_COUNTS`` went wrong, or nothing."""
+        """Fill ``into`` from a pinned slot. Returns the name in ``_COUNTS`` of what went wrong, or
+        an empty text."""
         segment, slot = place
         if slot_bytes_of(into) != segment.file.slot_bytes:
             return "mismatched"
@@ -282,7 +289,7 @@ class DiskTier(RecordTier):
         segment, slot = place
         number = fingerprint(key)
         with self._lock:
-            stamp = self._index.tick()
+            stamp = self._index.next_stamp()
         try:
             page = self._scratch.page
             body, copies = body_of(shards)
@@ -310,13 +317,14 @@ class DiskTier(RecordTier):
         return not segment.gone
 
     def _erase(self, place: DiskSlot | None) -> None:
-        """Erase the entry of a slot that ``DiskIndex.forget`` returned."""
+        """Erase the table entry of a slot that ``DiskIndex.forget`` returned, and unpin the slot.
+        Does nothing for None."""
         if place is None:
             return
         failed = 0
         try:
             place.segment.file.set_entry(place.slot, 0, 0)
-        except OSError:  # it may come back after a restart; what is read then is checked
+        except OSError:  # the record may be back after a restart; a load then checks it
             failed = 1
         with self._lock:
             self._counts["write_errors"] += failed
@@ -325,12 +333,13 @@ class DiskTier(RecordTier):
     # ------------------------------------------------------------ room
 
     def _room(self, size: int, owner: Owner) -> DiskSlot | None:
-        """A slot of that size, pinned: a free one, else of a new segment, else of an old record."""
+        """Return a pinned slot for ``size`` bytes: a free one, else one of a new segment, else one
+        whose record was evicted. None if there is none."""
         if size > _MOST_BYTES or not self._index.fits(size, owner):
             with self._lock:
                 self._counts["too_large"] += 1
                 first = self._counts["too_large"] == 1
-            if first:  # how large rows are shows only now: whoever chose the capacity is told, once
+            if first:  # warn once: the size of rows was not known when the capacity was chosen
                 line = (
                     "%s: rows that take %s are not kept: one is more than the capacity, its "
                     "tenant's cap or %s"
@@ -340,7 +349,7 @@ class DiskTier(RecordTier):
         with self._lock:
             if place := self._index.take(size, owner):
                 return place
-        with self._growing:  # one thread makes room, and none makes it twice
+        with self._growing:  # one thread at a time makes room; the others then try again
             self._remove_dead()
             while True:
                 with self._lock:
@@ -348,18 +357,19 @@ class DiskTier(RecordTier):
                         return place
                     may_grow = time.monotonic() >= self._grow_after
                     slots = self._index.reserve(size, owner) if may_grow else 0
-                    made = None if slots else self._index.evict(size, owner)
-                    self._counts["evicted"] += made is not None
-                    self._counts["full"] += made is None and not slots
+                    evicted = None if slots else self._index.evict(size, owner)
+                    self._counts["evicted"] += evicted is not None
+                    self._counts["full"] += evicted is None and not slots
                 if slots:
                     self._grow(size, slots, owner)
-                elif not isinstance(made, SegmentSlots) or not self._remove_dead():
-                    return made if isinstance(made, DiskSlot) else None
+                elif not isinstance(evicted, SegmentSlots) or not self._remove_dead():
+                    return evicted if isinstance(evicted, DiskSlot) else None
                 else:
-                    self._grow_after = 0.0  # the disk has room again
+                    self._grow_after = 0.0  # a segment was removed, so the disk has room again
 
     def _grow(self, size: int, slots: int, owner: Owner) -> None:
-        """Make a segment of bytes that are set aside; if the disk has them not, wait a while."""
+        """Create a segment for which ``DiskIndex.reserve`` has reserved the bytes. If that fails,
+        the bytes are released, and no segment is created for ``_GROW_AGAIN_S``."""
         self._number += 1
         try:
             file = SegmentFile.create(self._folder, self._number, size, slots, owner.name)
@@ -374,7 +384,8 @@ class DiskTier(RecordTier):
                 self._index.add(SegmentSlots(file, owner))
 
     def _remove_dead(self) -> bool:
-        """Remove dead segments, and give their bytes back; whether the disk let us."""
+        """Remove the files of dead segments, and release their bytes. Returns False if a file could
+        not be removed; the rest is tried again later."""
         if not self._index.dead:
             return True
         with self._lock:
@@ -394,8 +405,11 @@ class DiskTier(RecordTier):
 
 
 def _payload_checksum(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer, Buffer]]) -> int:
-    """The checksum of what is read or written, as ``body_of`` made it: of each few MiB at once,
-    while other threads read and write."""
+    """Consume ``parts``, which reads or writes them, and return the checksum of the shards.
+
+    ``copies`` is what ``body_of`` returned. If there are none, ``parts`` are the shards themselves,
+    and each few MiB are checksummed while other threads do their I/O.
+    """
     if copies:
         deque(parts, 0)
         return payload_checksum(part for _, part in copies)
@@ -403,5 +417,5 @@ def _payload_checksum(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer
 
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:
-    """``disk:PATH?...``. Raises ``ConfigError``."""
+    """Open the tier of a URL ``disk:PATH?...``. Raises ``ConfigError``."""
     return DiskTier(path, options.capacity, threads=options.threads, quotas=options.quotas)
