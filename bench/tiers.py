@@ -48,7 +48,7 @@ from kvass.cli.bench.rig import (
 )
 from kvass.errors import ConfigError, Unavailable
 from kvass.tiers.base import Tier
-from kvass.tiers.url import TierUrl, open_tier, parse_tier_url, shown
+from kvass.tiers.url import TierUrl, open_tier, parse_tier_url, redacted
 from kvass.types import PAGE, Size
 
 
@@ -73,10 +73,10 @@ def measure_tier(text: str, l1_bytes: int, rounds: int, plan: Plan | None = None
     """All figures, by the names in this module's docstring. Raises ``KvassError``."""
     url = parse_tier_url(text)
     if url.scheme not in _SCHEMES:
-        raise ConfigError(f"tier {shown(text)!r}: bench knows {', '.join(_SCHEMES)}")
+        raise ConfigError(f"tier {redacted(text)!r}: bench knows {', '.join(_SCHEMES)}")
     plan = plan or (DISK if url.scheme == "disk" else SERVER)
     figures = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
-    figures["tier"] = shown(text)
+    figures["tier"] = redacted(text)
     if url.scheme == "disk":
         with own_folder(Path(url.where), plan.tier_bytes) as folder:
             (folder / "tier").mkdir()

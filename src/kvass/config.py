@@ -22,7 +22,7 @@ from msgspec import Meta, field
 from kvass.arena.room import room
 from kvass.errors import ConfigError, Unavailable
 from kvass.tiers.options import DiskOptions
-from kvass.tiers.url import read_tier_url, shown, tier_name
+from kvass.tiers.url import read_tier_url, redacted, tier_name
 from kvass.types import DEFAULT_TENANT, PAGE, Quota, Timing, check_quotas_of
 from kvass.types import Size as Size
 from kvass.wire.channel import check_path
@@ -208,7 +208,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{shown(message)}; see {self.prog} --help")
+        raise ConfigError(f"{redacted(message)}; see {self.prog} --help")
 
 
 def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -322,7 +322,7 @@ def to_yaml(config: Config) -> str:
         name: str(value) if isinstance(value, Size) else value
         for name, value in msgspec.structs.asdict(config).items()
     }
-    values["tier"] = [shown(url) for url in config.tier]
+    values["tier"] = [redacted(url) for url in config.tier]
     hidden = _HIDDEN if values["tier"] != config.tier else ""
     return hidden + str(yaml.safe_dump(values, sort_keys=False))
 
@@ -349,7 +349,7 @@ def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, *_FROM_YAML) as error:
-        said = shown(" ".join(str(error).split()))  # it may quote the line
+        said = redacted(" ".join(str(error).split()))  # it may quote the line
         raise ConfigError(f"{path} is no YAML: {said}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: write options as `name: value` lines")
@@ -380,13 +380,15 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
         value = _uid(value, origin)
     choices = get_args(kind) if get_origin(kind) is Literal else [*_BOOLS] if kind is bool else []
     if choices and not isinstance(value, bool) and value not in choices:
-        raise ConfigError(f"{origin}: say one of {', '.join(choices)} (got {shown(repr(value))})")
+        raise ConfigError(
+            f"{origin}: say one of {', '.join(choices)} (got {redacted(repr(value))})"
+        )
     try:
         return msgspec.convert(
             value, _FIELDS[name].type, strict=strict, dec_hook=lambda _, raw: Size.parse(raw)
         )
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {error} (got {shown(repr(value))})") from error
+        raise ConfigError(f"{origin}: {error} (got {redacted(repr(value))})") from error
 
 
 def _uid(user: Any, origin: str) -> Any:

@@ -162,7 +162,7 @@ async def test_a_session_that_was_not_welcomed_sends_small_frames(
     with pytest.raises(FrameError, match="send 1 to 65536"):
         [*connection.decoder.feed(header)]
     connection.half_close()
-    connection.welcomed()
+    connection.allow_large_frames()
     assert [*connection.decoder.feed(header)] == []
 
 
@@ -180,7 +180,7 @@ def test_a_closed_connection_and_what_it_was_sent_are_freed_at_once(end: str) ->
     async def main() -> None:
         near, far = socket.socketpair()
         connection = Connection(asyncio.get_running_loop(), near, 1, lambda _: None)
-        connection.welcomed()
+        connection.allow_large_frames()
         assert [*connection.decoder.feed(framing.HEADER.pack(4 << 20) + b"half")] == []
         gone: list[weakref.ref[Any]] = [weakref.ref(connection), weakref.ref(connection.decoder)]
         if end == "unread":

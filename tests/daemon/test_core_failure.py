@@ -18,7 +18,7 @@ from kvass.core import machine as core
 from kvass.core.effects import PopulatedTo, Received, Tick
 from kvass.core.event_lines import parse
 from kvass.core.machine import CoreConfig
-from kvass.daemon.last_events import BYTES, EVENTS, LastEvents
+from kvass.daemon.last_events import MAX_EVENTS, MAX_FRAME_BYTES, LastEvents
 from kvass.wire import framing
 from tests.support.simulation.simulator import replay
 
@@ -82,15 +82,15 @@ def test_the_daemon_ends_and_its_last_events_play_the_failure_again(
 
 def test_no_more_events_and_bytes_are_kept_than_may_be(tmp_path: Path) -> None:
     last, path = LastEvents(CONFIG), tmp_path / "s.failed"
-    for n in range(EVENTS + 7):
+    for n in range(MAX_EVENTS + 7):
         last.add(float(n), PopulatedTo(n), 0)
     last.write(str(path), AssertionError())
     head, *events = path.read_text().splitlines()
-    assert [parse(text)[0] for text in events] == [float(n) for n in range(7, EVENTS + 7)]
+    assert [parse(text)[0] for text in events] == [float(n) for n in range(7, MAX_EVENTS + 7)]
     assert json.loads(head)["dropped"] == 7
     for n in range(3):
-        last.add(500.0 + n, Tick(), BYTES // 2)
-    last.add(600.0, Tick(), 2 * BYTES)
+        last.add(500.0 + n, Tick(), MAX_FRAME_BYTES // 2)
+    last.add(600.0, Tick(), 2 * MAX_FRAME_BYTES)
     last.write(str(path), AssertionError())
     assert [parse(text)[0] for text in path.read_text().splitlines()[1:]] == [600.0]
 

@@ -120,7 +120,7 @@ def test_quotas_are_held_against_the_l1_that_there_is(
     wanted = msgspec.structs.replace(now, l1_size=Size(4 << 20), quota=["a=:2MiB"])
     live = LiveConfig(now, Access(now), lambda: wanted)
     asyncio.run(live.reload(no_other_tiers))
-    assert live.now == now
+    assert live.current == now
     assert "2MiB are reserved of an l1_size of 1MiB" in caplog.text
 
 

@@ -33,7 +33,7 @@ from kvass.core.effects import (
 from kvass.daemon.tier_process import frames, server
 from kvass.daemon.tier_process.child import spawn
 from kvass.daemon.tier_process.health import HealthState
-from kvass.daemon.tier_process.supervisor import ROOM, Periods, TierProcess
+from kvass.daemon.tier_process.supervisor import MAX_OPEN_REQUESTS, Periods, TierProcess
 from kvass.errors import ConfigError, FrameError
 from kvass.messages import Commit
 from kvass.testing.daemon import running_daemon
@@ -189,7 +189,7 @@ def test_ten_thousand_questions_at_once(folder: Path) -> None:
         one.submit(*(probe(op, *range(20)) for op in range(1, 10_001)))
         assert one.until(lambda: len(one.ends) == 10_001)
         asked = [end.held.any() for end in one.ends if isinstance(end, Probed)]
-        assert 0 < sum(asked) <= ROOM
+        assert 0 < sum(asked) <= MAX_OPEN_REQUESTS
         assert one.end(probe(20_000, 5)).held.all()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvass.testing.tier_suite import data_of
-from kvass.tiers.buffers import groups, split
+from kvass.tiers.buffers import batches_by_size, split
 
 SHAPE = (5000, 0, 17, 9000)
 
@@ -25,7 +25,7 @@ def test_parts_are_the_buffers_bytes_in_order(size: int) -> None:
 
 @given(st.lists(st.integers(0, 10), max_size=12), st.integers(1, 20))
 def test_groups_are_all_of_it_and_as_few_as_neighbours_allow(sizes: list[int], most: int) -> None:
-    found = [sizes[group.start : group.stop] for group in groups(sizes, most)]
+    found = [sizes[group.start : group.stop] for group in batches_by_size(sizes, most)]
     assert [size for group in found for size in group] == sizes
     assert all(group and (sum(group) <= most or len(group) == 1) for group in found)
     for group, following in pairwise(found):

@@ -18,7 +18,7 @@ from kvass.tiers.codec import (
     decode_header,
     encode_header,
     pack,
-    payload_check,
+    payload_checksum,
     record_key,
     unpack,
 )
@@ -30,7 +30,7 @@ headers = st.builds(
     key=st.binary(min_size=1, max_size=MAX_KEY_BYTES),
     lengths=st.lists(U64, max_size=MAX_SHARDS).map(tuple),
     sequence=U64,
-    payload_check=U64,
+    payload_checksum=U64,
 )
 
 
@@ -71,8 +71,8 @@ def test_the_formats_are_frozen() -> None:
     key = record_key(bytes(range(32)), 7, 2, b"chunkhash")
     assert key.hex() == bytes(range(32)).hex() + "0000000000000007" + "0002" + b"chunkhash".hex()
     shards = [np.frombuffer(b"abc", np.uint8), np.frombuffer(b"defg", np.uint8)]
-    assert payload_check(shards) == payload_check([np.frombuffer(b"abcdefg", np.uint8)])
-    raw = encode_header(Header(b"key", (3, 4), 5, payload_check(shards)))
+    assert payload_checksum(shards) == payload_checksum([np.frombuffer(b"abcdefg", np.uint8)])
+    raw = encode_header(Header(b"key", (3, 4), 5, payload_checksum(shards)))
     assert raw.hex() == (
         "6b76617373726563" "0100" "0300" "02000000" "0500000000000000" "2f054cd43fdc405a"
         "6b6579" "0300000000000000" "0400000000000000" "393b502c08814d39"

@@ -96,7 +96,7 @@ def test_without_checksums_a_flipped_byte_would_be_served(
     damaged: Damaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests above: they see wrong bytes if the tier serves them."""
-    monkeypatch.setattr(disk_tier, "payload_check", lambda parts: 0 * sum(map(len, parts)))
+    monkeypatch.setattr(disk_tier, "payload_checksum", lambda parts: 0 * sum(map(len, parts)))
     real = codec.decode_header
 
     def forgiving(raw: bytes | memoryview) -> object:

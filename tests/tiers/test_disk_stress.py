@@ -31,11 +31,11 @@ def check(of: DiskIndex) -> None:
             at for at in segment.owner.classes[segment.file.slot_bytes].free if at >> 32 == number
         ]
         empty = (segment.fingerprint == 0).nonzero()[0]
-        assert sorted(free) == [segment.place(slot) for slot in empty.tolist()]
+        assert sorted(free) == [segment.slot_id(slot) for slot in empty.tolist()]
         assert segment.used == segment.file.slots - len(free) > 0, "an empty segment was kept"
         for slot in segment.fingerprint.nonzero()[0].tolist():
             key = int(segment.fingerprint[slot])
-            assert of._places.get(key) == segment.place(slot)
+            assert of._slot_ids.get(key) == segment.slot_id(slot)
             found += 1
     assert found == len(of), "the index has records that no slot holds"
     assert of.dead == []

@@ -19,7 +19,7 @@ from kvass.testing.tier_suite import data_of, fetch, room_for, same
 from kvass.tiers import pacing
 from kvass.tiers.base import Buffer
 from kvass.tiers.buffers import page_buffer
-from kvass.tiers.codec import payload_check
+from kvass.tiers.codec import payload_checksum
 from kvass.tiers.disk import DiskTier
 from kvass.tiers.disk import tier as disk_tier
 from kvass.tiers.disk.folder import Folder
@@ -112,7 +112,9 @@ def test_who_waited_for_long_works_for_a_while(
 @pytest.mark.parametrize("sizes", [(0,), (CHECK,), (CHECK + 1, 3), (5, 3 * CHECK - 1)])
 def test_a_checksum_in_turns_is_the_checksum(given_way: Count, sizes: tuple[int, ...]) -> None:
     shards = [noise(size, size) for size in sizes]
-    assert payload_check(shards) == xxhash.xxh3_64_intdigest(b"".join(s.tobytes() for s in shards))
+    assert payload_checksum(shards) == xxhash.xxh3_64_intdigest(
+        b"".join(s.tobytes() for s in shards)
+    )
     assert given_way() == sum(max(0, -(-size // CHECK) - 1) for size in sizes)
 
 
@@ -206,9 +208,9 @@ def test_each_turn_is_checked_before_the_next(
             seen.append((len(written.sizes), len(read.sizes)))
             return part
 
-        return payload_check(map(noted, parts))
+        return payload_checksum(map(noted, parts))
 
-    monkeypatch.setattr(disk_tier, "payload_check", check)
+    monkeypatch.setattr(disk_tier, "payload_checksum", check)
     assert in_turns.store([b"b"], [aligned(b"b")]) == [True]
     assert seen == [(0, 0), (1, 0), (2, 0)]
     assert written.sizes == [TURN, 2 * PAGE, TURN]  # the one with the header is the last
@@ -229,8 +231,8 @@ def test_a_byte_that_differs_in_any_turn_is_a_miss(
         file.write(bytes([byte ^ 1]))
         os.fsync(file.fileno())
     if not checked:
-        right = payload_check(data_of(b"a", SHORT_TURNS))
-        monkeypatch.setattr(disk_tier, "payload_check", lambda parts: right + 0 * len([*parts]))
+        right = payload_checksum(data_of(b"a", SHORT_TURNS))
+        monkeypatch.setattr(disk_tier, "payload_checksum", lambda parts: right + 0 * len([*parts]))
     found = got(in_turns, b"a")
     assert (found is None) == checked
     assert found is None or not same(found, data_of(b"a", SHORT_TURNS))

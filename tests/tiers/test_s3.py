@@ -242,7 +242,7 @@ def test_requests_and_bytes_in_flight_are_bounded() -> None:
     """By the pool, as ``test_worker_pool.py`` shows."""
     tier = open_tier("s3:bucket?connections=5")
     assert isinstance(tier, ObjectTier)
-    assert (tier._pool._size, tier._pool._room) == (5, 64 << 20)
+    assert (tier._pool._size, tier._pool._max_bytes) == (5, 64 << 20)
     tier.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvass.errors import ConfigError
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.disk import DiskTier
-from kvass.tiers.url import TierUrl, parse_tier_url, shown, tier_name
+from kvass.tiers.url import TierUrl, parse_tier_url, redacted, tier_name
 from tests.support.tiers.memory import MemoryTier
 from tests.tiers.records import down
 
@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_written_is_refused() -> None:
     ],
 )
 def test_people_see_no_secrets(url: str, without: str) -> None:
-    assert shown(url) == without
+    assert redacted(url) == without
     assert tier_name(url) == without.partition("?")[0]
 
 

@@ -19,8 +19,12 @@ OpenPool = Callable[..., WorkerPool]
 def open_pool() -> Iterator[OpenPool]:
     made: list[WorkerPool] = []
 
-    def open_(size: int = 4, room: int = 100, long_s: float = 60) -> WorkerPool:
-        made.append(WorkerPool("pool", size, room=room, give_up=3, long_s=long_s))
+    def open_(size: int = 4, max_bytes: int = 100, slow_failure_s: float = 60) -> WorkerPool:
+        made.append(
+            WorkerPool(
+                "pool", size, max_bytes=max_bytes, max_failures=3, slow_failure_s=slow_failure_s
+            )
+        )
         return made[-1]
 
     yield open_
@@ -57,7 +61,7 @@ def test_answers_come_in_the_order_asked(open_pool: OpenPool) -> None:
 
 
 def test_threads_and_bytes_are_bounded_over_all_calls(open_pool: OpenPool) -> None:
-    pool = open_pool(size=8, room=100)
+    pool = open_pool(size=8, max_bytes=100)
     threads, room = Meter(), Meter()
     needs = [30, 60, 0, 10, 100, 1] * 10
 
@@ -85,7 +89,7 @@ def test_one_larger_than_the_room_goes_alone(open_pool: OpenPool) -> None:
         alone.add(-1)
         return True
 
-    assert open_pool(room=100).each(work, [1000, 1000, 1000]) == [True] * 3
+    assert open_pool(max_bytes=100).each(work, [1000, 1000, 1000]) == [True] * 3
     assert alone.most == 1
 
 
@@ -110,7 +114,7 @@ def test_a_long_silence_is_enough(open_pool: OpenPool) -> None:
         threading.Event().wait(0.1)
         raise TierDown("silence")
 
-    assert len(open_pool(size=1, long_s=0.05).each(work, [0] * 50)) == 50
+    assert len(open_pool(size=1, slow_failure_s=0.05).each(work, [0] * 50)) == 50
     assert begun.count == 1
 
 
@@ -126,7 +130,7 @@ def test_trouble_now_and_then_ends_nothing(open_pool: OpenPool) -> None:
 
 def test_a_mistake_surfaces_when_all_have_ended(open_pool: OpenPool) -> None:
     """Whoever asked owns the memory again, and the room is free."""
-    pool = open_pool(size=4, room=100)
+    pool = open_pool(size=4, max_bytes=100)
     at_work, may_end = Meter(), threading.Event()
 
     def work(i: int) -> bool:

@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     if only_print:
         print(to_yaml(config), end="")
         return 0
-    logs.begin(config.log_level, config.log_format)
+    logs.start_logging(config.log_level, config.log_format)
     from kvass.daemon.main import serve
 
     again = partial(load, options, os.environ, file)

@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
     child = options.pop("child")
     options["http"] = options["http"] or os.environ.get("KVASS_HTTP") or "127.0.0.1:9273"
     config = load(options, os.environ)
-    logs.begin(config.log_level, config.log_format)
+    logs.start_logging(config.log_level, config.log_format)
     from kvass.web.access import listen
     from kvass.web.server import WebServer
 

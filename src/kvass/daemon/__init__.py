@@ -1,1 +1,2 @@
-"""The daemon: runs the core, and does its I/O. It makes no decisions about the cache."""
+"""The daemon around the core: sockets, memory, time and the tiers' processes. It decides nothing
+about the cache."""

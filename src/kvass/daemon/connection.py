@@ -1,12 +1,13 @@
-"""One accepted connection: its socket, its decoder and its queue of unsent frames.
+"""One accepted socket: its decoder, its output queue, and how it is closed.
 
 Laws of this file:
 
-- Only EOF ends reading. asyncio's transports close a socket when a *write* fails. But a peer that
-  only stopped reading may still write to the arena (law 3). So this file does not use a transport:
-  the loop reports when the socket is readable or writable, and this file reads and writes.
-- A closed connection is freed at once, because no object that it refers to refers back to it. The
-  garbage collector runs rarely here, and a connection may hold megabytes of received bytes.
+- Only EOF ends reading. asyncio's transports close a socket when a *write* fails, but a peer that
+  only stopped reading may still write to the arena (law 3). Therefore this file does not use
+  transports. The event loop reports that the socket is readable or writable; ``Connection`` calls
+  recv and send itself.
+- A closed connection is in no reference cycle, so it is freed at once. The garbage collector runs
+  rarely here, and each connection may hold megabytes of input.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from kvass.types import Limits
 from kvass.wire import framing
 
 OUT_BYTES: Final = 8 << 20
-"""Unread replies a session may pile up: two of the largest frames."""
+"""Limit of the bytes that are queued for a peer that does not read: two of the largest frames."""
 HELLO_BYTES: Final = 64 << 10
-"""The largest frame of a session that was not welcomed yet."""
+"""The largest frame that a session may send before the daemon has sent it ``Welcome``."""
 LINGER_S: Final = 1.0
-"""How long what is unsent may wait for its reader when a session is closed."""
+"""Seconds that a closing session waits for its peer to read the queued bytes."""
 
 
 class Connection:
+    """One accepted socket. ``on_readable`` is called when there is something to read."""
+
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -41,33 +44,35 @@ class Connection:
         self.session = session
         self.decoder = framing.from_clients(HELLO_BYTES)
         self.process = process
-        """Who connected, if its end can be seen."""
+        """The process that connected. None if the daemon cannot detect that it ends."""
         self.ignoring = False
-        """Ended but still connected: what arrives is dropped until EOF."""
+        """The session has ended but the peer is still connected: input is dropped until EOF."""
         self._loop = loop
         self._sock = sock
         self._out = bytearray()
         self._fd: int | None = None
-        """To be sent beside the first byte of ``_out``."""
+        """A descriptor to send with the first byte of ``_out``."""
         self._mute = False
         self._awaiting_room = False
         self._after_flush: Literal["go on", "shut down", "close"] = "go on"
-        """What follows when nothing is unsent any more."""
+        """What to do when the output queue is empty."""
         self._linger: asyncio.TimerHandle | None = None
         sock.setblocking(False)
         loop.add_reader(sock, on_readable, self)
 
     def read_into(self, scratch: memoryview) -> int | None:
-        """Bytes read; 0 at EOF; None if there was nothing after all."""
+        """Read once into ``scratch``. Returns the number of bytes, 0 at EOF, or None if there was
+        nothing to read."""
         try:
             return self._sock.recv_into(scratch)
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # closed, with words of ours unread
+        except ConnectionResetError:  # the peer closed the socket before it had read all replies
             return 0
 
     def queue(self, frame: bytes, fd: int | None = None) -> None:
-        """Have ``frame`` go out at the next flush, ``fd`` with it: only with a first frame."""
+        """Queue ``frame`` for the next ``flush``. ``fd`` is sent with it; it may only be passed
+        while nothing else is queued."""
         if self._mute or self._after_flush != "go on":
             return
         if fd is not None:
@@ -76,7 +81,7 @@ class Connection:
         self._out += frame
 
     def flush(self) -> bool:
-        """Send what the socket takes now; False if the peer has left too much unread."""
+        """Send what the socket takes now. Returns False if more than ``OUT_BYTES`` stay queued."""
         try:
             while self._out:
                 if self._fd is not None:
@@ -87,7 +92,7 @@ class Connection:
         except BlockingIOError:
             self._await_room(True)
             return self.unsent <= OUT_BYTES
-        except OSError:  # it stopped reading; whether it also stopped writing, EOF will tell
+        except OSError:  # the peer stopped reading; only EOF shows that it also stopped writing
             self.mute()
             return True
         self._await_room(False)
@@ -99,25 +104,25 @@ class Connection:
         return len(self._out)
 
     def mute(self) -> None:
-        """Drop what is unsent and all that would follow."""
+        """Drop the queued bytes, and all that is queued later."""
         self._mute = True
         self._out.clear()
         self._await_room(False)
         self._flushed()
 
-    def welcomed(self) -> None:
-        """From now on frames may be as large as the daemon's limits say."""
+    def allow_large_frames(self) -> None:
+        """Accept frames of up to ``Limits.frame_bytes``. Called when ``Welcome`` is sent."""
         self.decoder.limit = Limits().frame_bytes
 
     def half_close(self) -> None:
-        """Say no more after what is queued, and listen for nothing but EOF."""
+        """Shut down writing once the queue is sent. Input is dropped until EOF."""
         self.ignoring = True
         self._forget_input()
         self._after_flush = "shut down"
         self.flush()
 
     def close(self) -> None:
-        """Close once what is queued went out, or after ``LINGER_S``."""
+        """Close the socket once the queue is sent, or after ``LINGER_S``."""
         self._loop.remove_reader(self._sock)
         self._forget_input()
         self._after_flush = "close"
@@ -125,7 +130,7 @@ class Connection:
         self.flush()
 
     def take_process(self) -> PeerProcess | None:
-        """``process``, which the caller closes from now on."""
+        """Return ``process`` and forget it. The caller must close it."""
         process, self.process = self.process, None
         return process
 
@@ -147,7 +152,7 @@ class Connection:
         self._awaiting_room = wanted
 
     def _forget_input(self) -> None:
-        """Part of a frame, up to 4 MiB, that nobody will decode."""
+        """Free the decoder's input: part of a frame, up to 4 MiB, that is not decoded any more."""
         self.decoder = framing.from_clients()
 
     def _flushed(self) -> None:
@@ -161,5 +166,5 @@ class Connection:
         self._mute = True
         try:
             self._sock.shutdown(socket.SHUT_WR)
-        except OSError:  # it hung up first: EOF is on its way
+        except OSError:  # the peer has closed its end: EOF follows
             pass

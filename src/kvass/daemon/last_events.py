@@ -1,8 +1,8 @@
-"""The last events of the core, for a report of its failure.
+"""The last events of the core, which are written to a file when the core fails.
 
-Laws of this file: nothing is formatted before the core has failed. The report contains hashes of
-chunks, but no tokens of prompts (``core/event_lines.py``) and no secret seed. If the report cannot
-be written, the failure itself is still reported.
+Laws of this file: nothing is formatted before the core has failed. The file contains hashes of
+chunks, but neither tokens of prompts (``core/event_lines.py``) nor the secret seed. If the file
+cannot be written, the failure of the core is raised all the same.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from kvass.core.effects import Event
 from kvass.core.event_lines import line
 from kvass.core.state import CoreConfig
 
-EVENTS: Final = 200
-BYTES: Final = 16 << 20
-"""Of frames whose messages are kept: then the oldest go sooner. The last event always stays."""
+MAX_EVENTS: Final = 200
+MAX_FRAME_BYTES: Final = 16 << 20
+"""Limit of the bytes of all frames in which the kept events came. Above it the oldest events are
+dropped. The last event is always kept."""
 _log: Final = logging.getLogger("kvass")
 
 
 class LastEvents:
-    """A ring buffer of the last ``EVENTS`` events, with their times. ``config`` is the core's."""
+    """Keeps the last ``MAX_EVENTS`` events of the core and their times. ``config`` is the
+    configuration of the core."""
 
     def __init__(self, config: CoreConfig) -> None:
         self._config = config
@@ -36,24 +38,25 @@ class LastEvents:
         self._bytes = self._dropped = 0
 
     def add(self, now: float, event: Event, size: int) -> None:
-        """Record an event that is about to be handled. ``size``: bytes of its frame, 0 if it had
-        none."""
+        """Keep ``event``, which the core is about to handle. ``size``: bytes of its frame, or 0."""
         self._kept.append((now, event, size))
         self._bytes += size
-        while len(self._kept) > EVENTS or (self._bytes > BYTES and len(self._kept) > 1):
+        while len(self._kept) > MAX_EVENTS or (
+            self._bytes > MAX_FRAME_BYTES and len(self._kept) > 1
+        ):
             self._bytes -= self._kept.popleft()[2]
             self._dropped += 1
 
     def write(self, path: str, error: Exception) -> None:
-        """Write the report of ``error``, which the core raised at the last event.
+        """Write the kept events to ``path`` after the core has failed with ``error``.
 
-        The report replaces an older one, and only its owner can read it. Its first line has the
-        core's configuration, ``dropped`` (the number of earlier events that it lacks) and the
-        traceback. Each other line is an event.
+        An existing file is replaced. Only the owner can read it (mode 0600). The first line has the
+        core's configuration, the number of events that were dropped, and the traceback. Each other
+        line is an event.
         """
-        told = "".join(traceback.format_exception(error, limit=-20))[-16_384:]
+        trace = "".join(traceback.format_exception(error, limit=-20))[-16_384:]
         config = msgspec.to_builtins(msgspec.structs.replace(self._config, seed=b""))
-        head = {"config": config, "dropped": self._dropped, "traceback": told}
+        head = {"config": config, "dropped": self._dropped, "traceback": trace}
         try:
             with suppress(FileNotFoundError):
                 os.unlink(path)

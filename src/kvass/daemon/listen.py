@@ -1,9 +1,8 @@
-"""The daemon's listening socket: which daemon owns its path, and which users may connect.
+"""The socket path of a daemon: which daemon owns it, and which users may connect to it.
 
-Law of this file: a path has one live daemon at most. The daemon holds a lock (flock) on the file
-``<socket>.lock``. The kernel releases it when the daemon ends, so another daemon can take the path
-over without a race. SO_PEERCRED decides who may connect; file modes only keep most others from
-trying.
+Law of this file: one live daemon per path. The owner holds a lock (flock) on ``<socket>.lock``. The
+kernel releases the lock when the owner's process ends, so a new daemon takes over the path of a
+dead one without a race. SO_PEERCRED decides who may connect. The file mode is only a first filter.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from kvass.wire.trust import others_at
 BACKLOG: Final = 1024
 _log = logging.getLogger("kvass")
 _LOCK_WAIT_S: Final = 1.0
-"""A killed daemon holds its lock until the kernel has taken its memory apart."""
+"""Seconds to wait for the lock. A killed daemon holds it until the kernel has freed its memory."""
 
 
 class Access:
-    """The users who may connect: the daemon's own user, and the users and the group of the
+    """The rules for who may connect: our own user, and the users and the group of the
     configuration.
 
     Raises ``ConfigError`` for a group that does not exist.
@@ -64,13 +63,14 @@ class Access:
         except OSError as error:
             raise ConfigError(f"cannot set the access to {path}: {error.strerror}") from error
 
-    def become(self, other: Access, path: str) -> None:
-        """Replace these rules by ``other``; connected sessions stay. Raises ``ConfigError``."""
+    def replace(self, other: Access, path: str) -> None:
+        """Replace the rules by those of ``other``, and apply them to the socket at ``path``.
+        Connected sessions stay. Raises ``ConfigError``."""
         other.apply(path)
         self.uids, self._group, self._mode = other.uids, other._group, other._mode
 
     def refusal(self, peer: PeerCredentials) -> str | None:
-        """Why ``peer`` may not connect, and what to do about it; None if it may."""
+        """Return None if ``peer`` may connect, else the text of the refusal."""
         if peer.uid in self.uids or self._group in peer.groups:
             return None
         return f"uid {peer.uid} may not connect: kvass serve --allow-uid {peer.uid} lets it"
@@ -78,10 +78,10 @@ class Access:
 
 @contextmanager
 def listening(path: str, access: Access) -> Iterator[socket.socket]:
-    """A context manager that owns ``path`` and listens on it. Both files are removed afterwards.
+    """Lock ``path`` and listen on it. On exit the socket and its lock file are removed.
 
-    Raises ``ConfigError`` if the path is too long, its folder does not exist or cannot be written
-    to, or a live daemon uses it.
+    Raises ``ConfigError`` if the path is too long, if its folder does not exist or is not writable,
+    or if a live daemon uses the path.
     """
     check_path(path)
     _make_default_folder(path)
@@ -95,7 +95,9 @@ def listening(path: str, access: Access) -> Iterator[socket.socket]:
             _log.warning(
                 "%s: %s, so engines of other users take this daemon for a stranger's and run "
                 "uncached: choose another --socket, or set kvass.daemon_uid %d in them",
-                *(path, reason, os.geteuid()),
+                path,
+                reason,
+                os.geteuid(),
             )
         ending.callback(Path(path).unlink, missing_ok=True)
         yield sock
@@ -112,8 +114,8 @@ def _make_default_folder(path: str) -> None:
 
 
 def _lock(path: str) -> int:
-    """Lock ``path``, and write this process's id into the lock file. Returns the lock's
-    descriptor."""
+    """Lock the file ``path`` and write our pid into it. Returns the descriptor that holds the
+    lock."""
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         try:
@@ -140,7 +142,7 @@ def _lock(path: str) -> int:
 
 
 def _bind(sock: socket.socket, path: str, access: Access) -> None:
-    before = os.umask(0o177)  # nobody else connects between bind and chmod
+    before = os.umask(0o177)  # no other user can connect between bind and chmod
     try:
         sock.bind(path)
         access.apply(path)
@@ -152,7 +154,7 @@ def _bind(sock: socket.socket, path: str, access: Access) -> None:
 
 
 def _remove_dead(path: str) -> None:
-    """Remove the socket that a dead daemon left. The caller holds the lock."""
+    """Remove the socket file of a dead daemon. The caller holds the lock."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ConfigError(f"{path} exists and is no socket: choose another --socket")

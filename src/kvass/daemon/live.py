@@ -1,7 +1,7 @@
-"""Options that change while the daemon runs: SIGHUP reads the configuration again.
+"""The configuration of a running daemon. SIGHUP reads it again.
 
-Law of this file: a configuration with an error changes nothing. One log line names the options that
-changed, and those that need a restart.
+Law of this file: a configuration with an error changes nothing. One log line says what changed, and
+which changes need a restart.
 """
 
 from __future__ import annotations
@@ -19,66 +19,69 @@ from kvass.config import Config, check_quotas
 from kvass.daemon import logs, notify
 from kvass.daemon.listen import Access
 from kvass.errors import ConfigError, KvassError
-from kvass.tiers.url import shown
+from kvass.tiers.url import redacted
 
 LIVE: Final = ("allow_uid", "socket_group", "stop_s", "log_level", "quota", "tier")
 """Options that change while the daemon runs; all others need a restart."""
 _log: Final = logging.getLogger("kvass")
 
 ChangeTiers = Callable[[list[str]], Awaitable[None]]
-"""Raises ``ConfigError``, having changed nothing."""
+"""Changes the tiers to those of the given URLs. If that fails, it raises ``ConfigError`` and the
+tiers stay as they were."""
 
 
 class LiveConfig:
-    """The configuration in force, ``now``, and how to load it again.
+    """Holds the ``current`` configuration of a daemon, and reloads it on SIGHUP.
 
-    ``read_again`` loads it and raises ``ConfigError``. It is None if there is no file to read.
+    ``read_again`` reads the configuration again and raises ``ConfigError``. None: there is no file
+    to read.
     """
 
     def __init__(
         self, config: Config, access: Access, read_again: Callable[[], Config] | None = None
     ) -> None:
-        self.now = config
+        self.current = config
         self.access = access
         self._read_again = read_again
 
     async def reload(self, change_tiers: ChangeTiers) -> None:
-        """Load the configuration, and apply the options that can change."""
+        """Read the configuration again, apply the options in ``LIVE``, and log what changed."""
         if self._read_again is None:
             _log.warning("SIGHUP: nothing to reload: the daemon was started without --config")
             return
-        notify.tell(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        notify.send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             # In a thread: files and the names of users and groups may be remote.
             wanted = await asyncio.to_thread(self._read_again)
             access = await asyncio.to_thread(Access, wanted)
-            said = await self._take(wanted, access, change_tiers)
-            logs.set_level("info")  # who asked for it hears of it, whatever the level is
-            _log.info("SIGHUP: %s", said)
-            logs.set_level(self.now.log_level)
+            changes = await self._apply(wanted, access, change_tiers)
+            logs.set_level("info")  # this line is written whatever the level is
+            _log.info("SIGHUP: %s", changes)
+            logs.set_level(self.current.log_level)
         except (KvassError, OSError, ValueError) as error:  # ValueError: a user's name with a NUL
             _log.error("SIGHUP: the options stay as they were: %s", error)
-        notify.tell("READY=1")
+        notify.send("READY=1")
 
-    async def _take(self, wanted: Config, access: Access, change_tiers: ChangeTiers) -> str:
-        """Apply a new configuration; returns what changed, as text. Raises ``ConfigError`` and
-        changes nothing then."""
-        names = [n for n in Config.__struct_fields__ if getattr(wanted, n) != getattr(self.now, n)]
+    async def _apply(self, wanted: Config, access: Access, change_tiers: ChangeTiers) -> str:
+        """Apply the options in ``LIVE``. Returns a text that says what changed. If it raises
+        ``ConfigError``, nothing has changed."""
+        current = self.current
+        names = [n for n in Config.__struct_fields__ if getattr(wanted, n) != getattr(current, n)]
         changed = {name: getattr(wanted, name) for name in names if name in LIVE}
-        check_quotas(msgspec.structs.replace(self.now, **changed))  # with the L1 that there is
+        check_quotas(msgspec.structs.replace(current, **changed))  # L1 keeps its size
         before = copy(self.access)
-        self.access.become(access, self.now.socket)
+        self.access.replace(access, current.socket)
         try:
             if "tier" in changed:
                 await change_tiers(wanted.tier)
         except ConfigError:
-            self.access.become(before, self.now.socket)
+            self.access.replace(before, current.socket)
             raise
-        said = [
-            f"{name} is {shown(repr(value))} (was {shown(repr(getattr(self.now, name)))})"
+        lines = [
+            f"{name} is {redacted(repr(value))} (was {redacted(repr(getattr(current, name)))})"
             for name, value in changed.items()
         ]
         if fixed := ", ".join(name for name in names if name not in LIVE):
-            said.append(f"cannot change without a restart: {fixed}")
-        self.now = msgspec.structs.replace(self.now, **changed)
-        return "; ".join(said) or "nothing has changed"
+            lines.append(f"cannot change without a restart: {fixed}")
+        self.current = msgspec.structs.replace(current, **changed)
+        return "; ".join(lines) or "nothing has changed"

@@ -1,8 +1,11 @@
 """The log of the daemon and of its processes: lines on stderr.
 
-Laws of this file: logging never blocks. A thread writes the lines, and if the reader of stderr is
-stuck, lines are dropped. Each place in the code may log ``BURST`` lines per ``WINDOW_S``. Its next
-line says how many were left out.
+Laws of this file:
+
+- No thread waits for the reader of the log. A thread writes queued lines. If the reader is stuck,
+  the queue fills up and further lines are dropped.
+- Each log call (file and line) may write ``BURST`` lines in ``WINDOW_S`` seconds. The next line of
+  the same call says how many were left out.
 """
 
 from __future__ import annotations
@@ -16,42 +19,40 @@ import threading
 from datetime import UTC, datetime
 from typing import Final
 
-LINES: Final = 1000
-"""How many lines may wait for the reader of the log."""
+MAX_LINES: Final = 1000
+"""Size of the queue of lines for the reader of the log."""
 BURST: Final = 50
 WINDOW_S: Final = 10.0
 _END_S: Final = 2.0
-"""How long the end of the process waits for the reader."""
+"""Seconds that the process waits for the reader before it exits."""
 _STDERR: Final = 2
 _kvass: Final = logging.getLogger("kvass")
 
 
-def begin(level: str, form: str) -> None:
-    """Start logging to stderr, from ``level`` on, as lines of ``text`` or ``json``.
-
-    Of other libraries only warnings are logged, because their lower levels may contain secrets.
-    """
+def start_logging(level: str, log_format: str) -> None:
+    """Log to stderr: records of kvass at ``level`` or above, and warnings of other libraries, whose
+    lower levels may contain secrets. ``log_format``: ``text`` or ``json``."""
     handler = _Writer()
-    handler.setFormatter(_Json() if form == "json" else _Text())
+    handler.setFormatter(_Json() if log_format == "json" else _Text())
     handler.addFilter(_Limit())
     logging.getLogger().addHandler(handler)
     set_level(level)
 
 
 def set_level(level: str) -> None:
-    """``debug``, ``info``, ``warning`` or ``error``."""
+    """Set the level: ``debug``, ``info``, ``warning`` or ``error``."""
     _kvass.setLevel(level.upper())
 
 
 def level() -> str:
-    """As ``set_level`` takes it."""
+    """Return the current level, as ``set_level`` takes it."""
     return logging.getLevelName(_kvass.getEffectiveLevel()).lower()
 
 
 class _Writer(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self._lines: queue.Queue[str | None] = queue.Queue(LINES)
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
@@ -67,16 +68,16 @@ class _Writer(logging.Handler):
     def _put(self, line: str | None) -> None:
         try:
             self._lines.put_nowait(line)
-        except queue.Full:  # who reads our stderr is stuck
+        except queue.Full:  # the reader of our stderr is stuck
             pass
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
-            left = line.encode(errors="backslashreplace")  # names of files may be no UTF-8
+            left = line.encode(errors="backslashreplace")  # file names may be invalid UTF-8
             try:
-                while left:  # not by sys.stderr: its lock would hang the end of the process
+                while left:  # not through sys.stderr: its lock could block the exit of the process
                     left = left[os.write(_STDERR, left) :]
-            except OSError:  # nobody reads it any more
+            except OSError:  # the reader has closed it
                 pass
 
 
@@ -84,7 +85,7 @@ class _Limit(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._windows: dict[tuple[str, int], tuple[float, int]] = {}
-        """Of each place in the code: when its window began, and how many lines it had since."""
+        """For each log call (file, line): start of its window, and the number of lines since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         place = record.pathname, record.lineno
@@ -99,7 +100,8 @@ class _Limit(logging.Filter):
 
 
 class _Text(logging.Formatter):
-    """What peers name is in the text: it makes no lines of its own and moves no cursor."""
+    """Formats a record as text. It escapes control characters, because the text may contain names
+    that peers chose: those can neither start a new line nor move the cursor."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")

@@ -1,9 +1,10 @@
-"""The daemon's event loop: turns received bytes into events of the core, and carries out effects.
+"""The event loop of the daemon. Its thread turns bytes from sockets into events of the
+``CacheMachine``, and carries out the effects.
 
-Law of this file: it carries out the core's effects and makes no decisions about the cache. A fault
-of a session becomes an event (``Faulted``, ``Lost``), because only the core knows when a session
-may be closed (law 3). An exception of the core is a broken invariant: the daemon logs the event
-that raised it in one line, writes the events before it to a file, and ends.
+Law of this file: it decides nothing about the cache. Each fault of a session becomes an event
+(``Faulted``, ``Lost``), because only the core knows when a session may be closed (law 3). An
+exception of the core is a broken invariant: the daemon logs the event that raised it, on one line,
+writes the last events to a file, and ends.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from kvass.core.metrics import LOOP_HISTOGRAMS
 from kvass.core.tiers.epochs import LOOK_AGAIN_S
 from kvass.daemon import notify
 from kvass.daemon.connection import Connection
-from kvass.daemon.journal import LOGGED, Journal
 from kvass.daemon.last_events import LastEvents
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.daemon.recording import Recorder
+from kvass.daemon.session_log import LOGGED, SessionLog
 from kvass.daemon.tier_process.supervisor import task
 from kvass.daemon.tier_set import TierSet
 from kvass.errors import ConfigError, FrameError
@@ -46,21 +47,23 @@ from kvass.wire import framing
 from kvass.wire.channel import peer_of
 
 READ_BYTES: Final = 64 << 10
-"""Read from one session before the next has its turn."""
+"""The most that is read from one session before the next one is served."""
 GC_THRESHOLD: Final = (50_000, 20, 100)
-"""For ``gc.set_threshold``: a full collection of a daemon takes milliseconds, so it is rare."""
+"""For ``gc.set_threshold``. A full collection takes milliseconds in a daemon, so it is made
+rare."""
 _ACCEPT_PAUSE_S: Final = 0.1
 _TICK_S: Final = 0.001
 _LAG_S: Final = 1.0
-"""How often the loop's lag is looked at."""
+"""Seconds between two measurements of the loop's lag."""
 _POPULATE_NICE: Final = 5
 _log = logging.getLogger("kvass")
 
 
 class Server:
-    """A server that runs one ``CacheMachine`` on one listening socket until it is stopped.
+    """Serves the clients of one ``CacheMachine`` on one listening socket until it is stopped.
 
-    ``tiers`` are opened first and closed last. ``live`` has the options that SIGHUP reloads.
+    It opens ``tiers`` first and closes them at the end. ``live`` has the options that can change
+    while it serves; SIGHUP reloads them.
     """
 
     def __init__(
@@ -76,12 +79,12 @@ class Server:
         self._arena = arena
         self._listener = listener
         self._live = live
-        self._journal = Journal()
+        self._session_log = SessionLog()
         self._last = LastEvents(machine.state.config)
         self._recorder = recorder
         self._connections: dict[SessionId, Connection] = {}
         self._watched: dict[SessionId, PeerProcess] = {}
-        """Processes behind lost sessions: slots wait for their end."""
+        """Processes of lost sessions. Slots in quarantine wait until these have ended."""
         self._to_flush: dict[SessionId, Connection] = {}
         """Sessions to flush at the end of this turn."""
         self._sessions = 0
@@ -89,14 +92,15 @@ class Server:
         self._tick: asyncio.TimerHandle | None = None
         self._tiers = tiers
         self._draining = False
-        """Told to stop; only flushing is left to do."""
+        """The daemon is stopping: only flushes go on."""
         self._stopping = threading.Event()
         self._times = {name: Histogram() for name in LOOP_HISTOGRAMS}
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until SIGTERM or SIGINT; ``on_ready`` is called once clients can connect.
+        """Serve until SIGTERM or SIGINT. Calls ``on_ready`` once clients can connect.
 
-        Raises ``ConfigError`` for a tier that cannot be opened, and whatever broke an invariant.
+        Raises ``ConfigError`` if a tier cannot be opened, or if there is too little memory. An
+        exception of a callback, for example a broken invariant, is raised, too.
         """
         with asyncio.Runner() as runner:
             runner.run(self._serve(on_ready))
@@ -124,7 +128,7 @@ class Server:
         self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
         self._look_at_lag(self._loop.time())
         on_ready()
-        notify.tell("READY=1")
+        notify.send("READY=1")
         notify.feed_watchdog(self._loop)
         gc.freeze()  # what exists now lives as long as we do
         gc.set_threshold(*GC_THRESHOLD)
@@ -143,13 +147,13 @@ class Server:
                 self._unwatch(session)
 
     async def _reload(self, hangups: asyncio.Event) -> None:
-        """Reload the options. Signals that arrive during a reload cause one more reload."""
+        """Reload on each SIGHUP. All that come during a reload cause one more."""
         while await hangups.wait():
             hangups.clear()
-            before = self._live.now.quota
+            before = self._live.current.quota
             await self._live.reload(self._change_tiers)
-            if self._live.now.quota != before:
-                wanted = quotas(self._live.now)
+            if self._live.current.quota != before:
+                wanted = quotas(self._live.current)
                 self._handle(effects.QuotasAre(wanted))
                 if self._machine.quotas != {*wanted}:
                     _log.error("SIGHUP: the quotas stay as they were: too many other tenants")
@@ -158,17 +162,17 @@ class Server:
         await self._tiers.change(urls, self._machine.tier_number, self._handle)
 
     def _stop(self) -> None:
-        """Handle a stop signal: flush queued rows for at most ``stop_s``. A second signal ends the
-        daemon at once."""
+        """Handle SIGTERM or SIGINT. The first one starts to flush, for at most ``stop_s``; the
+        second one ends the daemon at once."""
         if self._draining:
             self._end()
             return
         self._draining = True
-        notify.tell("STOPPING=1")
+        notify.send("STOPPING=1")
         rows = sum(rows for _, rows in self._machine.unflushed())
         _log.info("stopping; %d rows are left to flush", rows)
         self._stop_listening()
-        self._loop.call_later(self._live.now.stop_s, self._end)
+        self._loop.call_later(self._live.current.stop_s, self._end)
         self._handle(effects.Stopping())
 
     def _end(self) -> None:
@@ -180,23 +184,23 @@ class Server:
             self._loop.add_reader(self._listener, self._accept)
 
     def _stop_listening(self) -> None:
-        """From now on the kernel refuses connections; the path stays ours."""
+        """Close the listening socket: the kernel refuses connections. The path stays locked."""
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener)
             self._listener.close()
 
     def _broken(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback raised an exception, so the state cannot be trusted: stop the daemon."""
+        """Handle an exception of a callback: end the daemon, because its state may be broken."""
         if not self._stopped.done():
             error = context.get("exception") or AssertionError(context["message"])
             self._stopped.set_exception(error)
 
     def _populate(self) -> None:
-        """Touch all pages of the arena, in a thread of low priority that does not hold the GIL.
+        """Fault in the pages of the arena. Runs in a thread of low priority, without the GIL.
 
-        The pages are charged to the cgroup of the process that touches them first. If memory is
-        missing, the daemon ends: else a process that touches a page, maybe an engine, would be
-        killed by SIGBUS.
+        A page is charged to the cgroup that touches it first, which is then ours. If a page cannot
+        be had, the daemon ends: a process that touched it, such as an engine, would be killed
+        (SIGBUS).
         """
         os.nice(_POPULATE_NICE)  # Linux: of this thread alone
         for lo in range(0, self._arena.size, SLICE_BYTES):
@@ -235,7 +239,7 @@ class Server:
         self._sessions += 1
         session = self._sessions
         peer = peer_of(sock)
-        self._journal.opened(session, peer)
+        self._session_log.opened(session, peer)
         process = process_behind(sock, peer.pid)
         self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
         own = peer.uid in (0, os.geteuid())
@@ -263,7 +267,7 @@ class Server:
         process = connection.process
         exiting = process is not None and self._machine.owes(session) and process.exiting
         self._step(effects.Lost(session, exiting))
-        self._journal.lost(session)
+        self._session_log.lost(session)
         if (left := self._connections.pop(session, None)) is not None:
             left.close_now()
 
@@ -290,14 +294,15 @@ class Server:
     # ------------------------------------------------------------ the core and its effects
 
     def _step(self, event: effects.Event, size: int = 0) -> None:
-        """``size``: of the frame that it came in."""
+        """Pass ``event`` to the core and carry out the effects. ``size``: bytes of the frame that
+        the event came in."""
         now = time.monotonic()
         self._last.add(now, event, size)
         try:
             todo = self._machine.step(event, now)
-        except Exception as error:  # a defect of ours: say what led to it, and end
+        except Exception as error:  # a bug in kvass: report the events that led to it, and end
             _log.critical("the core failed at this event, so the daemon ends: %s", line(now, event))
-            self._last.write(self._live.now.socket + ".failed", error)
+            self._last.write(self._live.current.socket + ".failed", error)
             raise
         if type(event) is effects.Received:
             if type(event.message) is Lookup:
@@ -318,14 +323,14 @@ class Server:
                 connection.queue(framing.encode(effect.message), fd)
                 self._to_flush[effect.session] = connection
                 if type(effect.message) is Welcome:
-                    connection.welcomed()
+                    connection.allow_large_frames()
             if type(effect.message) in LOGGED:
-                asked = self._machine.registered(effect.session)
-                self._journal.replied(effect.session, effect.message, asked)
+                register = self._machine.registered(effect.session)
+                self._session_log.replied(effect.session, effect.message, register)
         elif type(effect) is effects.Close:
             if (connection := self._connections.pop(effect.session, None)) is not None:
                 connection.close()
-            self._journal.lost(effect.session)
+            self._session_log.lost(effect.session)
         elif type(effect) is effects.HalfClose:
             if (connection := self._connections.get(effect.session)) is not None:
                 connection.half_close()
@@ -335,7 +340,7 @@ class Server:
             self._tiers.submit(effect)
 
     def _finish_turn(self) -> None:
-        """Flush what was queued for sessions, and have a tick when the core needs one."""
+        """Flush the sessions that have queued frames, and schedule the core's next tick."""
         while self._to_flush:
             sessions, self._to_flush = self._to_flush, {}
             for session, connection in sessions.items():
@@ -362,7 +367,8 @@ class Server:
         self._loop.call_at(now + _LAG_S, self._look_at_lag, now + _LAG_S)
 
     def _renew_notes(self) -> None:
-        """The core reads the tiers' notes again in a tick, also where nothing else is due."""
+        """Send the core a tick from time to time, even if nothing else is due: it then reads the
+        tiers' notes again."""
         self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
         self._handle(effects.Tick())
 

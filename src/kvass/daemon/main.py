@@ -1,7 +1,7 @@
 """``kvass serve``: from a configuration to a running daemon and back.
 
-Law of this file: an error of the configuration is reported in one line before the ``ready`` line.
-The ``ready`` line means that clients can connect.
+Law of this file: every error of the configuration is reported before the ``ready`` line, on one
+line. The ``ready`` line means that clients can connect.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ def serve(
     announce: Callable[[str], None],
     read_again: Callable[[], Config] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; ``announce`` the ``ready`` line once clients can connect.
+    """Serve until SIGTERM or SIGINT. Calls ``announce`` with the ``ready`` line once clients can
+    connect.
 
-    ``read_again`` is for SIGHUP (``LiveConfig``). Raises ``ConfigError`` for what cannot be served.
+    ``read_again`` reads the configuration again on SIGHUP (``LiveConfig``). Raises ``ConfigError``
+    for a configuration that cannot be served.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it means to reload
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
     _raise_descriptor_limit()
     _return_freed_memory()
     _check_memory(config.l1_size)
@@ -76,7 +78,8 @@ def serve(
 
 
 def _recorder(config: Config) -> Recorder | None:
-    """Raises ``ConfigError``. A daemon that starts again leaves the recording as it is."""
+    """Make the recorder of ``config.record``. Return None if there is none, or if the file exists
+    already: a daemon that is restarted does not overwrite a recording. Raises ``ConfigError``."""
     if not config.record:
         return None
     try:
@@ -87,7 +90,8 @@ def _recorder(config: Config) -> Recorder | None:
 
 
 def core_config(config: Config, arena_bytes: int) -> CoreConfig:
-    """The configuration of the core. It has a new boot id, because the arena is new."""
+    """Make the configuration of the core. The boot id is new, because each run of the daemon has a
+    new arena."""
     timing = Timing(
         lease_s=config.lease_s,
         reserve_s=config.reserve_s,
@@ -111,10 +115,8 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
 
 
 def _check_memory(l1_bytes: Size) -> None:
-    """Raise ``ConfigError`` if it is known that there is not enough memory for L1.
-
-    L1 becomes resident in seconds. Without this check the kernel would kill a process then.
-    """
+    """Check that the machine has enough memory for L1. Raises ``ConfigError`` if the kernel will
+    refuse it. Logs a warning if the daemon may be killed once the pages of L1 are resident."""
     left = committable()
     if left is not None and l1_bytes > left:
         raise ConfigError(
@@ -126,19 +128,22 @@ def _check_memory(l1_bytes: Size) -> None:
         _log.warning(
             "l1_size %s is more than %d %% of the %s of memory available: the daemon or its "
             "neighbours may be killed; give it less, or give the container more",
-            *(l1_bytes, 100 * SAFE_SHARE, Size(available).rounded()),
+            l1_bytes,
+            100 * SAFE_SHARE,
+            Size(available).rounded(),
         )
 
 
 def _return_freed_memory() -> None:
-    """Keep glibc's mmap threshold low: it rises to the largest block freed so far, and from then on
-    outgrown tables stay in the heap."""
+    """Fix glibc's mmap threshold at a low value, so that freed tables go back to the system. By
+    default the threshold rises to the size of the largest freed block."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent in musl
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 256 << 10)
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit of descriptors. Each session takes one, and the limit is often 1024."""
+    """Raise the soft limit of file descriptors to the hard one. Each session needs a descriptor,
+    and the soft limit is often 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

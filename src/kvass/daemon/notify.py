@@ -7,9 +7,8 @@ import os
 import socket
 
 
-def tell(state: str) -> None:
-    """Send one line, like ``READY=1``, to systemd. Does nothing if systemd did not start the
-    daemon."""
+def send(state: str) -> None:
+    """Send a state such as ``READY=1`` to systemd. Does nothing unless systemd started us."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path:
         return
@@ -17,14 +16,14 @@ def tell(state: str) -> None:
         try:
             sender.sendto(state.encode(), path.replace("@", "\0", 1) if path[0] == "@" else path)
         except OSError:
-            pass  # it does not listen any more
+            pass  # systemd does not listen any more
 
 
 def feed_watchdog(loop: asyncio.AbstractEventLoop) -> None:
-    """Notify systemd from the event loop, twice per ``WatchdogSec``. Does nothing without a
-    watchdog."""
+    """Notify systemd twice per ``WatchdogSec`` that the loop runs. Does nothing if the unit has no
+    ``WatchdogSec``."""
     microseconds = os.environ.get("WATCHDOG_USEC", "")
     if not microseconds.isdecimal() or os.environ.get("WATCHDOG_PID", "") != str(os.getpid()):
         return
-    tell("WATCHDOG=1")
+    send("WATCHDOG=1")
     loop.call_later(int(microseconds) / 2e6, feed_watchdog, loop)

@@ -1,8 +1,8 @@
-"""The process at the other end of a session, as far as its end can be seen.
+"""The client process of a session, to detect when that process ends.
 
-Law of this file: its answers are about the process that connected, and no other. A pidfd always
-refers to the same process; a pid may have been used again. If the kernel has no pidfd for the peer,
-there is no ``PeerProcess``, and the core uses a time limit instead.
+Law of this file: an answer is about the process that connected and no other one. A pidfd names one
+process; a pid may have been reused for another one. If the kernel gives no pidfd there is no
+``PeerProcess``, and the core uses a time bound instead.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ _PF_EXITING: Final = 0x4  # include/linux/sched.h
 
 
 class PeerProcess:
-    """The process that opened a connection.
-
-    ``fileno`` becomes readable when the process has ended, that is, when its last thread has
-    released its files (``kernel/exit.c: do_exit``).
-    """
+    """The process that connected. Its ``fileno`` becomes readable when the process has ended, that
+    is, when its last thread has released its files (``kernel/exit.c: do_exit``)."""
 
     def __init__(self, pidfd: int, pid: int) -> None:
         self._pidfd = pidfd
@@ -32,10 +29,10 @@ class PeerProcess:
 
     @property
     def exiting(self) -> bool:
-        """Whether it has ended or is about to. False also where ``/proc`` does not show it.
+        """Whether the process has ended or is exiting. False also if ``/proc`` does not show it.
 
-        If its exit is why a session ended, this is true by then: its files are closed when the last
-        of its threads is exiting.
+        If a session ended because its process exits, this is already true at the session's EOF: the
+        kernel closes the files of a process only when its last thread is exiting.
         """
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
@@ -44,7 +41,8 @@ class PeerProcess:
         try:
             with open(f"/proc/{self._pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
-            return bool(int(fields[6]) & _PF_EXITING)  # proc_pid_stat(5): the 9th, of which 2 went
+            # proc_pid_stat(5): flags is the 9th field; rpartition has removed the first two.
+            return bool(int(fields[6]) & _PF_EXITING)
         except (OSError, IndexError, ValueError):
             return False
 
@@ -53,17 +51,17 @@ class PeerProcess:
 
 
 def process_behind(sock: socket.socket, pid: int) -> PeerProcess | None:
-    """The process that connected ``sock``; None if its end cannot be observed.
+    """Return the process that connected ``sock``, or None if its end cannot be detected.
 
-    ``pid`` is the one of SO_PEERCRED; 0 for a process of another PID namespace. If another process
-    has that pid now, the one that connected has ended. Its end is then reported late, but never
-    early.
+    ``pid`` is the one of SO_PEERCRED; 0 for a process of another PID namespace. On an older kernel
+    the pid may have been reused. Then another process is watched and the end is reported too late,
+    but never too early, because the process that connected has already ended.
     """
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
         return PeerProcess(int.from_bytes(raw, "little"), pid)
     except OSError:
-        pass  # an older kernel
+        pass  # an older kernel, without SO_PEERPIDFD
     try:
         return PeerProcess(os.pidfd_open(pid), pid) if pid > 0 else None
     except OSError:

@@ -1,8 +1,8 @@
-"""``kvass serve --record``: writes engines' lookups and stores to a file that may be published.
+"""``kvass serve --record``: a file of what engines look up and store. It has no content of prompts.
 
-Laws of this file: the event loop never waits for the disk. A thread hashes and writes messages; if
-its queue is full, messages are left out and counted. A full disk or a full file ends the recording,
-not the daemon.
+Laws of this file: the loop never waits for the disk. A thread hashes and writes; messages that do
+not fit into its queue are dropped and counted. A full disk or a full file ends the recording, not
+the daemon.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from kvass.messages import FromClient, Lookup, Reserve
 from kvass.recording import KEY_BYTES, AnyLine, EngineLine, Group, LookupLine, LostLine, StoreLine
 
 WAITING_BYTES: Final = 16 << 20
-"""Of messages that wait for the thread."""
+"""Limit of the bytes of messages that are queued for the thread."""
 _EACH_BYTES: Final = 1 << 10
-"""What a message, or an item of it, takes beside its hashes."""
+"""Estimated bytes of a message, or of an item of it, without its hashes."""
 _AT_ONCE: Final = 128
-"""Hashes computed before the thread lets the daemon's others go on."""
+"""Number of hashes that the thread computes before it releases the GIL."""
 _END_S: Final = 2.0
+"""Seconds that ``close`` waits for the thread."""
 _log: Final = logging.getLogger("kvass")
 
 
 class Recorder:
-    """Writes a recording to ``path``, up to ``limit_bytes``. Raises ``FileExistsError`` or
-    ``ConfigError``."""
+    """Writes a recording to ``path``, of at most ``limit_bytes``. Raises ``FileExistsError``, or
+    ``ConfigError`` if the file cannot be created."""
 
     def __init__(self, path: str, limit_bytes: int) -> None:
         try:
@@ -51,13 +52,13 @@ class Recorder:
         self._queue = queue.SimpleQueue[tuple[float, Namespace, Lookup | Reserve] | None]()
         self._waiting = self._lost = 0
         self._lock = threading.Lock()
-        """Over ``_waiting``."""
+        """Guards ``_waiting``."""
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
 
     def take(self, now: float, namespace: Namespace | None, message: FromClient) -> None:
-        """Record a scheduler's message that the core accepted at ``now``. Refused messages are not
-        recorded, because their contents are not trusted."""
+        """Queue a scheduler's message, which the core handled at ``now``. Pass only messages that
+        the core accepted: the fields of a refused one may have any value."""
         if namespace is None or not isinstance(message, Lookup | Reserve) or not self._left:
             return
         if isinstance(message, Lookup) and message.again:
@@ -70,7 +71,7 @@ class Recorder:
         self._queue.put((now, namespace, message))
 
     def close(self) -> None:
-        """Write the queued messages, for two seconds at most, and end."""
+        """Write the queued messages, for at most two seconds, and end the thread."""
         self._queue.put(None)
         self._thread.join(_END_S)
 
@@ -78,10 +79,11 @@ class Recorder:
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
+            now, namespace, message = entry
             with self._lock:
-                self._waiting -= _size(entry[2])
+                self._waiting -= _size(message)
             if self._left:
-                self._write(self._lines(*entry))
+                self._write(self._lines(now, namespace, message))
         os.close(self._fd)
 
     def _write(self, lines: Iterator[AnyLine]) -> None:
@@ -119,7 +121,7 @@ class Recorder:
         keys = []
         for i in range(0, len(digests), width):
             if i % (_AT_ONCE * width) == 0:
-                time.sleep(0)  # the owner thread may have the interpreter
+                time.sleep(0)  # releases the GIL for the loop's thread
             keys.append(self._hash(digests[i : i + width]))
         return b"".join(keys)
 

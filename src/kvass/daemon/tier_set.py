@@ -1,7 +1,8 @@
-"""The processes of all tiers, and their change while the daemon serves.
+"""The processes of all tiers. The set of tiers can change while the daemon serves.
 
 Law of this file: a change that fails leaves the tiers as they were. A tier whose options change
-gets a new process. Two processes cannot use one store, so the old one ends first.
+gets a new process. Two processes cannot use one store at the same time, so the old process ends
+before the new one starts.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from kvass.tiers.url import tier_name
 
 Post = Callable[[FromTier | TierReport | TiersAre], None]
 NumberOf = Callable[[str, Container[int]], int]
-"""The number of an added tier of that name, which is none of those."""
+"""``(name, taken) -> number``: returns a number for a new tier called ``name``. The number is not
+in ``taken``."""
 
 
 class TierSet:
-    """The tiers of a daemon, over the arena behind ``arena_fd``. ``urls`` is ``Config.tier``. All
-    methods are called in the event loop's thread."""
+    """The tiers of a daemon, one process each. ``urls`` has the format of ``Config.tier``.
+    ``arena_fd`` is the descriptor of the arena. All methods are called in the loop's thread."""
 
     def __init__(
         self, urls: Sequence[str], arena_fd: int, arena_bytes: int, log_format: str = "text"
@@ -34,8 +36,14 @@ class TierSet:
         return len(self._used)
 
     def _process(self, number: int, url: str) -> TierProcess:
-        where = self._arena_fd, self._arena_bytes
-        return TierProcess(number, url, tier_name(url), *where, log_format=self._log_format)
+        return TierProcess(
+            number,
+            url,
+            tier_name(url),
+            self._arena_fd,
+            self._arena_bytes,
+            log_format=self._log_format,
+        )
 
     async def open(self, post: Post) -> None:
         """Open all tiers. Raises ``ConfigError`` if one cannot be opened."""
@@ -45,22 +53,22 @@ class TierSet:
                 raise error
 
     async def close(self) -> None:
-        """Close all tiers, because the daemon ends."""
+        """Close all tiers, and wait until their processes have ended."""
         await asyncio.gather(*(tier.close() for tier in self._by_number.values()))
 
     def submit(self, effect: ToTier) -> None:
         self._by_number[effect.tier].submit(effect)
 
     async def change(self, urls: Sequence[str], number_of: NumberOf, post: Post) -> None:
-        """Change the tiers to those of ``urls``. The core learns of it by the event ``TiersAre``.
+        """Replace the tiers by those of ``urls``, and send ``TiersAre`` to the core.
 
-        Pending requests to a tier that is removed or gets other options fail. Raises
-        ``ConfigError`` if a tier cannot be opened.
+        Open requests fail at a tier that is removed or whose options change. Raises ``ConfigError``
+        if a tier cannot be opened.
         """
         early: dict[int, TierReport] = {}
 
         def post_once_used(event: FromTier | TierReport) -> None:
-            """The core knows no report of a tier that it was not told of."""
+            """Keep back the reports of a tier until the core has received ``TiersAre`` with it."""
             if isinstance(event, TierReport) and event.tier not in {t.number for t in self._used}:
                 early[event.tier] = event
             else:
@@ -96,14 +104,14 @@ class TierSet:
             post(report)
         for tier in before:
             if tier not in self._used:
-                await tier.end()
+                await tier.end_and_fail()
                 del self._by_number[tier.number]
 
 
 def _pair(
     urls: Sequence[str], tiers: Sequence[TierProcess]
 ) -> list[tuple[str, TierProcess | None]]:
-    """Each URL with the tier that it names: of the same URL, else of the same name, else none."""
+    """Pair each URL with the tier of the same URL, else of the same name, else None."""
     left = list(tiers)
 
     def take(url: str, name_of: Callable[[str], str]) -> TierProcess | None:

@@ -1,4 +1,4 @@
-"""Tiers (L2): backends that keep rows beyond the arena and beyond a daemon's life."""
+"""Tiers (L2): stores that keep rows which the arena has no room for, also after the daemon ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["Tier", "open_tier"]
 
 
 def __getattr__(name: str) -> Any:
-    """``Tier`` is imported when first used: who only reads a tier's URL needs no numpy."""
+    """Import ``Tier`` when it is first used, because code that only reads tier URLs has no
+    numpy."""
     if name != "Tier":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvass.tiers.base import Tier

@@ -1,4 +1,4 @@
-"""Functions on the memory of records: its size, its allocation and its division into parts."""
+"""Functions for the buffers of records: size, allocation, splitting, batching."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ def size_of(shards: Shards) -> int:
 
 
 def page_buffer(size: int = PAGE) -> Buffer:
-    """Zeroed memory that begins at a multiple of ``PAGE``: uint8, shape ``(size,)``.
+    """Return zeroed memory that begins at a multiple of ``PAGE``: uint8, shape ``(size,)``.
 
-    Its pages are returned to the system when it is freed. The allocator of the C library would keep
-    them.
+    The memory returns to the system when the array is freed. malloc would keep it.
     """
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
 
 
 def split(buffers: Sequence[Buffer], size: int) -> Iterator[list[memoryview]]:
-    """Yield the bytes of the buffers in order, in lists of ``size`` bytes (the last may be
-    shorter), without a copy."""
+    """Iterate over the bytes of all buffers in order, ``size`` bytes at a time (fewer at the end).
+    Nothing is copied: each part is a list of views."""
     part: list[memoryview] = []
     room = size
     for buffer in buffers:
@@ -42,12 +41,12 @@ def split(buffers: Sequence[Buffer], size: int) -> Iterator[list[memoryview]]:
         yield part
 
 
-def groups(sizes: Sequence[int], most: int) -> Iterator[range]:
-    """Split a sequence into ranges of neighbours whose sizes add up to at most ``most``. An item
-    that is larger gets a range of its own."""
+def batches_by_size(sizes: Sequence[int], max_bytes: int) -> Iterator[range]:
+    """Iterate over ranges of indices, in order. The sizes of a range add up to at most
+    ``max_bytes``. An item that is larger has a range of its own."""
     first = total = 0
     for i, size in enumerate(sizes):
-        if i > first and total + size > most:
+        if i > first and total + size > max_bytes:
             yield range(first, i)
             first, total = i, 0
         total += size

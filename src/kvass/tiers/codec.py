@@ -1,11 +1,11 @@
-"""The format of records in all tiers: their keys and their bytes. No I/O.
+"""The format of a record in every tier: its key, its header and its bytes. No I/O.
 
-``FORMAT`` is the version of both formats. A header that is damaged or has another version is
-ignored, and so are bytes that do not match the header's checksums.
+``FORMAT`` is the version of the formats. A damaged header, or one of another version, is treated as
+absent. A record whose bytes do not match its checksums is treated as damaged.
 
 A **record key** is ``namespace digest (32) | epoch (u64) | group (u16) | chunk hash (8..32)``,
 integers big-endian, so that the keys of one epoch share a prefix. The namespace digest covers the
-digests of all ranks' layouts: of those the header repeats the shard lengths only.
+layouts of all ranks. The header contains only the shard lengths of these.
 
 A **record header** is, little-endian::
 
@@ -14,14 +14,15 @@ A **record header** is, little-endian::
     8       2       format version
     10      2       bytes of the key, k
     12      4       number of shards, n
-    16      8       sequence number: of two records of one key the higher one counts
+    16      8       sequence number: of two records with one key, the one with the higher is used
     24      8       xxh3_64 of the shards' bytes, in order, without padding
     32      k       key
     32+k    8n      bytes of each shard
     32+k+8n 8       xxh3_64 of all of the above
 
-The header's checksum covers key and payload checksum: bytes that pass both belong to that key. A
-server keeps a record in one piece: the header, then the shards without padding.
+The header's checksum covers the key and the payload checksum, so bytes that match both checksums
+belong to that key. Tiers that keep a record on a server keep it in one piece: the header, then the
+shards without padding.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ MAX_HEADER_BYTES: Final = _FIXED.size + MAX_KEY_BYTES + 8 * MAX_SHARDS + _CHECK.
 
 
 def record_key(namespace: bytes, epoch: int, group: int, chunk: bytes) -> bytes:
-    """The key of a row in a tier. Raises ``UsageError`` for parts that are out of bounds."""
+    """Return the key of a row in a tier. Raises ``UsageError`` if a part is out of bounds."""
     if len(namespace) != NAMESPACE_BYTES or not 8 <= len(chunk) <= 32:
         raise UsageError(
             f"a record key takes a namespace of {NAMESPACE_BYTES} bytes and a chunk hash of 8 to "
@@ -64,16 +65,17 @@ def record_key(namespace: bytes, epoch: int, group: int, chunk: bytes) -> bytes:
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The header of a record. ``lengths`` are the bytes of each shard."""
+    """The header of a record. ``lengths``: bytes of each shard."""
 
     key: bytes
     lengths: tuple[int, ...]
     sequence: int
-    payload_check: int
+    payload_checksum: int
 
 
-def payload_check(shards: Iterable[Buffer]) -> int:
-    """xxh3_64 over the shards' bytes in order; releases the GIL, and yields the processor."""
+def payload_checksum(shards: Iterable[Buffer]) -> int:
+    """Return xxh3_64 over the shards' bytes in order. Releases the GIL, and yields the processor
+    between parts."""
     state = xxhash.xxh3_64()
     for shard in shards:
         for part in paced(shard, CHECKSUM_BYTES):
@@ -86,16 +88,18 @@ def header_bytes(header: Header) -> int:
 
 
 def encode_header(header: Header) -> bytes:
-    """The header's bytes; at most ``MAX_HEADER_BYTES``."""
+    """Encode a header; at most ``MAX_HEADER_BYTES``."""
     key, lengths = header.key, header.lengths
-    sizes = len(key), len(lengths)
-    body = _FIXED.pack(_MAGIC, FORMAT, *sizes, header.sequence, header.payload_check)
+    body = _FIXED.pack(
+        _MAGIC, FORMAT, len(key), len(lengths), header.sequence, header.payload_checksum
+    )
     body += key + struct.pack(f"<{len(lengths)}Q", *lengths)
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 
 
 def decode_header(raw: bytes | memoryview) -> Header | None:
-    """The header at the beginning of ``raw``; ``None`` if there is none, or it is damaged."""
+    """Decode the header at the beginning of ``raw``. Returns ``None`` if there is no header of this
+    format, or if it is damaged."""
     if len(raw) < _FIXED.size:
         return None
     magic, version, key_bytes, shards, sequence, check = _FIXED.unpack_from(raw)
@@ -113,29 +117,30 @@ def decode_header(raw: bytes | memoryview) -> Header | None:
         key=bytes(raw[_FIXED.size : lengths_at]),
         lengths=struct.unpack_from(f"<{shards}Q", raw, lengths_at),
         sequence=sequence,
-        payload_check=check,
+        payload_checksum=check,
     )
 
 
 def header_of(key: bytes, shards: Shards, sequence: int = 0) -> Header:
-    """The header of these shards; computes their checksum."""
-    return Header(key, tuple(map(len, shards)), sequence, payload_check(shards))
+    """Return the header of these shards. Computes their checksum."""
+    return Header(key, tuple(map(len, shards)), sequence, payload_checksum(shards))
 
 
 def pack(key: bytes, shards: Shards) -> Buffer:
-    """A record as one buffer, with a copy of the shards. Its pages are returned to the system when
-    it is freed."""
+    """Return a record as one buffer, with a copy of the shards. The memory returns to the system
+    when the array is freed."""
     header = np.frombuffer(encode_header(header_of(key, shards)), np.uint8)
     piece = page_buffer(len(header) + size_of(shards))
     return np.concatenate([header, *shards], out=piece)
 
 
-def unpack(key: bytes, size: int, chunks: Iterable[bytes], into: Shards) -> bool | None:
-    """Fill ``into`` from a record of ``size`` bytes that comes in chunks; see ``unpack_body``.
+def unpack(key: bytes, size: int, pieces: Iterable[bytes], into: Shards) -> bool | None:
+    """Fill ``into`` from a record of ``size`` bytes that arrives in pieces. Returns what
+    ``unpack_body`` returns.
 
-    The first chunk holds the header, or it is the only one.
+    The first piece must contain the whole header, unless it is the only piece.
     """
-    left = iter(chunks)
+    left = iter(pieces)
     first = next(left, b"")
     header = decode_header(first)
     if header is None:
@@ -146,27 +151,27 @@ def unpack(key: bytes, size: int, chunks: Iterable[bytes], into: Shards) -> bool
 
 
 def unpack_body(
-    key: bytes, header: Header, size: int, chunks: Iterable[memoryview], into: Shards
+    key: bytes, header: Header, size: int, pieces: Iterable[memoryview], into: Shards
 ) -> bool | None:
-    """Fill ``into`` from the ``size`` bytes behind a header. ``True``: the bytes are right.
+    """Fill ``into`` from the ``size`` bytes after a header, which arrive in pieces.
 
-    ``False``: the shards of the record have other lengths, and nothing was filled. ``None``: the
-    record is damaged, or has another key.
+    Returns ``True`` if the checksum matches. ``False``: the record's shards have other lengths than
+    ``into``, and nothing was filled. ``None``: the record is damaged, or belongs to another key.
     """
     if header.key != key or size != sum(header.lengths):
         return None
     if header.lengths != tuple(map(len, into)):
         return False
-    whole = _fill(into, chunks)
-    return True if whole and payload_check(into) == header.payload_check else None
+    whole = _fill(into, pieces)
+    return True if whole and payload_checksum(into) == header.payload_checksum else None
 
 
-def _fill(into: Shards, chunks: Iterable[memoryview]) -> bool:
-    """Copy the chunks to the shards, in order. Returns whether they had the same length."""
+def _fill(into: Shards, pieces: Iterable[memoryview]) -> bool:
+    """Copy the pieces to the shards, in order. Returns whether both have the same total length."""
     shards = iter(into)
     room: Buffer = np.empty(0, np.uint8)
-    for chunk in chunks:
-        left = np.frombuffer(chunk, np.uint8)
+    for piece in pieces:
+        left = np.frombuffer(piece, np.uint8)
         while len(left):
             while not len(room):
                 if (shard := next(shards, None)) is None:

@@ -1,14 +1,14 @@
-"""Tiers in object stores: S3 and compatible stores, Google Cloud Storage, Azure Blob Storage.
+"""The tiers of object stores: S3 and compatible stores, Google Cloud Storage, Azure Blob Storage.
 
-A record is one object, so that replacing it is one request and a reader never sees half of it.
-Under the prefix, ``records/`` holds an object per record, named by its key in hexadecimal, and
-``notes/`` the notes. Only ``clear`` lists objects. The bucket keeps the capacity: a lifecycle rule
-for ``records/`` deletes old ones.
+A record is one object, so one request replaces it, and a reader never gets a part of it. Below the
+prefix, ``records/`` has one object per record, named by its key in hexadecimal, and ``notes/`` has
+the notes. Only ``clear`` lists objects. kvass does not limit the size of a bucket: use a lifecycle
+rule that deletes old objects below ``records/``.
 
-Nothing is connected at start. A call raises ``TierDown`` if the server cannot be reached, refuses
-the credentials, has no such bucket or does not answer for as long as the client waits; the next
-call tries again. Credentials come from the environment and the places that the provider's own tools
-look at, never from the URL. No text of ours repeats one.
+No connection is made at start. A call raises ``TierDown`` if the server cannot be reached, refuses
+the credentials, has no such bucket, or does not answer within the client's timeouts. The next call
+tries again. Credentials come from the environment and the files that the provider's own tools read,
+never from the URL. Errors and log lines never contain credentials.
 """
 
 from __future__ import annotations
@@ -39,36 +39,38 @@ if TYPE_CHECKING:
 Store: TypeAlias = S3Store | GCSStore | AzureStore
 
 _MOST_BYTES: Final = 4 << 30
-"""Of one record; S3 takes 5 GiB in one request, the others at least as much."""
-_ROOM_BYTES: Final = 64 << 20
-"""What all calls together have in memory."""
-_GIVE_UP: Final = 3
-"""Failures in a row after which a batch is given up."""
-_CHUNK_BYTES: Final = 1 << 20
-"""What a load reads at a time. The client holds the next while we copy the last."""
+"""The largest record. S3 takes 5 GiB in one request, the others at least as much."""
+_BUFFER_BYTES: Final = 64 << 20
+"""Memory that all calls together use for the bytes of records."""
+_MAX_FAILURES: Final = 3
+"""Failures in a row after which no more requests of a batch are sent."""
+_PIECE_BYTES: Final = 1 << 20
+"""Bytes that a load reads at a time. The client reads the next piece while we copy the last."""
 _BULK: Final = 1000
-"""Objects that S3 deletes in one request, or lists."""
+"""Number of objects that one request to S3 deletes or lists."""
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _READ_TIMEOUTS: Final = 10
-"""A request that goes on, but never for ``timeout_s`` without a byte, may take as many of them."""
+"""A request that never waits longer than ``timeout_s`` for bytes may take this many ``timeout_s``
+in all."""
 _BUCKET: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{1,221}")
 _PREFIX: Final = re.compile(r"(?!.*(^|/)\.{1,2}(/|$))[0-9A-Za-z._-]+(/[0-9A-Za-z._-]+)*")
 _MOST_PREFIX: Final = 400
-"""Of the 1024 bytes of an object's name a record needs 520."""
+"""The longest prefix in characters. An object's name has at most 1024 bytes, of which a record
+needs 520."""
 _ENVIRONMENT: Final = {"s3": "AWS_", "gcs": "GOOGLE_BEARER", "azure": "AZURE_"}
 """Variables whose values go into headers, where the client panics at a control character."""
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 _REQUEST: Final = re.compile(r"(Error performing \w+ \w+://[^/?\s]+)\S* in .*? - ", re.DOTALL)
-"""How the client begins: method, server, what was asked for, how long and how often it tried."""
+"""The start of the client's errors: method, server, object, duration and number of attempts."""
 _CAUSES: Final = (r'message: "([^"]*)"', r"kind: (Timeout)", r'ConnectError\(\s*"([^"]*)"')
-"""Where it says why it got no answer."""
+"""The parts of the client's errors that say why there was no answer."""
 _TROUBLE: Final = (BaseError, OSError)
 
 
 class ObjectTier(RecordTier):
-    """A ``Tier`` in an object store, through the library obstore.
+    """``Tier`` with a store of obstore as the backend.
 
-    ``deletes_many``: the store can delete many objects in one request, and ignores absent ones.
+    ``deletes_many``: the store deletes many objects in one request, and ignores absent ones.
     """
 
     def __init__(
@@ -85,14 +87,19 @@ class ObjectTier(RecordTier):
         self._records = f"{prefix}/records"
         self._notes = f"{prefix}/notes"
         self._delete_at_once = _BULK if deletes_many else 1
-        limits = {"give_up": _GIVE_UP, "long_s": options.timeout_s}
-        self._pool = WorkerPool(name, options.connections, room=_ROOM_BYTES, **limits)
+        self._pool = WorkerPool(
+            name,
+            options.connections,
+            max_bytes=_BUFFER_BYTES,
+            max_failures=_MAX_FAILURES,
+            slow_failure_s=options.timeout_s,
+        )
 
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
         return self._pool.each(lambda i: self._head(keys[i]), [0] * len(keys))
 
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
-        needs = [min(size_of(shards), 2 * _CHUNK_BYTES) for shards in into]
+        needs = [min(size_of(shards), 2 * _PIECE_BYTES) for shards in into]
         return self._pool.each(lambda i: self._load(keys[i], into[i]), needs)
 
     def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
@@ -102,7 +109,7 @@ class ObjectTier(RecordTier):
         return self._delete_all([self._path(key) for key in keys])
 
     def _clear(self) -> None:
-        """All records under our prefix, whoever stored them."""
+        """Delete all records below the prefix, also those that other daemons stored."""
         with self._errors():
             for found in obstore.list(self._store, self._records, chunk_size=_BULK):
                 for outcome in self._delete_all([entry["path"] for entry in found]):
@@ -118,7 +125,7 @@ class ObjectTier(RecordTier):
         return value
 
     def _put_note(self, name: str, value: bytes) -> None:
-        """What the store acknowledges is durable."""
+        """Set a note. It is durable once the store has acknowledged it."""
         with self._errors():
             obstore.put(self._store, f"{self._notes}/{name}", value, use_multipart=False)
 
@@ -134,15 +141,15 @@ class ObjectTier(RecordTier):
         with self._errors(), suppress(FileNotFoundError):
             obstore.head(self._store, self._path(key))
             return True
-        return False  # or there is no bucket: all other requests tell
+        return False  # or there is no bucket, which all other requests report
 
     def _load(self, key: bytes, into: Shards) -> bool:
         right: bool | None = False
         with self._errors(absent_is_fine=True):
             got = obstore.get(self._store, self._path(key))
-            right = unpack(key, got.meta["size"], got.stream(_CHUNK_BYTES), into)
+            right = unpack(key, got.meta["size"], got.stream(_PIECE_BYTES), into)
         if right is None:
-            with suppress(TierDown):  # a miss all the same; the next load finds it damaged again
+            with suppress(TierDown):  # it is a miss in any case; the next load tries to delete it
                 self._delete_some([self._path(key)])
         return right is True
 
@@ -150,7 +157,8 @@ class ObjectTier(RecordTier):
         if size_of(shards) > _MOST_BYTES:
             return False
         with self._errors():
-            # In one request: parts of an upload that was broken off would stay and cost money.
+            # In one request, because the parts of an aborted multipart upload would stay and cost
+            # money.
             obstore.put(self._store, self._path(key), pack(key, shards), use_multipart=False)
         return True
 
@@ -164,12 +172,12 @@ class ObjectTier(RecordTier):
             obstore.delete(self._store, paths)
         return True
 
-    # ------------------------------------------------------------ trouble
+    # ------------------------------------------------------------ errors
 
     @contextmanager
     def _errors(self, *, absent_is_fine: bool = False) -> Iterator[None]:
-        """What obstore raises is ``TierDown``; ``absent_is_fine``: but not that an object of a
-        bucket that exists is not there."""
+        """Convert the exceptions of obstore to ``TierDown``. ``absent_is_fine``: ignore that an
+        object is absent, if its bucket exists."""
         try:
             yield
         except _TROUBLE as error:
@@ -179,10 +187,10 @@ class ObjectTier(RecordTier):
 
 
 def _error_line(error: Exception) -> str:
-    """What went wrong, in one line that a status has room for, and nothing of a request but the
-    server: a query or a longer answer may repeat a signature, and a key is long."""
+    """Return the error as one line of at most 300 characters. Of the request it has only the
+    server, because queries may contain signatures, and keys are long."""
     text, _, debug = str(error).partition("\n\nDebug source")
-    text = text[max(text.rfind("Error performing"), 0) :]  # before it: what was asked for
+    text = text[max(text.rfind("Error performing"), 0) :]  # the part before it names the object
     code, message = (re.search(f"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
     if code:
         text = f"{code[1]}: {message[1]}" if message else code[1]
@@ -193,9 +201,10 @@ def _error_line(error: Exception) -> str:
 
 
 def open_s3(where: str, options: S3Options) -> ObjectTier:
-    """``s3:BUCKET[/PREFIX]?...``. Raises ``ConfigError``."""
+    """Open the tier of a URL ``s3:BUCKET[/PREFIX]?...``. ``where`` is the part between ``s3:`` and
+    ``?``. Raises ``ConfigError``."""
     config: S3Config = {}
-    if options.endpoint:  # both, or the environment's wins
+    if options.endpoint:  # both are set, or a variable of the environment would be used instead
         config["endpoint"] = config["aws_endpoint_url_s3"] = options.endpoint
     if options.region:
         config["region"] = options.region
@@ -226,7 +235,8 @@ def _open(
     *,
     deletes_many: bool = False,
 ) -> ObjectTier:
-    """``connect`` makes obstore's object of a bucket, and connects nowhere."""
+    """Check a URL's parts and make the tier. ``connect`` makes obstore's object of a bucket; it
+    makes no connection. Raises ``ConfigError``."""
     name = f"{scheme}:{where}"
     bucket, slash, prefix = where.removeprefix("//").partition("/")
     prefix = prefix.rstrip("/") if slash else "kvass"
@@ -251,19 +261,19 @@ def _open(
 
 
 def _limits(options: ObjectStoreOptions) -> tuple[ClientConfig, RetryConfig]:
-    """Client options that detect a dead or silent server within ``timeout_s``. The defaults take
-    minutes."""
+    """Return the client's timeouts and retries. A server that is gone or silent is noticed after
+    ``timeout_s``; with the client's defaults it would take minutes."""
     timeout = timedelta(seconds=options.timeout_s)
     client: ClientConfig = {
         "connect_timeout": timeout,
         "read_timeout": timeout,
         "timeout": _READ_TIMEOUTS * timeout,
     }
-    if options.allow_http == "yes":  # else what the environment says
+    if options.allow_http == "yes":  # otherwise the environment decides
         client["allow_http"] = True
     retry: RetryConfig = {
         "max_retries": 2,
-        "retry_timeout": timeout,  # so what timed out is not tried again
+        "retry_timeout": timeout,  # so a request that timed out is not tried again
         "backoff": {
             "init_backoff": timedelta(milliseconds=50),
             "max_backoff": timedelta(seconds=1),

@@ -1,7 +1,7 @@
-"""The options of our own tiers: what may stand behind ``?`` in a tier URL.
+"""The options of the built-in tiers, which follow the ``?`` in a tier URL.
 
 Each kind of tier has a struct; its fields are the options, with their bounds and defaults.
-``read_options`` converts the text of a URL. What docs/tiers.md says of an option is its meaning.
+``read_options`` converts the text of a URL. docs/tiers.md describes what each option does.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _LEAST_SEGMENT: Final = Size(16 << 20)
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all options. ``__post_init__`` raises ``ValueError`` if options contradict each
+    """Base class of all options. ``__post_init__`` raises ``ValueError`` if options contradict each
     other."""
 
 
 class DiskOptions(TierOptions, frozen=True, kw_only=True):
-    """``disk:FOLDER?capacity=SIZE``."""
+    """Options of ``disk:FOLDER?capacity=SIZE``."""
 
     capacity: Size
     threads: Annotated[int, Meta(ge=1, le=64)] = 4
     quota: str = ""
-    """``NAME=CAP:RESERVED;...``: tenants' parts of the capacity."""
+    """``NAME=CAP:RESERVED;...``: the quotas of tenants."""
 
     @property
     def quotas(self) -> tuple[Quota, ...]:
@@ -45,11 +45,11 @@ class DiskOptions(TierOptions, frozen=True, kw_only=True):
 
 
 class RedisOptions(TierOptions, frozen=True, kw_only=True):
-    """``redis:HOST[:PORT]`` or ``redis:/path/of/socket``."""
+    """Options of ``redis:HOST[:PORT]`` and ``redis:/path/of/socket``."""
 
     db: Number = 0
     prefix: Annotated[str, Meta(min_length=1)] = "kvass:"
-    """With none, a clear would empty what is not ours."""
+    """The prefix of all names. It is not empty, because a clear deletes all names with it."""
     ttl_s: Number = 0
     timeout_s: Annotated[int, Meta(ge=1, le=999_999_999)] = 5
     username: str = ""
@@ -63,7 +63,7 @@ class RedisOptions(TierOptions, frozen=True, kw_only=True):
 
 
 class ObjectStoreOptions(TierOptions, frozen=True, kw_only=True):
-    """``gcs:BUCKET[/PREFIX]``, and what the other object stores have, too."""
+    """Options of ``gcs:BUCKET[/PREFIX]``, and base class of the options of all object stores."""
 
     endpoint: str = ""
     allow_http: YesNo = "no"
@@ -79,31 +79,34 @@ class ObjectStoreOptions(TierOptions, frozen=True, kw_only=True):
 
 
 class S3Options(ObjectStoreOptions, frozen=True, kw_only=True):
-    """``s3:BUCKET[/PREFIX]``."""
+    """Options of ``s3:BUCKET[/PREFIX]``."""
 
     region: Word = ""
 
 
 class AzureOptions(ObjectStoreOptions, frozen=True, kw_only=True):
-    """``azure:CONTAINER[/PREFIX]``."""
+    """Options of ``azure:CONTAINER[/PREFIX]``."""
 
     account: Word = ""
 
 
 class MooncakeOptions(TierOptions, frozen=True, kw_only=True):
-    """``mooncake:MASTER[:PORT]``."""
+    """Options of ``mooncake:MASTER[:PORT]``."""
 
     metadata: Annotated[str, Meta(min_length=1)] = "P2PHANDSHAKE"
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: str = ""
     segment: Size = Size(0)
-    """How much of this machine's memory holds everybody's records; 0: none."""
+    """Mooncake's ``global_segment_size``: bytes of this machine's memory that hold records of all
+    clients. 0: none."""
     hostname: str = ""
-    """Under which others reach us; empty: our end of a connection to the master."""
+    """The name under which other clients reach this one. Empty: the local address of a connection
+    to the master."""
     prefix: Annotated[str, Meta(pattern=r"^[0-9A-Za-z._:/-]{1,100}\Z")] = "kvass:"
     timeout_s: Annotated[int, Meta(ge=1, le=30)] = 3
-    """The library returns after a minute whatever happens, and may still write to our memory then:
-    its own limits must have ended the transfer by that time."""
+    """Seconds for each of the library's own timeouts. At most 30, so that they end every transfer
+    before the library gives up on it after a minute: after that it may still write to our
+    memory."""
 
     def __post_init__(self) -> None:
         if 0 < self.segment < _LEAST_SEGMENT:
@@ -114,7 +117,8 @@ AnyOptions = TypeVar("AnyOptions", bound=TierOptions)
 
 
 def read_options(kind: type[AnyOptions], given: Mapping[str, str]) -> AnyOptions:
-    """Options from the text of a URL. Raises ``ValueError``, one line that says what is allowed."""
+    """Convert the options of a URL. Raises ``ValueError`` with one line that says what is
+    allowed."""
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     known = f"its options: {', '.join(fields)}"
     values: dict[str, Any] = {}
@@ -137,7 +141,7 @@ def read_options(kind: type[AnyOptions], given: Mapping[str, str]) -> AnyOptions
 
 
 def host_and_port(scheme: str, where: str, port: int) -> tuple[str, int]:
-    """``HOST[:PORT]`` of a URL in parts; ``port`` is the default. Raises ``ConfigError``."""
+    """Split ``HOST[:PORT]`` of a URL. ``port`` is the default. Raises ``ConfigError``."""
     host, _, given = where.rpartition(":") if ":" in where else (where, "", str(port))
     if not host or not given.isdecimal() or not 0 < int(given) < 65536:
         raise ConfigError(f"{scheme}:{where}: {given!r} is no port; write {scheme}:HOST:PORT")
@@ -145,5 +149,5 @@ def host_and_port(scheme: str, where: str, port: int) -> tuple[str, int]:
 
 
 def _size(_: type, text: object) -> Size:
-    """The only type of an option that msgspec does not know."""
+    """Decode a ``Size``, the only type of an option that msgspec does not know."""
     return Size.parse(text)

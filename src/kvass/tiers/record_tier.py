@@ -1,7 +1,7 @@
-"""``RecordTier``: the base class of kvass's own tiers. It has all of a ``Tier`` but the backend.
+"""``RecordTier``: the base class of all built-in tiers. It implements ``Tier`` without a backend.
 
-It checks arguments, makes ``close`` wait for running calls, stores each key of a batch once, and
-computes the answer of a batch from the outcomes of its records. A backend is a subclass.
+It checks arguments, lets ``close`` wait for running calls, stores each key of a batch once, and
+computes the results of a batch from the outcomes of its records. A backend is a subclass.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kvass.errors import TierDown, UsageError
 from kvass.tiers.base import Shards, check_batch, check_note
 
 Outcome: TypeAlias = bool | TierDown
-"""What became of one record. ``False`` is an ordinary value: absent, damaged, no room. ``TierDown``
-is trouble of the backend's."""
+"""The outcome of one record. ``False``: the record is absent, damaged or does not fit.
+``TierDown``: the backend failed."""
 
 
 class RecordTier(ABC):
-    """A ``Tier`` whose backend is implemented by a subclass. Error texts begin with ``name``.
+    """Implements ``Tier`` with the abstract methods below. Error messages begin with ``name``.
 
-    The methods to implement get valid arguments with at least one key, and are called only while
-    the tier is open. They return an ``Outcome`` per key, in the order of the keys, or raise
-    ``TierDown``.
+    The abstract methods get valid arguments with at least one key, and are called only while the
+    tier is open. They return one ``Outcome`` per key, in the order of the keys, or raise
+    ``TierDown`` for the whole batch.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,15 +36,15 @@ class RecordTier(ABC):
 
     @abstractmethod
     def _exists(self, keys: Sequence[bytes]) -> Sequence[Outcome]:
-        """Which records are held."""
+        """Return for each key whether its record is held."""
 
     @abstractmethod
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> Sequence[Outcome]:
-        """Fill ``into``; a record that turns out damaged is deleted. A key may occur twice."""
+        """Fill ``into``. Delete a record that is damaged. A key may occur twice."""
 
     @abstractmethod
     def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> Sequence[Outcome]:
-        """Store records, in place of the old ones. A key occurs once."""
+        """Store records, and replace those of the same keys. A key occurs once."""
 
     @abstractmethod
     def _delete(self, keys: Sequence[bytes]) -> Sequence[Outcome]:
@@ -64,7 +64,7 @@ class RecordTier(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Release all resources. No call is running."""
+        """Release all resources. No other call runs any more."""
 
     # ------------------------------------------------------------ Tier
 
@@ -87,7 +87,8 @@ class RecordTier(ABC):
         data: Sequence[Shards],
         put: Callable[[Sequence[bytes], Sequence[Shards]], Sequence[Outcome]],
     ) -> list[bool]:
-        """Of a key's several records in one batch only the last is put."""
+        """Store a batch with ``put``. If a key occurs more than once, only its last record is
+        stored."""
         check_batch(keys, data)
         last = dict(zip(keys, data, strict=True))
         with self._call():
@@ -123,8 +124,8 @@ class RecordTier(ABC):
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """A context manager around every call but ``close``. Raises ``UsageError`` if the tier is
-        closed."""
+        """The context of every call but ``close``: counts the running calls. Raises ``UsageError``
+        if the tier is closed."""
         with self._changed:
             if self._closing:
                 raise UsageError(f"{self.name}: this tier is closed")
@@ -141,8 +142,8 @@ class RecordTier(ABC):
 
 
 def answers(outcomes: Sequence[Outcome]) -> list[bool]:
-    """The answer of a batch: which outcomes are ``True``. Raises ``TierDown`` if none of them is,
-    and one is trouble."""
+    """Return for each outcome whether it is ``True``. Raises ``TierDown`` if none is ``True`` and
+    one is a ``TierDown``."""
     held = [outcome is True for outcome in outcomes]
     if not any(held):
         for outcome in outcomes:

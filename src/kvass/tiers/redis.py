@@ -1,17 +1,17 @@
-"""The Redis tier: records in Redis or Valkey, on one server or a cluster, shared by machines.
+"""The tier of Redis and Valkey: a single server or a cluster, which several machines may share.
 
-A record of up to ``PIECE_BYTES`` is one value, ``PREFIXr:KEY``: header and shards. Of a larger one
-that value is the header alone, and the shards' bytes are cut into pieces, ``PREFIXp:KEY:CHECK:0``,
-``:1`` and so on, where CHECK is the payload checksum that the header has. Pieces are set before
-their header and deleted after it, and two stores of other bytes have no piece in common. So who has
-a header gets its pieces, or a miss if one is gone; daemons that store the same bytes at once set
-the same values.
+A record of up to ``PIECE_BYTES`` is one value, ``PREFIXr:KEY``: the header and the shards. For a
+larger record, that value is the header alone. The shards' bytes are split into pieces,
+``PREFIXp:KEY:CHECK:0``, ``:1`` and so on, where CHECK is the payload checksum in the header. Pieces
+are set before their header and deleted after it. The checksum in their names keeps the pieces of
+different bytes apart. So a reader that has a header gets its pieces, or a miss if one is gone.
+Daemons that store the same bytes at the same time set the same values.
 
-The server keeps the capacity, by ``maxmemory`` and an ``allkeys-lru`` policy; with ``ttl_s``
+The server limits the capacity by ``maxmemory`` and an ``allkeys-lru`` policy. With ``ttl_s``
 records expire.
 
-Nothing is connected at start. A call raises ``TierDown`` if the server cannot be reached, refuses
-the password or does not answer within ``timeout_s``; the next call tries again.
+No connection is made at start. A call raises ``TierDown`` if the server cannot be reached, refuses
+the password, or does not answer within ``timeout_s``. The next call tries again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from redis.retry import Retry
 
 from kvass.errors import ConfigError, TierDown
 from kvass.tiers.base import Shards
-from kvass.tiers.buffers import groups, size_of, split
+from kvass.tiers.buffers import batches_by_size, size_of, split
 from kvass.tiers.codec import (
     MAX_HEADER_BYTES,
     Header,
@@ -44,14 +44,14 @@ from kvass.tiers.codec import (
 )
 from kvass.tiers.options import RedisOptions, host_and_port
 from kvass.tiers.record_tier import Outcome, RecordTier, answers
-from kvass.tiers.url import shown
+from kvass.tiers.url import redacted
 
 PIECE_BYTES: Final = 8 << 20
-"""What goes to or comes from the server at a time, and is in our memory meanwhile. Values of 1 to
-16 MiB came back with 1.2 to 1.8 GB/s and kept other threads for at most 5 ms; values of 64 MiB with
-0.4 GB/s and 37 ms."""
+"""Bytes of one request to the server, and of one answer. They are buffered in our memory. Measured:
+values of 1 to 16 MiB were loaded at 1.2 to 1.8 GB/s and blocked other threads for at most 5 ms;
+values of 64 MiB at 0.4 GB/s, and for 37 ms."""
 _SEND_ALONE: Final = 6000
-"""A value of so many bytes is sent by itself."""
+"""A value of more than this many bytes is sent on its own, without a copy."""
 _SCAN: Final = 1000
 _PORT: Final = 6379
 _TROUBLE: Final = (redis.RedisError, RedisClusterException, OSError)
@@ -62,8 +62,8 @@ class _RefusedError(TierDown):
 
 
 class RedisTier(RecordTier):
-    """A ``Tier`` in a Redis server. ``connect`` returns a client of redis-py, and is called at
-    first use."""
+    """``Tier`` with a Redis server as the backend. ``connect`` makes a client of redis-py; it is
+    called at the first request."""
 
     def __init__(self, name: str, connect: Callable[[], Any], *, prefix: str, ttl_s: int) -> None:
         super().__init__(name)
@@ -85,7 +85,7 @@ class RedisTier(RecordTier):
 
     def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
         def some(which: range) -> list[Outcome]:
-            if size_of(data[which[0]]) > PIECE_BYTES:  # then it is alone
+            if size_of(data[which[0]]) > PIECE_BYTES:  # then ``which`` has one index
                 return [self._store_pieces(keys[which[0]], data[which[0]])]
             commands = [
                 ("SET", self._record_name(keys[i]), pack(keys[i], data[i]).data, *self._expiry)
@@ -102,7 +102,7 @@ class RedisTier(RecordTier):
         return self._unlink(names)
 
     def _clear(self) -> None:
-        """All records under our prefix, whoever stored them."""
+        """Delete all records with our prefix, also those that other daemons stored."""
         ours = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix)
         try:
             found = list(self._connected().scan_iter(match=ours + b"[rp]:*", count=_SCAN))
@@ -116,7 +116,7 @@ class RedisTier(RecordTier):
         return value
 
     def _put_note(self, name: str, value: bytes) -> None:
-        """Without a time to live, whatever records have."""
+        """Set a note. It never expires, even if records do."""
         self._ask_one("SET", self._note_name(name), value)
 
     def _close(self) -> None:
@@ -129,11 +129,12 @@ class RedisTier(RecordTier):
         return self._prefix + b"r:" + key
 
     def _piece_names(self, key: bytes, header: Header | None) -> list[bytes]:
-        """The names of a record's pieces; none if it is one value, or not a record of this key."""
+        """Return the names of a record's pieces. Empty if the record is one value, or if the header
+        is of another key."""
         total = sum(header.lengths) if header and header.key == key else 0
         if header is None or total <= PIECE_BYTES:
             return []
-        begin = b"%sp:%s:%016x" % (self._prefix, key, header.payload_check)
+        begin = b"%sp:%s:%016x" % (self._prefix, key, header.payload_checksum)
         return [b"%s:%d" % (begin, i) for i in range(-(-total // PIECE_BYTES))]
 
     def _note_name(self, name: str) -> bytes:
@@ -160,7 +161,7 @@ class RedisTier(RecordTier):
         return right is True
 
     def _pieces(self, names: Sequence[bytes]) -> Iterator[memoryview]:
-        """Up to the first one that is missing."""
+        """Load pieces one after another. Stops at the first one that is missing."""
         for name in names:
             if (piece := self._ask_one("GET", name)) is None:
                 return
@@ -175,22 +176,24 @@ class RedisTier(RecordTier):
                 self._ask_one("SET", name, piece, *self._expiry)
             [old] = self._headers([key])
             self._ask_one("SET", self._record_name(key), encode_header(header), *self._expiry)
-        except _RefusedError as error:  # no room, as a rule
+        except _RefusedError as error:  # usually the server is full
             self._forget(key, header)
             return error
         self._unlink(set(self._piece_names(key, old)).difference(names))
         return True
 
     def _forget(self, key: bytes, header: Header | None) -> None:
-        """Delete a record that is not whole; its name only if it still has this header."""
-        with suppress(TierDown):  # it is a miss all the same
+        """Delete the pieces of an incomplete record. Its header is deleted only if the server still
+        has this one."""
+        with suppress(TierDown):  # the record is a miss in any case
             names = self._piece_names(key, header)
             if self._headers([key]) == [header]:
                 names.append(self._record_name(key))
             self._unlink(names)
 
     def _headers(self, keys: Sequence[bytes]) -> list[Header | None]:
-        """The headers of these records; ``None`` for one that is absent, or has none."""
+        """Load the headers of these records. ``None`` for a record that is absent or has no valid
+        header."""
         last = MAX_HEADER_BYTES - 1
         heads = self._ask([("GETRANGE", self._record_name(key), 0, last) for key in keys])
         return [decode_header(head) if isinstance(head, bytes) else None for head in heads]
@@ -204,9 +207,10 @@ class RedisTier(RecordTier):
     def _in_groups(
         self, data: Sequence[Shards], some: Callable[[range], list[Outcome]]
     ) -> list[Outcome]:
-        """``some`` of ranges whose data is not too much at a time."""
+        """Call ``some`` with ranges of indices whose data is at most ``PIECE_BYTES`` each, and
+        return all outcomes."""
         outcomes: list[Outcome] = []
-        for which in groups([size_of(shards) for shards in data], PIECE_BYTES):
+        for which in batches_by_size([size_of(shards) for shards in data], PIECE_BYTES):
             try:
                 outcomes += some(which)
             except TierDown as error:
@@ -222,14 +226,15 @@ class RedisTier(RecordTier):
         return bool(answer)
 
     def _ask_one(self, *command: Any) -> Any:
-        """The answer to a command. Raises ``_RefusedError`` for one that is an error."""
+        """Send one command and return its answer. Raises ``_RefusedError`` if that is an error."""
         [answer] = self._ask([command])
         if isinstance(answer, Exception):
             raise _RefusedError(f"{self.name}: {answer}")
         return answer
 
     def _ask(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        """The answers to commands, in one round trip; the answer to one that fails is its error."""
+        """Send commands in one round trip, and return their answers. The answer to a command that
+        failed is an exception."""
         if not commands:
             return []
         try:
@@ -249,19 +254,20 @@ class RedisTier(RecordTier):
 
 
 def open_redis(where: str, options: RedisOptions) -> RedisTier:
-    """``redis:HOST[:PORT]?...``, ``redis:/path/of/socket?...``. Raises ``ConfigError``."""
+    """Open the tier of a URL ``redis:HOST[:PORT]?...`` or ``redis:/path/of/socket?...``. ``where``
+    is the part between ``redis:`` and ``?``. Raises ``ConfigError``."""
     name = f"redis:{where}"
     if "@" in where or where.startswith("//"):
         raise ConfigError(
-            f"{shown(name)}: write redis:HOST:PORT?username=...&password=... instead of a URL"
+            f"{redacted(name)}: write redis:HOST:PORT?username=...&password=... instead of a URL"
         )
     settings: dict[str, Any] = {
         "username": options.username or None,
         "password": options.password or None,
         "socket_timeout": options.timeout_s,
         "socket_connect_timeout": options.timeout_s,
-        "protocol": 2,  # whose refusals say what is wrong
-        "retry": Retry(NoBackoff(), 1),  # a connection that the server closed while it was idle
+        "protocol": 2,  # its errors say why a connection was refused
+        "retry": Retry(NoBackoff(), 1),  # the server may have closed an idle connection
         **_address(name, where, options.tls == "yes"),
     }
     clustered = options.cluster == "yes"
@@ -277,8 +283,8 @@ def open_redis(where: str, options: RedisOptions) -> RedisTier:
 
 
 def _sending_values_alone(client: redis.Redis) -> redis.Redis:
-    """Values go to the socket as they are. hiredis would copy each into a command first, which
-    takes longer than sending it, and holds the GIL meanwhile."""
+    """Make ``client`` write large values to the socket without a copy. hiredis would copy each into
+    a command first. That takes longer than sending it, and holds the GIL."""
     packer = PythonRespSerializer(_SEND_ALONE, client.get_encoder().encode)
     client.connection_pool.connection_kwargs["command_packer"] = packer
     return client

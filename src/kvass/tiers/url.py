@@ -1,10 +1,10 @@
-"""Tier URLs: how a user names a tier.
+"""Tier URLs: the text with which a user chooses a tier and its options.
 
-A URL that cannot be used is a ``ConfigError`` of one line that says what to write instead.
-
-``SCHEME:WHERE?option=value&option=value`` opens one of our own (``disk:/path?capacity=100GiB``);
-``package.module:Name?option=value`` opens anybody's: ``Name`` is called with the options as keyword
+``SCHEME:WHERE?option=value&option=value`` opens a built-in tier (``disk:/path?capacity=100GiB``).
+``package.module:Name?option=value`` opens a plug-in: ``Name`` is called with the options as keyword
 arguments (strings; ``%xx`` decoded) and must return a ``Tier``.
+
+An invalid URL raises ``ConfigError`` with one line that says what to write instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvass.tiers.options import (
 if TYPE_CHECKING:
     from kvass.tiers.base import Tier
 
-OURS: Final[dict[str, tuple[str, type[TierOptions]]]] = {
+BUILT_IN_TIERS: Final[dict[str, tuple[str, type[TierOptions]]]] = {
     "disk": ("kvass.tiers.disk:open_disk", DiskOptions),
     "redis": ("kvass.tiers.redis:open_redis", RedisOptions),
     "s3": ("kvass.tiers.object_store:open_s3", S3Options),
@@ -41,24 +41,25 @@ OURS: Final[dict[str, tuple[str, type[TierOptions]]]] = {
     "azure": ("kvass.tiers.object_store:open_azure", AzureOptions),
     "mooncake": ("kvass.tiers.mooncake:open_mooncake", MooncakeOptions),
 }
-"""Scheme -> the function that opens it, called with WHERE and its options, and their kind."""
+"""Scheme -> (the function that opens such a tier, called with WHERE and the options; the type of
+the options)."""
 
 _EXTRAS: Final = {"redis": "redis", "obstore": "s3", "mooncake": "mooncake"}
-"""A package that is missing -> the extra that brings it."""
+"""Package -> the extra of kvass that installs it."""
 
 
 class TierUrl(msgspec.Struct, frozen=True):
     scheme: str
-    """One of ``OURS``, or the module of a plug-in."""
+    """One of ``BUILT_IN_TIERS``, or the module of a plug-in."""
     where: str
-    """Path or address; of a plug-in the name in its module."""
+    """The path or address. For a plug-in: the name in its module."""
     options: dict[str, str]
 
 
 def parse_tier_url(text: str) -> TierUrl:
-    """Take ``text`` apart. Raises ``ConfigError``."""
+    """Parse ``text`` without checking the options. Raises ``ConfigError``."""
     try:
-        text.encode()  # bytes of a command line that are no UTF-8 arrive as lone surrogates
+        text.encode()  # invalid UTF-8 of a command line arrives as lone surrogates
         if "\0" in unquote(text, errors="strict"):
             raise _refused(text, "there is a NUL in it")
     except UnicodeError as error:
@@ -67,14 +68,14 @@ def parse_tier_url(text: str) -> TierUrl:
     scheme, colon, where = head.partition(":")
     if not colon or not scheme or not where:
         raise _refused(text, f"write SCHEME:WHERE?option=value, like {_EXAMPLE}")
-    if scheme not in OURS and not _is_plug_in(scheme, where):
-        known = ", ".join(OURS)
+    if scheme not in BUILT_IN_TIERS and not _is_plug_in(scheme, where):
+        known = ", ".join(BUILT_IN_TIERS)
         raise _refused(text, f"unknown scheme {scheme!r}; known: {known}, module:Name")
     options: dict[str, str] = {}
     for part in query.split("&") if query else ():
         name, equals, value = part.partition("=")
         if not name.isidentifier() or not equals:
-            raise _refused(text, f"option {shown(part)!r} is not of the form name=value")
+            raise _refused(text, f"option {redacted(part)!r} is not of the form name=value")
         if name in options:
             raise _refused(text, f"option {name!r} is given twice")
         options[name] = unquote(value)
@@ -82,20 +83,20 @@ def parse_tier_url(text: str) -> TierUrl:
 
 
 def read_tier_url(text: str) -> tuple[TierUrl, TierOptions | None]:
-    """``text`` and its options, checked; of a plug-in, which checks its own, ``None``. Raises
-    ``ConfigError``."""
+    """Parse ``text`` and check its options. Returns the URL and the options. The options are
+    ``None`` for a plug-in, which checks them itself. Raises ``ConfigError``."""
     url = parse_tier_url(text)
-    if url.scheme not in OURS:
+    if url.scheme not in BUILT_IN_TIERS:
         return url, None
     try:
-        return url, read_options(OURS[url.scheme][1], url.options)
+        return url, read_options(BUILT_IN_TIERS[url.scheme][1], url.options)
     except ValueError as error:
         raise _refused(text, error) from None
 
 
 def _refused(text: str, why: object) -> ConfigError:
-    """The text of an error about a tier URL, in one line and without secrets."""
-    return ConfigError(f"tier {shown(text)!r}: {shown(' '.join(str(why).split()))}")
+    """Return the error for a tier URL: one line, without secrets."""
+    return ConfigError(f"tier {redacted(text)!r}: {redacted(' '.join(str(why).split()))}")
 
 
 _SECRET: Final = re.compile(
@@ -109,33 +110,32 @@ def _is_plug_in(module: str, name: str) -> bool:
     return name.isidentifier() and bool(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module))
 
 
-def shown(text: str) -> str:
-    """A tier URL, or a part of one, without its secrets."""
+def redacted(text: str) -> str:
+    """Return ``text``, a tier URL or a part of one, with its secrets replaced by ``***``."""
     text = _SECRET.sub(r"\1***", text)
     return _LOGIN.sub(r"\1***@", text)
 
 
 def tier_name(text: str) -> str:
-    """The name of a tier in logs and reports: its URL without options and secrets."""
-    return shown(text.partition("?")[0])
+    """Return the name of a tier in logs and in the status: its URL without options and secrets."""
+    return redacted(text.partition("?")[0])
 
 
 def open_tier(text: str) -> Tier:
-    """Open the tier that ``text`` names. Raises ``ConfigError``."""
-    from kvass.tiers.base import Tier  # it needs numpy, and reading a URL does not
+    """Open the tier of the URL ``text``. Raises ``ConfigError``, or ``OSError`` of the system."""
+    from kvass.tiers.base import Tier  # imported here, because parsing a URL needs no numpy
 
     url, options = read_tier_url(text)
     if options is None:
         open_ = functools.partial(_import(text, url.scheme, url.where), **url.options)
     else:
-        open_ = functools.partial(
-            _import(text, *OURS[url.scheme][0].split(":")), url.where, options
-        )
+        module, _, name = BUILT_IN_TIERS[url.scheme][0].partition(":")
+        open_ = functools.partial(_import(text, module, name), url.where, options)
     try:
         tier = open_()
-    except (ConfigError, OSError):  # the latter says what the system has against it
+    except (ConfigError, OSError):
         raise
-    except Exception as error:  # anybody's code: what it raises is said to a person
+    except Exception as error:  # a plug-in may raise anything; the user gets one line
         raise _failed(text, error) from error
     if not isinstance(tier, Tier):
         raise _refused(text, f"it gives a {type(tier).__name__}, which is no Tier")
@@ -143,16 +143,16 @@ def open_tier(text: str) -> Tier:
 
 
 def _failed(text: str, error: Exception) -> ConfigError:
-    """A module or a factory raised what it may not."""
-    why = ": ".join(filter(None, [type(error).__name__, said(error)]))
+    """Return the error for an unexpected exception of a module or a factory."""
+    why = ": ".join(filter(None, [type(error).__name__, error_text(error)]))
     return _refused(text, f"it cannot be opened: {why}")
 
 
-def said(error: BaseException) -> str:
-    """The text of any exception; empty if the exception cannot even be converted to text."""
+def error_text(error: BaseException) -> str:
+    """Return ``str(error)``, or an empty text if that raises."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - its text is anybody's code, too
+    except Exception:  # noqa: BLE001 - __str__ of a plug-in's exception may raise anything
         return ""
 
 
@@ -164,7 +164,7 @@ def _import(text: str, module: str, name: str) -> Callable[..., object]:
         if error.name in _EXTRAS:
             extra = f"; install the extra: kvass[{_EXTRAS[error.name]}]"
         elif error.name == module and "." not in module:
-            extra = f"; unknown scheme? ours are {', '.join(OURS)}"
+            extra = f"; unknown scheme? ours are {', '.join(BUILT_IN_TIERS)}"
         elif "libibverbs" in str(error):
             extra = "; Mooncake's package needs it: install your system's libibverbs (libibverbs1)"
         raise _refused(text, f"{error}{extra}") from error

@@ -1,7 +1,7 @@
 """A thread pool for a tier that works on many records at once.
 
-Law of this file: when a call returns or raises, all work that it began has ended, because the
-memory belongs to the caller.
+Law of this file: when ``each`` returns or raises, all work that it began has ended, because the
+buffers belong to its caller.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 class WorkerPool:
-    """``size`` threads. They help the threads that call, which work as well; a call has at most
-    ``size`` pieces of its work done at a time.
+    """A pool of ``size`` threads. The thread that calls ``each`` works, too. One call runs at most
+    ``size`` pieces of work at a time.
 
-    With ``room``, all calls together do at most ``size`` pieces of work at a time, which need at
-    most ``room`` bytes; one that needs more is done alone.
+    With ``max_bytes``, all calls together run at most ``size`` pieces of work at a time, and these
+    use at most ``max_bytes``. A piece that needs more runs alone.
 
-    After ``give_up`` pieces in a row that raised, or one that took ``long_s`` seconds to raise, a
-    call begins no more: a server that answers nobody costs the time of one request, not of a
-    thousand.
+    A call begins no more pieces after ``max_failures`` in a row have raised, or after one has
+    raised that ran for ``slow_failure_s`` or longer. So a server that does not answer costs the
+    time of one request, not of a thousand.
     """
 
     def __init__(
@@ -36,20 +36,24 @@ class WorkerPool:
         name: str,
         size: int,
         *,
-        room: int | None = None,
-        give_up: float = math.inf,
-        long_s: float = math.inf,
+        max_bytes: int | None = None,
+        max_failures: float = math.inf,
+        slow_failure_s: float = math.inf,
     ) -> None:
-        self._name = name
-        self._size, self._room, self._give_up, self._long_s = size, room, give_up, long_s
+        self._name, self._size, self._max_bytes = name, size, max_bytes
+        self._max_failures, self._slow_failure_s = max_failures, slow_failure_s
         self._threads = ThreadPoolExecutor(size, thread_name_prefix=name)
         self._busy = self._bytes = 0
-        self._order = threading.Lock()  # what needs much room is not overtaken by what needs less
+        self._order = threading.Lock()  # a small piece does not overtake a large one that waits
         self._changed = threading.Condition()
 
     def each(self, work: Callable[[int], T], needs: Sequence[int]) -> list[T | TierDown]:
-        """``work(i)`` for every ``i`` in order; ``TierDown`` for one that raised it or ``OSError``.
-        What else ``work`` raises is raised here. ``needs[i]``: the bytes of ``room`` it takes."""
+        """Call ``work(i)`` for each ``i``, begun in order, and return the results. ``needs[i]``:
+        the memory that call ``i`` uses, in bytes.
+
+        If ``work(i)`` raises ``TierDown`` or ``OSError``, its result is a ``TierDown``. Any other
+        exception is raised by this method.
+        """
         results: list[T | TierDown] = [TierDown("it was not begun")] * len(needs)
         left = iter(range(len(needs)))  # shared: each thread takes the next piece when it is free
         failures = 0
@@ -64,10 +68,11 @@ class WorkerPool:
                         results[i] = lost or work(i)
                         failures = 0
                     except (TierDown, OSError) as error:
-                        # without the frames, which hold the caller's memory
+                        # A new exception, without the frames that refer to the caller's buffers.
                         results[i] = failure = as_down(self._name, error)
                         failures += 1
-                        if failures >= self._give_up or time.monotonic() - begun >= self._long_s:
+                        slow = time.monotonic() - begun >= self._slow_failure_s
+                        if slow or failures >= self._max_failures:
                             lost = failure
 
         helpers = [self._threads.submit(run) for _ in range(min(self._size, len(needs)) - 1)]
@@ -82,13 +87,15 @@ class WorkerPool:
 
     @contextmanager
     def _place(self, need: int) -> Iterator[None]:
-        """A place and ``need`` bytes of room, first come first served."""
-        if self._room is None:
+        """Wait until a piece of work that uses ``need`` bytes may run, and count it while it runs.
+        First come, first served."""
+        if self._max_bytes is None:
             yield
             return
-        room, need = self._room, min(need, self._room)
+        need = min(need, self._max_bytes)
+        left = self._max_bytes - need
         with self._order, self._changed:
-            self._changed.wait_for(lambda: self._busy < self._size and self._bytes + need <= room)
+            self._changed.wait_for(lambda: self._busy < self._size and self._bytes <= left)
             self._busy += 1
             self._bytes += need
         try:
@@ -104,7 +111,7 @@ class WorkerPool:
 
 
 def as_down(name: str, error: TierDown | OSError) -> TierDown:
-    """The error of a tier's own that says the same."""
+    """Return a new ``TierDown`` with the text of ``error``."""
     if isinstance(error, TierDown):
         return TierDown(str(error))
     return TierDown(f"{name}: {error.strerror or error}")

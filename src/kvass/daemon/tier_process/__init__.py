@@ -1,1 +1,1 @@
-"""The process of a tier: the daemon's end (``supervisor``) and what runs in it (``server``)."""
+"""The process of a tier. ``supervisor`` runs in the daemon, ``server`` in the tier's process."""

@@ -1,7 +1,7 @@
-"""Start the process of a tier, and see how it ended.
+"""Functions that start the process of a tier and wait for its end.
 
-Law of this file: a process counts as dead only once it was reaped (law 3). If its socket closes, it
-is of no use any more, but may still write to the arena.
+Law of this file: a process counts as dead once it was reaped, and not before (law 3). The end of
+its socket does not show that it is dead.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _REAP_S: Final = 0.01
 
 
 def spawn(fd: int, arena_fd: int, name: str) -> subprocess.Popen[bytes]:
-    """A process that runs ``server`` on the socket ``fd``, over the arena behind ``arena_fd``.
+    """Start a process that runs ``server`` with the socket ``fd`` and the arena ``arena_fd``.
 
-    ``name`` is for those who list processes. Raises ``OSError``.
+    ``name`` appears in the command line of the process. Raises ``OSError``.
     """
     program = [sys.executable, "-P", "-m", "kvass.daemon.tier_process.server"]
     where = [os.path.abspath(path) for path in sys.path]
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVASS_")}  # secrets
-    # Blocked until the process ignores them: they are meant for the daemon.
+    # These signals are meant for the daemon. They are blocked until the process ignores them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         return subprocess.Popen(
@@ -41,9 +41,9 @@ def spawn(fd: int, arena_fd: int, name: str) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-async def reaped(process: subprocess.Popen[bytes], within_s: float) -> str:
-    """Wait until the process has ended, and return its exit status as text. After ``within_s`` it
-    is killed."""
+async def wait_or_kill(process: subprocess.Popen[bytes], within_s: float) -> str:
+    """Wait until the process has ended, and return how it ended. Kill it if it still runs after
+    ``within_s`` seconds."""
     kill_at = time.monotonic() + within_s
     while (status := process.poll()) is None:
         if time.monotonic() >= kill_at:

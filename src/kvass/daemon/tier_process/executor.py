@@ -1,16 +1,17 @@
-"""Runs the core's requests to a tier on threads, in the tier's own process (``server``).
+"""The thread pools that carry out the core's effects on a tier, in the tier's own process.
 
-Law of this file: ``submit`` never blocks, and never raises because the tier fails. Exactly one
-event ends every effect. While a tier is down, requests for its records are answered as misses at
-once.
+Law of this file: ``submit`` never blocks, and never raises because of the tier. Each effect gets
+exactly one event as its result. While a tier is down, its effects fail at once: its records are
+misses.
 
-There are four kinds of work, each with its own queue and thread pool. So no probe waits behind
-loads, and no load waits behind stores. Requests for epochs have one thread, so that reading a note
-and setting it is atomic in this process. Each kind has its own ``Health``, so that a disk that
-became read-only still serves loads. Epochs share the health of probes.
+There are four kinds of work, each with its own queue and thread pool, so that no probe waits behind
+bulk loads, and no load behind stores. ``TierEpoch`` effects have one thread: an epoch is stored as
+a note of the tier, and no other thread may write that note between the read and the write. Each
+kind also has its own ``Health``, so that a disk that has become read-only still serves loads;
+``TierEpoch`` shares that of probes.
 
-An exception of the tier is a failure of that kind of work. While a call takes too long, unless it
-is a clear, the tier gets no more calls, and queued requests fail.
+An exception of the tier is a failure of that kind of work. While any call but a clear runs for too
+long, no further call begins: queued and new effects fail.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from typing import Any, Final
 from kvass.core import effects
 from kvass.core.effects import FromTier, TierReport, ToTier
 from kvass.daemon.tier_process.health import Health, HealthState
-from kvass.daemon.tier_process.operations import failure, perform
+from kvass.daemon.tier_process.operations import failed_result, perform
 from kvass.daemon.tier_process.reports import LINE_CHARS, reportable
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, Tier
-from kvass.tiers.url import said, shown
+from kvass.tiers.url import error_text, redacted
 
 FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 30.0
 _REGISTRATION: Final = 0
-"""In place of a thread: the tier is being told of the arena."""
+"""Key in ``_running`` of the call of ``register_memory``; other keys are ids of threads."""
 _log = logging.getLogger("kvass.tiers")
 
 Post = Callable[[FromTier | TierReport], None]
 
 
 class _Work:
-    """One kind of work: its queue and its threads. ``nice``: the threads have a low priority, below
-    those that answer engines, and below engines."""
+    """One kind of work: its queue and its threads. ``nice``: the threads of bulk work have a lower
+    priority than those that answer engines, and than engines."""
 
     def __init__(self, name: str, threads: int, nice: int, health: Health) -> None:
         self.health = health
@@ -54,12 +55,12 @@ class _Work:
 
 
 class Executor:
-    """Carries out ``ToTier`` effects on one tier.
+    """Carries out ``ToTier`` effects on one tier. It calls ``post`` with the results, from any
+    thread.
 
-    ``post`` is called with each result, from any thread. ``number`` is the tier's number in the
-    core, and ``name`` is for people. ``arena`` is the whole arena. A call that runs longer than
-    ``slow_s`` is overdue. ``report_s`` is the time between two checks whether the tier's report has
-    changed.
+    ``number`` is the number of the tier in the core. ``name`` is used in log lines. ``arena`` is
+    the whole arena. A call that runs for longer than ``slow_s`` seconds is overdue. The tier's
+    report is checked for changes every ``report_s`` seconds.
     """
 
     def __init__(
@@ -77,40 +78,40 @@ class Executor:
         self._number, self._tier, self._name = number, tier, name
         self._arena, self._post, self._clock = arena, post, clock
         self._slow_s, self._report_s = slow_s, report_s
-        asking, loading, storing = (Health(FIRST_PAUSE_S, _LONGEST_PAUSE_S) for _ in range(3))
-        ask, note = _Work("ask", 2, 0, asking), _Work("note", 1, 0, asking)
+        probing, loading, storing = (Health(FIRST_PAUSE_S, _LONGEST_PAUSE_S) for _ in range(3))
+        probe, epoch = _Work("probe", 2, 0, probing), _Work("epoch", 1, 0, probing)
         load, store = _Work("load", 4, 5, loading), _Work("store", 2, 10, storing)
-        self._kinds = ask, note, load, store
+        self._kinds = probe, epoch, load, store
         self._kind_of: dict[type[ToTier], _Work] = {
-            effects.TierProbe: ask,
-            effects.TierEpoch: note,
+            effects.TierProbe: probe,
+            effects.TierEpoch: epoch,
             effects.TierLoad: load,
             effects.TierStore: store,
             effects.TierClear: store,
         }
         self._lock = threading.Lock()
-        """Guards what follows, and is held for no longer than it takes to change it."""
+        """Guards the fields below and all queues. It is never held during a call of the tier."""
         self._running: dict[int, float] = {}
-        """Thread -> since when it is in a call that should not take long."""
+        """Thread -> the time at which its call of the tier began. Clears are not in it."""
         self._errors = self._refused = 0
         self._trouble = ""
         self._logged: set[type[BaseException]] = set()
         self._closed = False
         self._reported: dict[str, Any] = {"up": True}
         self._changed = threading.Event()
-        """The tier went down or is back, which is reported at once."""
+        """Set when the tier goes down or comes back, so that this is reported at once."""
         self._registered = threading.Event()
-        """The tier was told of the arena; until then all effects queue."""
+        """Set when ``register_memory`` has ended. Until then all effects wait in the queues."""
         register = getattr(tier, "register_memory", None)
         if register is None:
             self._registered.set()
         else:
             self._running[_REGISTRATION] = clock()
-            note.pool.submit(self._register, register)
+            epoch.pool.submit(self._register, register)
         threading.Thread(target=self._watch, name="kvass-watch", daemon=True).start()
 
     def submit(self, effect: ToTier) -> None:
-        """Start an effect, or refuse it; its result is posted."""
+        """Queue ``effect``, or refuse it if the tier is down. The result is passed to ``post``."""
         work = self._kind_of[type(effect)]
         with self._lock:
             now = self._clock()
@@ -128,12 +129,12 @@ class Executor:
         thread = threading.get_ident()
         self._registered.wait()
         with self._lock:
-            if not work.queue:  # it was refused since
+            if not work.queue:  # the effect was refused meanwhile
                 return
             effect, now = work.queue.popleft(), self._clock()
             begun = None if self._has_overdue(now) else work.health.begin(now)
             if begun is not None and not isinstance(effect, effects.TierClear):
-                # A clear takes as long as there are records, and the tier serves meanwhile.
+                # A clear may take long if there are many records. The tier serves meanwhile.
                 self._running[thread] = now
         if begun is None:
             self._refuse(effect)
@@ -141,15 +142,15 @@ class Executor:
         error: BaseException | None = None
         try:
             end = perform(effect, self._tier, self._arena)
-        except BaseException as raised:  # noqa: BLE001 - anybody's code, and nobody above us
-            error, end = raised, failure(effect)
+        except BaseException as raised:  # noqa: BLE001 - a tier may raise anything; no caller above
+            error, end = raised, failed_result(effect)
             self._log_once(error)
         with self._lock:
             self._running.pop(thread, None)
             if error is not None:
                 self._errors += 1
                 self._trouble = _one_line(error)
-                for name in (self._name, self._name.partition(":")[2]):  # said beside it anyhow
+                for name in (self._name, self._name.partition(":")[2]):  # log lines begin with it
                     self._trouble = self._trouble.removeprefix(f"{name}: ")
             if work.health.end(begun, error is None, self._clock()):
                 self._changed.set()
@@ -158,7 +159,7 @@ class Executor:
     def _register(self, register: Callable[[Buffer], object]) -> None:
         try:
             register(self._arena)
-        except BaseException as error:  # noqa: BLE001 - as above; it can serve without
+        except BaseException as error:  # noqa: BLE001 - as above; the tier works without it
             text = _one_line(error)
             _log.warning("tier %s: it cannot use the arena directly: %s", self._name, text)
         with self._lock:
@@ -169,22 +170,22 @@ class Executor:
         with self._lock:
             self._refused += len(effects)
         for effect in effects:
-            self._post(failure(effect))
+            self._post(failed_result(effect))
 
     def _log_once(self, error: BaseException) -> None:
-        """Log a bug of the tier, once per type of exception. ``TierDown`` is not a bug; the report
-        has it."""
+        """Log an exception that a tier may not raise, once per type. ``TierDown`` is not logged
+        here; ``_report`` logs that the tier is down."""
         with self._lock:
             new = type(error) not in self._logged
             self._logged.add(type(error))
         if new and not isinstance(error, TierDown):
-            where = shown("".join(traceback.format_exception(error)).rstrip())
+            where = redacted("".join(traceback.format_exception(error)).rstrip())
             _log.error("tier %s: it raised what no tier may\n%s", self._name, where)
 
     # ------------------------------------------------------------ what is overdue, and reports
 
     def _has_overdue(self, now: float) -> bool:
-        """Whether a call takes too long. The caller holds the lock."""
+        """Whether a call runs for too long. The caller holds the lock."""
         return any(now - since > self._slow_s for since in self._running.values())
 
     def _watch(self) -> None:
@@ -198,7 +199,7 @@ class Executor:
             self._changed.clear()
 
     def _report(self, overdue: bool) -> None:
-        """Log that the tier went down or is back, and post its report if that has changed."""
+        """Log that the tier went down or is back. Post the tier's report if it has changed."""
         fields = self._report_of_tier()
         with self._lock:
             healthy = all(work.health.state is HealthState.UP for work in self._kinds)
@@ -221,10 +222,9 @@ class Executor:
             self._post(TierReport(self._number, fields))
 
     def _report_of_tier(self) -> dict[str, Any]:
-        """The tier's own report, limited to what a status can contain."""
+        """Return the fields of the tier's own report that can be part of ``kvass status``."""
         try:
-            told = self._tier.report() if hasattr(self._tier, "report") else {}
-            return reportable(told)
+            return reportable(self._tier.report() if hasattr(self._tier, "report") else {})
         except BaseException as error:  # noqa: BLE001 - as above
             self._log_once(error)
             return {}
@@ -239,9 +239,10 @@ class Executor:
         self._refuse(*queued)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse queued and further requests, wait for running calls, and close the tier.
+        """Refuse queued and new effects, wait for running calls, and close the tier.
 
-        Returns False if that took too long. Python would wait for running threads before it exits.
+        Returns False if that took longer than ``timeout_s``. The caller must then leave with
+        ``os._exit``, because on a normal exit Python waits for running threads.
         """
         with self._lock:
             self._closed = True
@@ -264,6 +265,6 @@ class Executor:
 
 
 def _one_line(error: BaseException) -> str:
-    """One line of what an error says, that any encoding can take."""
-    line = shown(" ".join(said(error).split())) or type(error).__name__
+    """Return the text of an error as one ASCII line of at most ``LINE_CHARS``."""
+    line = redacted(" ".join(error_text(error).split())) or type(error).__name__
     return line.encode("ascii", "replace").decode()[:LINE_CHARS]

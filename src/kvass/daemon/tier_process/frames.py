@@ -1,8 +1,8 @@
-"""The messages between the daemon and the process of a tier, and how they are framed.
+"""The messages between the daemon and the process of a tier, and their encoding as frames.
 
-Law of this file: both ends run the same kvass, so messages have no versions. Nothing is pickled,
-and bytes that cannot be decoded raise ``FrameError``. An array is sent as its shape and its bytes,
-in the machine's byte order.
+Law of this file: both ends run the same version of kvass, so the messages have no versions. Nothing
+is pickled. Bytes that cannot be decoded raise ``FrameError``. An array is encoded as its shape and
+its bytes, in the machine's byte order.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from kvass.core.effects import FromTier, TierReport, ToTier
 from kvass.wire.framing import Decoder, frame
 
 LIMIT: Final = 256 << 20
-"""Bytes of a frame; a probe of the longest prompt in 64 groups is half of it."""
+"""The largest frame in bytes. A probe for the longest prompt in 64 groups takes half of it."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first frame to a tier's process: the tier's URL and its name."""
+    """The first frame to a tier's process: the tier to open, with its number and name."""
 
     number: int
     url: str
     name: str
     arena_bytes: int
     close_s: float
-    """How long calls that still run at the end are waited for."""
+    """Seconds that the process waits for running calls before it exits."""
     log_format: str = "text"
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """A frame that the daemon sends, and that the process's main thread sends back. ``log_level``
-    is the log level from now on."""
+    """Sent by the daemon; the main thread of the process sends it back. ``log_level``: the process
+    changes to this level."""
 
     log_level: str
 
 
 class TierOpened(msgspec.Struct, frozen=True, tag=True):
-    """The first frame from a tier's process: the tier is open, or the reason why it cannot be
-    opened. In the second case the process ends."""
+    """The first frame from a tier's process. ``refusal`` is empty if the tier is open. Otherwise it
+    says why the tier cannot be opened, and the process ends."""
 
     refusal: str = ""
 
@@ -68,7 +68,8 @@ def _pack(array: object) -> object:
 
 
 def _unpack(kind: Any, packed: Any) -> object:
-    """``kind``: ``npt.NDArray[one dtype]``, of which the second argument is ``np.dtype[...]``."""
+    """Decode an array. ``kind`` is ``npt.NDArray[scalar]``, whose second type argument is
+    ``np.dtype[scalar]``."""
     (scalar,) = get_args(get_args(kind)[1])
     shape, raw = packed
     return np.frombuffer(raw, scalar).reshape(shape)

@@ -1,17 +1,18 @@
-"""A circuit breaker: the state machine that decides whether a backend gets requests.
+"""The state machine that decides whether requests may be sent to a backend.
 
 Law of this file: pure. The caller passes the time (seconds, monotonic) and holds the lock.
 
 ========  ==========================  ==============================================================
-state     may be asked                it ends when
+state     accepts requests            it ends when
 ========  ==========================  ==============================================================
 UP        yes                         a request fails: DOWN
-DOWN      no, and after a pause once  the pause is over and one request begins: RETRYING
+DOWN      no; after a pause: one      the pause is over and one request begins: RETRYING
 RETRYING  no                          that request succeeds: UP; it fails: DOWN, with a longer pause
 ========  ==========================  ==============================================================
 
-It is used twice. In a tier's process each kind of work has one, and a request is a call of the tier
-(``executor``). In the daemon each tier has one, and a request is a whole process (``supervisor``).
+It is used twice. In a tier's process each kind of work has a ``Health``, and a request is a call of
+the tier (``executor``). In the daemon each tier has one, and a request is a start of the tier's
+process (``supervisor``).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class HealthState(Enum):
 class Health:
     """The health of one backend.
 
-    Pauses double from ``first_pause_s`` to ``longest_pause_s``. They begin anew when the backend
-    was up for ``steady_s``, and for as long as the last pause.
+    Pauses double from ``first_pause_s`` to ``longest_pause_s``. If the backend was up for at least
+    ``steady_s`` and for at least the length of the last pause, the next pause is ``first_pause_s``.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Health:
         return self.state is HealthState.UP
 
     def begin(self, now: float) -> int | None:
-        """Begin a request: the number to pass to ``end``; None: it may not be sent."""
+        """Begin a request. Returns the number to pass to ``end``, or None if it may not be sent."""
         if not self.accepts(now):
             return None
         if self.state is HealthState.DOWN:
@@ -61,9 +62,10 @@ class Health:
         return self._changes
 
     def end(self, begun: int, ok: bool, now: float) -> bool:
-        """End a request; whether that changed anything.
+        """End a request. Returns whether that changed the state.
 
-        A request that began before the last success or failure counted says nothing new.
+        ``begun`` is what ``begin`` returned. The result of a request that began before the last
+        change is ignored.
         """
         if begun != self._changes or (ok and self.state is HealthState.UP):
             return False
@@ -74,7 +76,7 @@ class Health:
         return True
 
     def retry(self) -> None:
-        """An attempt begins, whether or not the pause is over."""
+        """Begin an attempt, whether or not the pause is over."""
         self.state = HealthState.RETRYING
 
     def succeeded(self, now: float) -> None:
@@ -82,7 +84,7 @@ class Health:
         self.state, self._up_since = HealthState.UP, now
 
     def failed(self, now: float) -> None:
-        """It is down, for a pause at least."""
+        """Mark the backend as down, and compute the pause before the next attempt."""
         self._changes += 1
         up_s = now - self._up_since if self.state is HealthState.UP else -math.inf
         steady = up_s >= max(self.pause_s, self._steady_s)

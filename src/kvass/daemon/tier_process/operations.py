@@ -1,6 +1,6 @@
-"""The calls of a tier that an effect needs, and the event that ends the effect.
+"""Carries out the core's effects on a tier: calls the tier, and makes the event with the result.
 
-Law of this file: the tier gets views of the arena's bytes; this file never reads the bytes.
+Law of this file: the tier gets the arena's bytes as views; this file never reads them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from kvass.tiers.codec import record_key
 from kvass.types import Slots
 
 _NOTE: Final = "epoch2."
-"""``epoch.`` were notes whose values have no order."""
+"""The prefix of the names of epoch notes. Notes with the older prefix ``epoch.`` are ignored: their
+values were not ordered."""
 _EPOCH_BYTES: Final = 8
 _MEET_S: Final = 0.2
-"""Daemons that find no note within this time of each other agree about its epoch."""
+"""Seconds between writing a new note and reading it again. Several daemons may find no note at
+about the same time, and each write one. All then use the epoch that was written last."""
 
 
 def perform(effect: effects.ToTier, tier: Tier, arena: Buffer) -> effects.FromTier:
-    """Carry out an effect in the caller's thread, however long the tier takes. Raises ``TierDown``,
-    and any exception of a tier that breaks its promises."""
+    """Carry out ``effect`` on ``tier`` in the calling thread, and return the result. Blocks until
+    the tier has finished. Raises ``TierDown``, and anything that a faulty tier raises."""
     if isinstance(effect, effects.TierProbe):
         keys = [key for batch in effect.batches for key in _keys(batch)]
         return effects.Probed(effect.op, _flags(tier.probe(keys), len(keys)))
@@ -45,8 +47,8 @@ def perform(effect: effects.ToTier, tier: Tier, arena: Buffer) -> effects.FromTi
     return effects.Emptied(effect.op, True)
 
 
-def failure(effect: effects.ToTier) -> effects.FromTier:
-    """The event that ends an effect if the tier was not called, or failed."""
+def failed_result(effect: effects.ToTier) -> effects.FromTier:
+    """Return the result of an effect that failed, or was not passed to the tier."""
     if isinstance(effect, effects.TierProbe):
         return effects.Probed(effect.op, _none(sum(len(batch.keys) for batch in effect.batches)))
     if isinstance(effect, effects.TierLoad):
@@ -60,7 +62,7 @@ def failure(effect: effects.ToTier) -> effects.FromTier:
 
 
 def shards(arena: Buffer, slots: Slots, shard_bytes: tuple[int, ...]) -> list[Shards]:
-    """Views of the slot of each row, one per shard."""
+    """Return views of the slots: for each row a list with one view per shard."""
     ranks = [slots.offsets(rank, size).tolist() for rank, size in enumerate(shard_bytes)]
     for offsets, size in zip(ranks, shard_bytes, strict=True):
         assert max(offsets, default=0) + size <= len(arena), "a slot outside the arena"
@@ -78,8 +80,11 @@ def _keys(records: effects.Records) -> list[bytes]:
 
 
 def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[np.bool_]:
-    """Store rows; returns which of them the tier holds now. A row that it holds already (another
-    daemon may have stored it) is not written again: equal keys mean equal bytes."""
+    """Store the records that the tier does not hold. Returns for each whether it is held now.
+
+    Another daemon may have stored a record already. It is not written again, because equal keys
+    mean equal bytes.
+    """
     keys = _keys(effect.records)
     held = _flags(tier.probe(keys), len(keys))
     missing = np.flatnonzero(~held).tolist()
@@ -94,8 +99,11 @@ def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[
 
 
 def _epoch(effect: effects.TierEpoch, tier: Tier) -> int | None:
-    """Read the note, and set it if it has to say something else. No other thread of this process
-    does so meanwhile (``Executor``). Another daemon may; it sets its own again if ours is lower."""
+    """Read the epoch's note, write it if the epoch changes, and return the epoch.
+
+    No other thread of this process writes the note meanwhile (``Executor``). Another daemon may; if
+    our epoch is lower than its own, it writes its own again.
+    """
     name = _NOTE + effect.namespace.hex()
     noted = _noted(tier, name)
     epoch = to_note(effect, noted, time.time())
@@ -105,7 +113,7 @@ def _epoch(effect: effects.TierEpoch, tier: Tier) -> int | None:
     if effect.renew or effect.known:
         return epoch
     time.sleep(_MEET_S)
-    return _noted(tier, name)  # another daemon may have found none either: the last one counts
+    return _noted(tier, name)  # another daemon may have written one, too: the last one counts
 
 
 def _noted(tier: Tier, name: str) -> int | None:

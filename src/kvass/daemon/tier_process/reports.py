@@ -1,8 +1,9 @@
-"""Filters a tier's own report for ``kvass status``, because a tier may be third-party code.
+"""Filter for the report of a tier, whose fields become part of ``kvass status``.
 
-Law of this file: the result can be encoded as JSON, has a bounded size, and its known fields have
-the types that readers expect. All other fields are left out. The daemon's own fields of a tier
-replace those of the same name (``core/status.py``).
+Law of this file: a tier may be third-party code, so its report is not trusted. What passes the
+filter can be encoded as JSON and has a bounded size, and fields that readers of a status know have
+the types that they expect. Other fields are left out. If the daemon has a field of the same name,
+that one is used (``core/status.py``).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ LINE_CHARS: Final = 200
 _MOST_ENTRIES: Final = MOST_QUOTAS + 1
 _AMOUNTS: Final = ("bytes", "capacity_bytes", "records")
 _OF_A_TENANT: Final = {"bytes", "reserved_bytes"}
-"""With quotas, ``tenants`` has these amounts by their names, and ``cap_bytes`` where there is a
-cap."""
+"""The fields that each entry of ``tenants`` must have. A tenant with a cap also has
+``cap_bytes``."""
 
 
-def reportable(told: dict[Any, Any]) -> dict[str, Any]:
-    """The fields that can be reported, ``_MOST_ENTRIES`` at most."""
-    first = list(told.items())[:_MOST_ENTRIES]
+def reportable(report: dict[Any, Any]) -> dict[str, Any]:
+    """Return the valid ones among the first ``_MOST_ENTRIES`` fields of ``report``."""
+    first = list(report.items())[:_MOST_ENTRIES]
     return {
         name: value
         for name, value in first
@@ -31,8 +32,8 @@ def reportable(told: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _plain(value: object, depth: int = 0) -> bool:
-    """Whether a value is a short text, a number that fits int64 or a double, or a bounded, nested
-    map of such values."""
+    """Whether ``value`` is a short text, a bool, an int64, a finite float, or a dict of such values
+    that is nested at most ``depth`` deep."""
     if type(value) is str:
         return len(value) <= LINE_CHARS and value.isprintable()
     if type(value) is dict:
@@ -47,8 +48,7 @@ def _plain(value: object, depth: int = 0) -> bool:
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Whether ``value`` has the type that readers expect of the field ``name``. True for unknown
-    fields."""
+    """Whether ``value`` has the type that readers expect of the field ``name``."""
     if name in _AMOUNTS:
         return _is_amount(value)
     if name == "tenants":

@@ -1,13 +1,14 @@
 """The process of one tier: ``python -m kvass.daemon.tier_process.server FD ARENA_FD PARENT NAME``.
 
-Law of this file: the daemon alone decides when this process ends. When the daemon dies, the kernel
-kills it (``PR_SET_PDEATHSIG``), so no orphan locks a folder. Signals of a terminal or a service
-manager, which are meant for the daemon, do not end it. A process that the tier forks has neither
-the arena nor the socket. Otherwise the end of this process would not prove that nobody writes to
-the arena (law 3).
+Law of this file: the process ends when its daemon ends or closes the socket, and not before. The
+kernel kills it when the daemon ends (``PR_SET_PDEATHSIG``), so no orphan keeps a folder locked. It
+ignores signals that are meant for the daemon (of a terminal, of a service manager). A process that
+the tier forks has neither the arena nor the socket. Otherwise the arena could still be written to
+after the end of this process (law 3).
 
-A tier has its own process for two reasons: its threads would make the daemon's thread wait for the
-GIL, and a library that crashes would crash the daemon (docs/decisions/001-tier-processes.md).
+Why a process: the threads of a busy tier would make the daemon's thread wait for the GIL. And a
+library that crashes, or changes signals or the environment, affects only this process
+(docs/decisions/001-tier-processes.md).
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ IGNORED_SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 _READ_BYTES: Final = 256 << 10
 _POPULATE_NICE: Final = 10
 _POPULATE_S: Final = 0.2
-"""How often it is asked whether the daemon has populated the next pages."""
-_NOBODYS: Final = -1
-"""An operation that no core begins."""
+"""Seconds between two checks whether the daemon has populated the next pages."""
+_UNUSED_OP: Final = -1
+"""The number of an operation that the core never uses."""
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until the daemon hangs up; the exit status."""
+    """Serve until the daemon closes the socket. Returns the exit status."""
     fd, arena_fd, parent = map(int, arguments[:3])
     _end_with(parent)
     for number in IGNORED_SIGNALS:
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
     sending = threading.Lock()
 
     def send(message: frames.FromProcess) -> None:
-        """From any thread. If the daemon has hung up, nobody needs it."""
+        """Send from any thread. Does nothing if the daemon has closed the socket."""
         frame = frames.encode(message)
         with suppress(OSError), sending:
             sock.sendall(frame)
@@ -70,7 +71,7 @@ def main(arguments: list[str]) -> int:
     if start is None:  # the daemon ended meanwhile
         return 0
     assert isinstance(start, frames.Start), start
-    logs.begin("info", start.log_format)
+    logs.start_logging("info", start.log_format)
     arena = memory.attach(arena_fd, start.arena_bytes)
     arena.keep_from_forks()
     try:
@@ -96,8 +97,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _populate(arena: memory.Arena) -> None:
-    """Map what the daemon has populated. A tier would wait for each page that it uses first: on a
-    disk of 1.7 GB/s a tenth of the time."""
+    """Map the pages that the daemon has populated, so that the tier does not wait for page faults.
+    With a disk of 1.7 GB/s these took a tenth of the time."""
     os.nice(_POPULATE_NICE)  # Linux: of this thread alone
     for lo in range(0, arena.size, memory.SLICE_BYTES):
         hi = min(lo + memory.SLICE_BYTES, arena.size)
@@ -110,18 +111,19 @@ def _populate(arena: memory.Arena) -> None:
 
 
 def _received(sock: socket.socket) -> Iterator[frames.ToProcess]:
-    """Through one buffer: with a new one for each read, malloc's heap grows for hours."""
+    """The daemon's messages, until it closes the socket. All reads use one buffer: with a new one
+    for each read, malloc's heap grows for hours."""
     decoder, data = frames.from_daemon(), memoryview(bytearray(_READ_BYTES))
-    with suppress(ConnectionResetError):  # it hung up with messages of ours unread
+    with suppress(ConnectionResetError):  # the daemon closed it before it had read all messages
         while size := sock.recv_into(data):
             yield from decoder.feed(data[:size])
 
 
 def _first_probe(number: int) -> TierProbe:
-    """A question that nobody waits for, so that a server which is not there is reported at the
-    start. The daemon drops the answer, as it does all that it did not ask for."""
+    """A probe at the start, so that a server that cannot be reached is reported at once. The daemon
+    drops the answer, because it did not request it."""
     absent = Records(bytes(NAMESPACE_BYTES), 0, 0, np.zeros((1, 4), np.uint64))
-    return TierProbe(number, _NOBODYS, (absent,))
+    return TierProbe(number, _UNUSED_OP, (absent,))
 
 
 def _open(start: frames.Start) -> Tier:
@@ -132,7 +134,8 @@ def _open(start: frames.Start) -> Tier:
 
 
 def _forked(sock: socket.socket) -> None:
-    """In a process that a tier has forked: our socket closes when *this* process ends."""
+    """Runs in each process that the tier forks. It closes the socket, so that the daemon sees EOF
+    when the tier's process ends, and ends the forked process together with its parent."""
     sock.close()
     _end_with(os.getppid())
 

@@ -1,13 +1,13 @@
-"""Supervises the process of a tier for the daemon: sends it effects, and restarts it when it ends.
+"""The daemon's end of a tier: starts its process, sends it requests, and restarts it when it ends.
 
-Law of this file: ``submit`` never blocks, and exactly one event ends every effect. A load or a
-store ends only when the process has answered it or has been *reaped*. Until then the process may
-still use the slots (law 3).
+Law of this file: ``submit`` never blocks, and each effect gets exactly one event as its result. A
+load or a store ends only when the process has answered it or has been *reaped* (waited for by its
+parent); until then the process may still use the slots (law 3).
 
-If the process ends, its pending effects fail. Another process is started after a pause. Until its
-tier is open, all effects fail at once. A process whose main thread answers no heartbeat is suspect:
-it gets no more effects. Its pending loads and stores wait, and its other effects fail at once. If
-it stays silent, it is killed.
+When a process ends, its open requests fail. Another one is started after a pause; until its tier is
+open, new requests fail at once. A process whose main thread does not answer heartbeats is suspect:
+it gets no more requests, its open probes, epoch requests and clears fail at once, and its open
+loads and stores wait. If it stays silent, it is killed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import msgspec
 from kvass.core.effects import FromTier, TierLoad, TierReport, TierStore, ToTier
 from kvass.daemon import logs
 from kvass.daemon.tier_process import frames
-from kvass.daemon.tier_process.child import reaped, spawn
+from kvass.daemon.tier_process.child import spawn, wait_or_kill
 from kvass.daemon.tier_process.health import Health, HealthState
-from kvass.daemon.tier_process.operations import failure
+from kvass.daemon.tier_process.operations import failed_result
 from kvass.errors import ConfigError, FrameError
 from kvass.types import DEVICE_S
 
-ROOM: Final = 4096
-"""Effects that a process may have unanswered; more fail at once."""
+MAX_OPEN_REQUESTS: Final = 4096
+"""Limit of the effects that a process has not answered yet. Further ones fail at once."""
 _READ_BYTES: Final = 256 << 10
 _TROUBLE_CHARS: Final = 200
 _log = logging.getLogger("kvass.tiers")
@@ -41,29 +41,32 @@ Post = Callable[[FromTier | TierReport], None]
 
 
 class Periods(msgspec.Struct):
-    """Time limits for the process of a tier, in seconds. Tests use shorter ones."""
+    """The timeouts of a tier's process, in seconds, and two limits in heartbeats. Tests use shorter
+    ones."""
 
     heartbeat_s: float = 1.0
     suspect_after: int = 3
-    """So many heartbeats in a row unanswered, and nothing else said either: it is suspect."""
+    """A process is suspect after this many heartbeats without a message from it."""
     kill_after: int = 60
-    """So many: it is killed."""
+    """A process is killed after this many heartbeats without a message from it."""
     open_s: float = 120.0
     open_warning_s: float = 10.0
     first_pause_s: float = 1.0
     longest_pause_s: float = 60.0
     device_s: float = DEVICE_S
-    """Loads end so long after it was reaped: a device may still write for it (law 3)."""
+    """Seconds between the end of a process and the failure of its loads. A device may still write
+    to the arena for the process meanwhile (law 3)."""
     close_s: float = 2.0
-    """Calls that still run when the daemon hangs up are waited for so long."""
+    """Seconds that the process waits for running calls after the daemon has closed the socket."""
     end_s: float = 1.0
-    """What ending takes otherwise; then it is killed."""
+    """Seconds that the process may take to exit, beside ``close_s``. Then it is killed."""
 
 
 class TierProcess:
-    """The process of tier ``number``, which opens ``url`` over the arena behind ``arena_fd``.
+    """Tier ``number``, which runs in its own process.
 
-    ``name`` is for people. All methods are called in the event loop's thread.
+    ``url`` says which tier to open. ``name`` is used in log lines. ``arena_fd`` is the descriptor
+    of the arena. All methods are called in the loop's thread.
     """
 
     def __init__(
@@ -84,11 +87,11 @@ class TierProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._unanswered = 0
-        """Heartbeats in a row."""
+        """The number of heartbeats since the last message from the process."""
         self._silent = False
-        """Too many: it is asked nothing more."""
-        self._owed: dict[int, ToTier] = {}
-        """What was asked and not answered, by operation."""
+        """The process is suspect, and gets no more requests."""
+        self._open_requests: dict[int, ToTier] = {}
+        """Operation -> the effect, for all that the process has not answered."""
         self._restarts = 0
         self._fields: dict[str, Any] = {"name": name}
 
@@ -97,22 +100,23 @@ class TierProcess:
         return Health(p.first_pause_s, p.longest_pause_s, p.longest_pause_s, HealthState.RETRYING)
 
     async def open(self, post: Post) -> None:
-        """Start the process, and return when its tier is open. From then on ``submit`` may be
-        called, and ``post`` is called with results. Raises ``ConfigError`` if the tier cannot be
-        opened."""
+        """Start the process, and return when the tier is open. Results of ``submit`` are passed to
+        ``post``.
+
+        Raises ``ConfigError`` if the tier cannot be opened.
+        """
         self._loop, self._post = asyncio.get_running_loop(), post
-        hearing = await self._launch()
-        self._supervision = task(self._supervise(hearing))
+        self._supervision = task(self._supervise(await self._launch()))
 
     def submit(self, effect: ToTier) -> None:
-        """Send an effect to the process, or refuse it. Its end is posted, but never before this
-        returns."""
+        """Send ``effect`` to the process, or fail it if the tier is down. The result is passed to
+        ``post``, never before this method has returned."""
         up = self._health.state is HealthState.UP and not self._silent
-        if up and len(self._owed) < ROOM:
-            self._owed[effect.op] = effect
+        if up and len(self._open_requests) < MAX_OPEN_REQUESTS:
+            self._open_requests[effect.op] = effect
             self._send(effect)
         else:
-            self._loop.call_soon(self._post, failure(effect))
+            self._loop.call_soon(self._post, failed_result(effect))
 
     @property
     def number(self) -> int:
@@ -123,61 +127,64 @@ class TierProcess:
         return self._start.url
 
     async def renew(self, url: str) -> None:
-        """End the process, and start one with other options. Raises ``ConfigError`` if the tier
-        cannot be opened; then there is no process until ``go_back``."""
-        await self.end()
+        """End the process, and start one with the options of ``url``. Raises ``ConfigError`` if the
+        tier cannot be opened. Then the caller must call ``go_back``."""
+        await self.end_and_fail()
         self._start = msgspec.structs.replace(self._start, url=url)
         self._supervision = task(self._supervise(await self._launch()))
 
     async def go_back(self, url: str) -> None:
-        """Start a process with these options soon, after a change that failed."""
-        await self.end()
+        """Undo a ``renew`` that failed: start a process with the options of ``url``, after a
+        pause."""
+        await self.end_and_fail()
         self._start = msgspec.structs.replace(self._start, url=url)
         self._supervision = task(self._supervise(None))
 
-    async def end(self) -> None:
-        """``close``, and all that it was asked fails, questions at once. It may be renewed."""
-        self._health = self._new_health()  # it did not fail: no pause grows by this
+    async def end_and_fail(self) -> None:
+        """End the process as ``close`` does, and fail its open requests: loads and stores once the
+        process has ended, all others at once."""
+        self._health = self._new_health()  # this is no failure, so the next pause is short
         self._report_down("its options change")
-        self._fail_questions()
+        self._fail_slotless()
         await self.close()
         self._silent = False
-        owed, self._owed = list(self._owed.values()), {}
-        if any(isinstance(effect, TierLoad) for effect in owed):
+        failing, self._open_requests = list(self._open_requests.values()), {}
+        if any(isinstance(effect, TierLoad) for effect in failing):
             await asyncio.sleep(self._periods.device_s)
-        for effect in owed:
-            self._post(failure(effect))
+        for effect in failing:
+            self._post(failed_result(effect))
 
     async def close(self) -> None:
         """Close the socket, and return when the process has ended. The process refuses queued
-        requests, finishes running calls and closes the tier. If that takes too long, it is
-        killed."""
+        requests, waits for running calls and closes the tier. It is killed if it takes too long."""
         if self._supervision is not None:
             self._supervision.cancel()
         if self._process is not None:
             self._hang_up()
-            await reaped(self._process, self._periods.close_s + self._periods.end_s)
+            await wait_or_kill(self._process, self._periods.close_s + self._periods.end_s)
 
     # ------------------------------------------------------------ one process after another
 
-    async def _supervise(self, hearing: asyncio.Task[None] | None) -> None:
-        """``hearing`` None: it has no process now."""
-        trouble = await self._watch(hearing) if hearing is not None else "its options were refused"
+    async def _supervise(self, receiver: asyncio.Task[None] | None) -> None:
+        """Watch the process, and start another one whenever it has ended. ``receiver``: the task
+        that receives its messages; None: no process runs now."""
+        trouble = "its options were refused" if receiver is None else await self._watch(receiver)
         while True:
             await self._end_process(trouble)
             await asyncio.sleep(self._health.pause_s)
             self._restarts += 1
             self._health.retry()
             try:
-                hearing = await self._launch()
+                receiver = await self._launch()
             except ConfigError as error:
                 trouble = str(error).removeprefix(self._text(""))
                 continue
             _log.warning("%s", self._text("it has a process again"))
-            trouble = await self._watch(hearing)
+            trouble = await self._watch(receiver)
 
     async def _launch(self) -> asyncio.Task[None]:
-        """Start a process; when its tier is open, return the task that hears it until it hangs up.
+        """Start a process and wait until its tier is open. Returns the task that receives its
+        messages, which ends when the process closes its socket.
 
         Raises ``ConfigError``.
         """
@@ -199,20 +206,21 @@ class TierProcess:
                 text = f"not open after {self._periods.open_s:g} s; is its store well?"
                 raise ConfigError(self._text(text))
             _log.warning("%s", self._text("still opening"))
-        said = first.result()
-        if said is None:
-            ended = await reaped(self._process, self._periods.end_s)
+        answer = first.result()
+        if answer is None:
+            ended = await wait_or_kill(self._process, self._periods.end_s)
             raise ConfigError(self._text(f"{ended}; see above"))
-        if isinstance(said, frames.TierOpened) and said.refusal:
-            raise ConfigError(said.refusal)
+        if isinstance(answer, frames.TierOpened) and answer.refusal:
+            raise ConfigError(answer.refusal)
         self._health.succeeded(self._loop.time())
-        return task(self._hear(messages))
+        return task(self._receive(messages))
 
-    async def _watch(self, hearing: asyncio.Task[None]) -> str:
-        """Return when it has hung up (empty), or has to be killed (why)."""
+    async def _watch(self, receiver: asyncio.Task[None]) -> str:
+        """Send heartbeats until the process has closed its socket, or must be killed. Returns why
+        it must be killed, or an empty text."""
         self._unanswered = 0
         while self._unanswered < self._periods.kill_after:
-            if (await asyncio.wait([hearing], timeout=self._periods.heartbeat_s))[0]:
+            if (await asyncio.wait([receiver], timeout=self._periods.heartbeat_s))[0]:
                 return ""
             self._unanswered += 1
             self._send(frames.Heartbeat(logs.level()))
@@ -221,42 +229,44 @@ class TierProcess:
         return "its process said nothing any more, and was killed"
 
     def _suspect(self) -> None:
-        """Send the process nothing more, and end the pending effects that use no slots."""
+        """Send the process no more requests, and fail the open ones that use no slots."""
         self._silent = True
         self._report_down("its process does not answer")
         _log.warning("%s", self._text("its process does not answer"))
-        self._fail_questions()
+        self._fail_slotless()
 
-    def _fail_questions(self) -> None:
-        """End the pending effects that use no slots."""
-        questions = [e for e in self._owed.values() if not isinstance(e, TierLoad | TierStore)]
-        for effect in questions:
-            del self._owed[effect.op]
-            self._post(failure(effect))
+    def _fail_slotless(self) -> None:
+        """Fail the open requests that use no slots: all but loads and stores."""
+        for effect in list(self._open_requests.values()):
+            if not isinstance(effect, TierLoad | TierStore):
+                del self._open_requests[effect.op]
+                self._post(failed_result(effect))
 
     async def _end_process(self, trouble: str) -> None:
-        """Make sure that the process is dead, then end its pending effects."""
+        """Kill the process if it still runs, wait for its end, and fail its open requests."""
         assert self._process is not None
         self._silent = False
         self._health.failed(self._loop.time())
         self._report_down(trouble or "its process ends")
         self._hang_up()
-        ended = await reaped(self._process, 0.0)
-        owed, self._owed = list(self._owed.values()), {}
+        ended = await wait_or_kill(self._process, 0.0)
+        failing, self._open_requests = list(self._open_requests.values()), {}
         _log.warning(
             "%s; %d operations failed, and another process starts in %g s",
-            *(self._text(trouble or ended), len(owed), self._health.pause_s),
+            self._text(trouble or ended),
+            len(failing),
+            self._health.pause_s,
         )
         self._report_down(trouble or ended)
-        for effect in owed:
+        for effect in failing:
             if isinstance(effect, TierLoad):
-                self._loop.call_later(self._periods.device_s, self._post, failure(effect))
+                self._loop.call_later(self._periods.device_s, self._post, failed_result(effect))
             else:
-                self._post(failure(effect))
+                self._post(failed_result(effect))
 
-    # ------------------------------------------------------------ what it says, and what is told
+    # ------------------------------------------------------------ messages and reports
 
-    async def _hear(self, messages: AsyncIterator[frames.FromProcess]) -> None:
+    async def _receive(self, messages: AsyncIterator[frames.FromProcess]) -> None:
         async for message in messages:
             self._unanswered = 0
             if self._silent:
@@ -266,7 +276,10 @@ class TierProcess:
             if isinstance(message, TierReport):
                 self._fields = {**message.fields, "restarts": self._restarts}
                 self._report(self._fields)
-            elif isinstance(message, FromTier) and self._owed.pop(message.op, None) is not None:
+            elif (
+                isinstance(message, FromTier)
+                and self._open_requests.pop(message.op, None) is not None
+            ):
                 self._post(message)
 
     def _send(self, message: frames.ToProcess) -> None:
@@ -275,7 +288,7 @@ class TierProcess:
             self._writer.write(frames.encode(message))
 
     def _hang_up(self) -> None:
-        """Close the socket: what is unsent is dropped, and the process ends what it is at."""
+        """Close the socket. Unsent requests are dropped; the process finishes its running calls."""
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -290,7 +303,7 @@ class TierProcess:
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromProcess]:
-    """What a process says, until it hangs up or says what is no message."""
+    """The messages of a process, until it closes the socket or sends an invalid frame."""
     decoder = frames.from_process()
     with suppress(OSError, FrameError):
         while data := await reader.read(_READ_BYTES):
@@ -299,7 +312,8 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromPr
 
 
 def task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task whose error, one of ours, is raised where the loop's exception handler sees it."""
+    """Start a task. An exception in it is a bug in kvass; it goes to the loop's exception
+    handler."""
 
     def raise_error(task: asyncio.Task[None]) -> None:
         if not task.cancelled():

@@ -1,4 +1,4 @@
-"""The disk tier: records in segment files of one folder."""
+"""The disk tier: stores records in segment files of one folder."""
 
 from kvass.tiers.disk.tier import DiskTier, open_disk
 

@@ -1,9 +1,9 @@
-"""The disk tier's folder: who owns it, and how files in it are opened.
+"""The folder of the disk tier: its lock, and how files in it are opened.
 
-Law of this file: a file is opened, made or removed by its name relative to the open folder
-(``dir_fd``), and never through a symbolic link. Nobody else may have write permission there. The
-folder is used only while it still contains the lock file that this process has locked. Otherwise
-another process may own the folder, so this process never touches it again.
+Law of this file: a file is opened, created or removed by its name relative to the open folder
+(``dir_fd``), and never through a symbolic link. No other user may have write permission there. The
+folder is used only while the lock file that this process has locked is still the one in the folder.
+If it is not, another process may own the folder, and this one never accesses it again.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ from kvass.errors import ConfigError
 _LOCK: Final = "lock"
 _LOCK_WAIT_S: Final = 2.0
 _ORPHAN_WAIT_S: Final = 60.0
-"""How long to wait for an owner whose daemon has ended. The owner is ending, too, and that takes
-0.1 to 0.3 s per GiB of memory that it frees."""
+"""Seconds to wait for an owner whose daemon has ended. While the owner exits, the kernel frees its
+memory, which takes 0.1 to 0.3 s per GiB."""
 _LOCK_RETRY_S: Final = 0.02
 
 
 class Folder:
-    """An open folder of a disk tier.
-
-    ``path`` may be a symbolic link. It is resolved once, when the folder is opened. Raises
-    ``ConfigError`` if the folder does not exist, or if other users may write to it.
-    """
+    """An open folder. Raises ``ConfigError`` if it does not exist, or if other users may write to
+    it. ``path`` may be a symbolic link; it is followed once, when the folder is opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_fd = -1
-        self.lost = ""
-        """Why this process lost the folder; empty if it still had it at the last ``check``."""
+        self.lost_because = ""
+        """Why this process does not own the folder any more. Empty if it did at the last
+        ``check``."""
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -51,16 +49,16 @@ class Folder:
             raise ConfigError(f"{path}: {why}")
 
     def close(self) -> None:
-        """Close the folder and release its lock. Idempotent."""
+        """Close the folder and release the lock. Idempotent."""
         for fd in (self._lock_fd, self.fd):
             if fd >= 0:
                 os.close(fd)
         self._lock_fd = self.fd = -1
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file in the folder. Raises ``OSError``, also for a link or a file of another
-        user."""
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # or a FIFO would block
+        """Open a file in the folder. Raises ``OSError``, also if the file is a link, has several
+        names, or belongs to another user."""
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block the call
         text = f"{name} is no file of this daemon's alone (a link, or another user's): remove it"
         try:
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
@@ -75,16 +73,15 @@ class Folder:
         raise OSError(errno.EPERM, text)
 
     def unlink(self, name: str) -> None:
-        """Remove a file if it exists. Raises ``OSError``."""
+        """Remove a file, if it exists. Raises ``OSError``."""
         self.check()
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Replace a file's contents, durably and atomically. Only one thread may call this at a
-        time. Raises ``OSError``."""
+        """Replace a file's contents durably and atomically. Not thread-safe. Raises ``OSError``."""
         written = name + ".new"
-        self.unlink(written)  # of a life that ended here
+        self.unlink(written)  # left by a process that was killed at this point
         with os.fdopen(self.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(data)
             file.flush()
@@ -94,8 +91,8 @@ class Folder:
         os.fsync(self.fd)
 
     def lock(self) -> None:
-        """Lock the folder for this process until ``close``. Raises ``ConfigError`` if another
-        daemon has locked it."""
+        """Lock the folder for this process until ``close``. Raises ``ConfigError`` if the folder
+        cannot be written to, or another daemon has locked it."""
         while True:
             try:
                 fd = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
@@ -108,7 +105,7 @@ class Folder:
                     os.pwrite(fd, b"%d %d" % (os.getpid(), os.getppid()), 0)
                     self._lock_fd = fd
                     return
-                os.close(fd)  # it was removed while we waited for it
+                os.close(fd)  # the lock file was removed while we waited for the lock
             except OSError as error:
                 owner, daemon = _owner(fd)
                 os.close(fd)
@@ -121,23 +118,23 @@ class Folder:
                 raise ConfigError(text) from error
 
     def check(self) -> None:
-        """Raise ``OSError`` if this process has lost the folder, now or at an earlier check.
-
-        A lost folder may have another owner. A check takes some microseconds.
-        """
-        if self._lock_fd >= 0 and not self.lost:
+        """Check that this process still owns the folder. Raises ``OSError`` if it does not, or if
+        an earlier check found so. Takes some microseconds."""
+        if self._lock_fd >= 0 and not self.lost_because:
             if not self._in_place(self._lock_fd):
-                self.lost = "its lock file was removed or replaced"
+                self.lost_because = "its lock file was removed or replaced"
             elif not _is_same(self.path, self.fd):
-                self.lost = "it was moved, or replaced by another folder"
+                self.lost_because = "it was moved, or replaced by another folder"
             else:
-                self.lost = _untrusted(self.path, os.fstat(self.fd))
-        if self.lost:
-            text = f"{self.lost}; it is not used any more: put it right and restart the daemon"
+                self.lost_because = _untrusted(self.path, os.fstat(self.fd))
+        if self.lost_because:
+            text = (
+                f"{self.lost_because}; it is not used any more: put it right and restart the daemon"
+            )
             raise OSError(errno.ESTALE, text)
 
     def _in_place(self, fd: int) -> bool:
-        """Whether an open lock file is the one in the folder."""
+        """Whether the open lock file ``fd`` is the one that is in the folder now."""
         return _is_same(_LOCK, fd, dir_fd=self.fd, follow_symlinks=False)
 
 
@@ -149,8 +146,8 @@ def _is_same(path: str | Path, fd: int, **how: Any) -> bool:
 
 
 def _untrusted(path: Path, folder: os.stat_result) -> str:
-    """Why the folder cannot be used; empty if it can. An ACL that lets others write is seen,
-    because it shows in the permission bits of the group."""
+    """Return why a folder cannot be used; empty if it can. An ACL that lets other users write is
+    visible in the bits of the group."""
     us = os.geteuid()
     if folder.st_uid not in (us, 0):
         why = f"it belongs to user {folder.st_uid}, and this is user {us}: `chown -R {us} {path}`"
@@ -163,8 +160,8 @@ def _untrusted(path: Path, folder: os.stat_result) -> str:
 
 
 def _lock(fd: int) -> None:
-    """Lock a file, and wait for a while if it is locked. The previous owner may have been killed,
-    but not ended yet."""
+    """Lock the file ``fd``. Waits for a while, because its last owner may have been killed a moment
+    ago and still be exiting."""
     begun = time.monotonic()
     while True:
         try:
@@ -178,15 +175,16 @@ def _lock(fd: int) -> None:
 
 
 def _owner(fd: int) -> tuple[str, str]:
-    """The ids of the process that wrote the lock file last and of its parent, as text."""
+    """Return the pid of the last owner of the lock file, and of the daemon that started it."""
     words = os.pread(fd, 40, 0).decode(errors="replace").split()
     return (words[0], words[1]) if len(words) == 2 else ("?", "?")
 
 
 def _is_orphan(owner: str, daemon: str) -> bool:
-    """Whether process ``owner`` has lost its parent ``daemon``. Such a process is about to end."""
+    """Whether the parent of ``owner`` is not the daemon that started it. Then the daemon has ended,
+    and the owner is exiting."""
     try:
         status = Path(f"/proc/{int(owner)}/status").read_text()
-    except (OSError, ValueError):  # of another namespace, for all we know
+    except (OSError, ValueError):  # it may be in another PID namespace
         return False
     return f"PPid:\t{daemon}\n" not in status

@@ -1,23 +1,21 @@
-"""The disk tier's index: which slot holds which record, and which record is evicted next.
+"""The index of the disk tier: which slot has which record, and which record is evicted next.
 
-Law of this file: it does no I/O and takes no lock. The tier holds its lock during every call.
+There are no locks in it: the tier holds one during every call. There is no object per record: each
+segment has arrays with one entry per slot, and a dict maps fingerprints to slots.
 
-There is no object per record. A segment has columns (arrays over its slots), and one dict maps a
-fingerprint to a place, which is a segment number and a slot number in one integer.
+A slot is in one of three states. It is free. Or it has a record that can be found (its fingerprint
+is not 0). Or it has none and is *pinned*, because it is being written or erased, or because its
+record was deleted while it was being read. Such a slot becomes free when its last pin is removed. A
+segment that is *gone* has no records any more. It is dead once it has no pins.
 
-A slot is in one of three states. It is free. Or it holds a record that can be found; then its
-fingerprint is not 0. Or it holds no such record but is *pinned*: it is being written or erased, or
-its record was deleted while a thread reads it. A slot without a record is free when its last pin
-goes. A segment that is *gone* holds no records. It is *dead* when its last pin goes.
-
-Each segment belongs to an *owner*: a tenant that has a quota in this tier, or the default tenant,
-which stands for all others. Free bytes that are reserved for an owner are not given to others. An
-owner does not lose a segment to another owner if it would then have less than its reservation. All
-other segments form one pool, and the least recently used of them is evicted first. A lookup finds
-the records of all owners.
+Each *owner* has its own segments. An owner is a tenant with a quota in this tier, or the default
+tenant, which stands for all tenants without one. Free bytes that are reserved for an owner are used
+for no other one. A segment is evicted for another owner only if its own owner keeps at least its
+reserved bytes. Among the segments that may be evicted, the least recently used one goes first. All
+tenants find the records of all owners.
 
 A record is found by a 60-bit fingerprint of its key. Two keys with the same fingerprint replace
-each other. A load compares the whole key, which the record's header has: a collision is a miss.
+each other. A load compares the whole key, which is in the record's header: a collision is a miss.
 """
 
 from __future__ import annotations
@@ -34,22 +32,23 @@ from kvass.tiers.disk.segment import SegmentFile, disk_bytes, most_slots
 from kvass.types import DEFAULT_TENANT, I64Array, Quota, U64Array
 
 _FOLDER_BYTES: Final = (16 << 10) + 2 * NOTES_BYTES
-"""An upper bound for all but the segments: folder, lock file, notes and a copy of the notes."""
+"""The most bytes that the folder takes without segments: itself, its lock file, the notes, and a
+new copy of the notes."""
 _FEWEST_VICTIMS: Final = 64
 _MOST_VICTIMS: Final = 4096
 _NEVER: Final = 1 << 62
 _PARTS: Final = 16
-"""A segment takes at most one such part of its owner's quota. So an owner can have segments of
-several slot sizes."""
+"""A segment takes at most 1/16 of its owner's quota, so that an owner can have several slot
+sizes."""
 
 
 def fingerprint(key: bytes) -> int:
-    """A 60-bit hash of the key, never 0."""
+    """Return 60 bits of a hash of ``key``, never 0."""
     return xxhash.xxh3_64_intdigest(key) >> 4 or 1
 
 
 class SegmentSlots:
-    """The slots of one segment, as columns."""
+    """The state of all slots of one segment file, as one array per property."""
 
     def __init__(self, file: SegmentFile, owner: Owner) -> None:
         self.file = file
@@ -58,22 +57,23 @@ class SegmentSlots:
         self.used = 0
         """Slots that are not free."""
         self.users = 0
-        """Pins of all slots: while there are any, the file stays open."""
+        """The number of pins of all slots. The file stays open while there are any."""
         self.pins: npt.NDArray[np.uint16] = np.zeros(file.slots, np.uint16)
         self.fingerprint: U64Array = np.zeros(file.slots, np.uint64)
         self.stamp: I64Array = np.zeros(file.slots, np.int64)
-        """When each slot's record was used last."""
+        """For each slot the sequence number of its record's last use."""
 
-    def place(self, slot: int) -> int:
+    def slot_id(self, slot: int) -> int:
+        """Return a number that identifies the slot among all segments."""
         return self.file.number << 32 | slot
 
     def last_use(self) -> int:
-        """The newest stamp of its records; ``_NEVER`` while a slot is pinned."""
+        """Return the newest stamp, or ``_NEVER`` while a slot is pinned."""
         return _NEVER if self.users else int(self.stamp[self.fingerprint != 0].max(initial=0))
 
 
 class DiskSlot(NamedTuple):
-    """A slot of a segment."""
+    """A slot: its segment, and its index there."""
 
     segment: SegmentSlots
     slot: int
@@ -85,13 +85,13 @@ class _SizeClass:
     def __init__(self) -> None:
         self.segments: list[SegmentSlots] = []
         self.free: list[int] = []
-        """``SegmentSlots.place`` of all free slots."""
+        """``SegmentSlots.slot_id`` of all free slots."""
         self.victims: Iterator[tuple[SegmentSlots, int, int]] = iter(())
         """Records to evict: (segment, slot, the stamp that it had)."""
 
     def list_victims(self) -> int:
-        """Make a new list of the least recently used records. Returns the oldest of their stamps,
-        or ``_NEVER`` if there are none."""
+        """Set ``victims`` to the least recently used records. Returns the oldest one's stamp, or
+        ``_NEVER`` if there is none."""
         slots = [np.flatnonzero((s.fingerprint != 0) & (s.pins == 0)) for s in self.segments]
         count = sum(map(len, slots))
         count = min(count, max(count // 32, _FEWEST_VICTIMS), _MOST_VICTIMS)
@@ -109,9 +109,9 @@ class _SizeClass:
 
 
 class Owner:
-    """A tenant to whom segments belong, with its quota.
+    """A tenant with a quota in this tier, or the default tenant for all others.
 
-    ``spent`` counts the bytes of its segments, without those that are gone.
+    ``spent``: bytes of its segments, without those that are gone.
     """
 
     def __init__(self, quota: Quota) -> None:
@@ -123,60 +123,61 @@ class Owner:
     def class_of(self, slot_bytes: int) -> _SizeClass:
         return self.classes.setdefault(slot_bytes, _SizeClass())
 
-    def lacks(self, size: int) -> bool:
-        """Whether ``size`` more bytes still fit its reservation."""
+    def has_reserved(self, size: int) -> bool:
+        """Whether ``size`` more bytes fit into what is reserved for this owner."""
         return self.spent + size <= self.reserved
 
-    def spares(self, segment: SegmentSlots) -> bool:
-        """Whether it would keep its whole reservation without this segment."""
+    def can_lose(self, segment: SegmentSlots) -> bool:
+        """Whether this owner keeps its reserved bytes without ``segment``, which is its own."""
         return self.spent - segment.file.bytes >= self.reserved
 
 
 class DiskIndex:
-    """The index of all segments of one tier."""
+    """The index of one tier: all its segments and owners."""
 
-    def __init__(self, capacity: int, clock: int, quotas: Iterable[Quota] = ()) -> None:
-        """``capacity`` is in bytes on disk. ``clock`` is above every sequence number used
-        before."""
+    def __init__(self, capacity: int, first_stamp: int, quotas: Iterable[Quota] = ()) -> None:
+        """``capacity``: bytes on disk. ``first_stamp``: larger than all sequence numbers that were
+        used before."""
         self.capacity = capacity - _FOLDER_BYTES
         self.spent = 0
-        """Bytes of all segments, with those that are being created or removed. The tier subtracts
-        the bytes of a segment once its files are removed."""
+        """Bytes of all segments, including those that are being created or removed. ``DiskTier``
+        subtracts a segment's bytes once its file is removed."""
         self.segments: dict[int, SegmentSlots] = {}
         self.dead: list[SegmentSlots] = []
-        """Segments that are gone and have no pins. The tier removes their files."""
+        """Segments that are gone and have no pins. ``DiskTier`` removes their files."""
         self._target = max(min(1 << 30, self.capacity // 16), self.capacity // 1024)
         every = [Quota(DEFAULT_TENANT), *quotas]
         self.owners = {quota.tenant: Owner(quota) for quota in every}
-        self._places: dict[int, int] = {}
-        """Fingerprint -> ``SegmentSlots.place``."""
-        self._clock = clock
+        self._slot_ids: dict[int, int] = {}
+        """Fingerprint -> ``SegmentSlots.slot_id``."""
+        self._last_stamp = first_stamp
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._slot_ids)
 
-    def tick(self) -> int:
-        """The next stamp. It is above all earlier ones, and is also used as a sequence number."""
-        self._clock += 1
-        return self._clock
+    def next_stamp(self) -> int:
+        """Return a number that is larger than all before. It is used as a stamp and as the sequence
+        number of a record."""
+        self._last_stamp += 1
+        return self._last_stamp
 
     # ------------------------------------------------------------ records
 
-    def holds(self, key: int) -> bool:
-        return key in self._places
+    def holds(self, fingerprint: int) -> bool:
+        return fingerprint in self._slot_ids
 
-    def pin(self, key: int) -> DiskSlot | None:
-        """The slot of a record, now pinned; its bytes stay unchanged until ``unpin``. None if there
-        is no record."""
-        place = self._find(key)
+    def pin(self, fingerprint: int) -> DiskSlot | None:
+        """Find a record, and pin its slot: it is not reused until ``unpin``. Returns None if there
+        is no such record."""
+        place = self._find(fingerprint)
         if place is not None:
-            place.segment.stamp[place.slot] = self.tick()
+            place.segment.stamp[place.slot] = self.next_stamp()
             self._pin(place)
         return place
 
     def unpin(self, place: DiskSlot) -> None:
-        """Remove one pin. A slot without a record and pins becomes free; a segment without used
-        slots is dropped."""
+        """Remove a pin. A slot without a record becomes free when its last pin is removed. A
+        segment without used slots is dropped."""
         segment, slot = place
         segment.pins[slot] -= 1
         segment.users -= 1
@@ -184,29 +185,27 @@ class DiskIndex:
             if not segment.users:
                 self.dead.append(segment)
         elif not segment.pins[slot] and not segment.fingerprint[slot]:
-            segment.owner.class_of(segment.file.slot_bytes).free.append(segment.place(slot))
+            segment.owner.class_of(segment.file.slot_bytes).free.append(segment.slot_id(slot))
             segment.used -= 1
             if not segment.used:
                 self.drop(segment)
 
-    def forget(self, key: int, at: DiskSlot | None = None) -> DiskSlot | None:
-        """Remove a record from the index, if it is at the place ``at`` (None: anywhere).
-
-        The slot that is returned is pinned. The caller erases the slot's table entry, then unpins
-        it.
-        """
-        place = self._find(key)
+    def forget(self, fingerprint: int, at: DiskSlot | None = None) -> DiskSlot | None:
+        """Remove a record from the index; with ``at``, only if it is still in that slot. Returns
+        its slot, now pinned, or None. The caller must erase the slot's table entry and then unpin
+        the slot."""
+        place = self._find(fingerprint)
         if place is None or at not in (None, place):
             return None
-        del self._places[key]
+        del self._slot_ids[fingerprint]
         return self._empty(place)
 
     def owner(self, tenant: str) -> Owner:
-        """The owner of the segments that hold a tenant's records."""
+        """Return the owner of the segments that a tenant's records are stored in."""
         return self.owners.get(tenant) or self.owners[DEFAULT_TENANT]
 
     def take(self, slot_bytes: int, owner: Owner) -> DiskSlot | None:
-        """A free slot of that size, now pinned; None if there is none."""
+        """Take a free slot of that size, and pin it. Returns None if there is none."""
         free = owner.class_of(slot_bytes).free
         if not free:
             return None
@@ -215,14 +214,15 @@ class DiskIndex:
         return self._pin(place)
 
     def evict(self, slot_bytes: int, owner: Owner) -> DiskSlot | SegmentSlots | None:
-        """Evict a record or a segment, so that there is room for a slot of ``slot_bytes``.
+        """Make room for a slot of ``slot_bytes``. Returns one of:
 
-        Returns the slot of the owner's least recently used record of that size, now pinned. Or it
-        returns a segment of another size or another owner, which is gone now, if all its records
-        were used less recently. None if nothing can be evicted.
+        - a pinned slot, whose record was this owner's least recently used one of that size;
+        - a segment of another size or owner, which was dropped because all of it was used less
+          recently, or because the owner has fewer bytes than are reserved for it;
+        - None.
         """
         size_class, size = owner.class_of(slot_bytes), disk_bytes(slot_bytes, 1)
-        if owner.lacks(size) and (other := _oldest(self._of_others(owner, size), _NEVER)):
+        if owner.has_reserved(size) and (other := _oldest(self._of_others(owner, size), _NEVER)):
             self.drop(other)
             return other
         if place := self._next_victim(size_class):
@@ -230,31 +230,29 @@ class DiskIndex:
         oldest = size_class.list_victims()
         own = [s for c in owner.classes.values() if c is not size_class for s in c.segments]
         if other := _oldest(own + self._of_others(owner, size), oldest):
-            size_class.victims = iter(())  # to be asked again, before one of its own leaves
+            size_class.victims = iter(())  # listed again before a record of this size is evicted
             self.drop(other)
             return other
         return self._next_victim(size_class)
 
-    def publish(self, place: DiskSlot, key: int, stamp: int) -> DiskSlot | None:
-        """Enter the record that was written to a pinned slot, and unpin the slot.
-
-        Returns the slot of the record that it replaces, as ``forget`` does.
-        """
+    def publish(self, place: DiskSlot, fingerprint: int, stamp: int) -> DiskSlot | None:
+        """Add the record that was written to a pinned slot, and unpin the slot. Returns the slot of
+        the record that it replaces, as ``forget`` does."""
         segment, slot = place
         old = None
         if not segment.gone:
-            old = self.forget(key)
-            self._places[key] = segment.place(slot)
-            segment.fingerprint[slot], segment.stamp[slot] = key, stamp
+            old = self.forget(fingerprint)
+            self._slot_ids[fingerprint] = segment.slot_id(slot)
+            segment.fingerprint[slot], segment.stamp[slot] = fingerprint, stamp
         self.unpin(place)
         return old
 
-    def _place(self, at: int) -> DiskSlot:
-        return DiskSlot(self.segments[at >> 32], at & 0xFFFF_FFFF)
+    def _place(self, slot_id: int) -> DiskSlot:
+        return DiskSlot(self.segments[slot_id >> 32], slot_id & 0xFFFF_FFFF)
 
-    def _find(self, key: int) -> DiskSlot | None:
-        at = self._places.get(key)
-        return None if at is None else self._place(at)
+    def _find(self, fingerprint: int) -> DiskSlot | None:
+        slot_id = self._slot_ids.get(fingerprint)
+        return None if slot_id is None else self._place(slot_id)
 
     def _pin(self, place: DiskSlot) -> DiskSlot:
         place.segment.pins[place.slot] += 1
@@ -268,17 +266,16 @@ class DiskIndex:
 
     def _next_victim(self, size_class: _SizeClass) -> DiskSlot | None:
         for segment, slot, stamp in size_class.victims:
-            key = int(segment.fingerprint[slot])
-            if key and segment.stamp[slot] == stamp and not segment.pins[slot]:
-                del self._places[key]
+            fingerprint = int(segment.fingerprint[slot])
+            if fingerprint and segment.stamp[slot] == stamp and not segment.pins[slot]:
+                del self._slot_ids[fingerprint]
                 return self._empty(DiskSlot(segment, slot))
         return None
 
     # ------------------------------------------------------------ segments
 
     def reserve(self, slot_bytes: int, owner: Owner) -> int:
-        """Set bytes aside for a new segment. Returns its number of slots; 0 if there is no room for
-        one."""
+        """Reserve the bytes of a new segment. Returns its number of slots; 0 if none fits."""
         others = [o for o in self.owners.values() if o is not owner]
         room = self.capacity - self.spent - sum(max(0, o.reserved - o.spent) for o in others)
         quota = owner.reserved if owner.spent < owner.reserved else owner.cap
@@ -288,18 +285,18 @@ class DiskIndex:
         return slots
 
     def account(self, owner: Owner, size: int) -> None:
-        """Add the bytes of a segment to what the tier and the owner use. ``size`` is negative for a
-        segment that was set aside but not created."""
+        """Add ``size`` to the bytes of ``owner`` and of the tier. ``size`` is negative to release
+        the bytes of a segment that could not be created."""
         self.spent += size
         owner.spent += size
 
     def fits(self, slot_bytes: int, owner: Owner) -> bool:
-        """Whether one record of that size fits an empty tier."""
+        """Whether one slot of that size fits into an empty tier, and into the owner's cap."""
         return most_slots(slot_bytes, min(self.capacity, owner.cap)) > 0
 
     def excess(self) -> SegmentSlots | None:
-        """The segment to drop next because the capacity or a cap was lowered; None if all is within
-        bounds. It is the least recently used segment that may be dropped."""
+        """Return a segment to drop because the capacity or its owner's cap was lowered: the least
+        recently used of those that may be dropped. None if nothing exceeds a limit."""
         every, owners = self.segments.values(), self.owners.values()
         over = [s for s in every if s.owner.spent > s.owner.cap]
         if not over and sum(owner.spent for owner in owners) > self.capacity:
@@ -307,30 +304,29 @@ class DiskIndex:
         return min(over, key=SegmentSlots.last_use, default=None)
 
     def add(self, segment: SegmentSlots) -> None:
-        """Use a segment whose bytes are set aside. Its slots without a fingerprint are free."""
+        """Add a segment whose bytes are reserved. Slots without a fingerprint are free."""
         self.segments[segment.file.number] = segment
         free = np.flatnonzero(segment.fingerprint == 0)
         segment.used = segment.file.slots - len(free)
         size_class = segment.owner.class_of(segment.file.slot_bytes)
         size_class.segments.append(segment)
-        size_class.free += (free[::-1] + segment.place(0)).tolist()
+        size_class.free += (free[::-1] + segment.slot_id(0)).tolist()
 
     def restore(self, file: SegmentFile) -> None:
-        """Use a segment that an earlier process wrote, with the records in its table.
-
-        If two slots hold a record of one key, the newer record is kept. Raises ``OSError``.
-        """
+        """Add a segment that an earlier process left, with the records in its table. Of two records
+        with one fingerprint, only the newer one is kept. Raises ``OSError``."""
         segment = SegmentSlots(file, self.owner(file.tenant))
         segment.fingerprint[:], segment.stamp[:] = file.entries()
         self.account(segment.owner, file.bytes)
         self.add(segment)
-        self._clock = max(self._clock, int(segment.stamp.max()))
+        self._last_stamp = max(self._last_stamp, int(segment.stamp.max()))
         slots = np.flatnonzero(segment.fingerprint)
-        for key, slot in zip(segment.fingerprint[slots].tolist(), slots.tolist(), strict=True):
-            other = self._find(key)
+        found = segment.fingerprint[slots].tolist()
+        for fingerprint, slot in zip(found, slots.tolist(), strict=True):
+            other = self._find(fingerprint)
             older: DiskSlot | None = DiskSlot(segment, slot)
             if other is None or segment.stamp[slot] > other.segment.stamp[other.slot]:
-                self._places[key] = segment.place(slot)
+                self._slot_ids[fingerprint] = segment.slot_id(slot)
                 older = other
             if older is not None:
                 older.segment.file.set_entry(older.slot, 0, 0)
@@ -340,31 +336,31 @@ class DiskIndex:
 
     def drop(self, segment: SegmentSlots) -> None:
         """Remove a segment and its records from the index. It is dead as soon as it has no pins."""
-        assert not segment.gone, "a segment went twice"
+        assert not segment.gone, "a segment was dropped twice"
         segment.gone = True
-        for key in segment.fingerprint[segment.fingerprint != 0].tolist():
-            del self._places[key]
+        for fingerprint in segment.fingerprint[segment.fingerprint != 0].tolist():
+            del self._slot_ids[fingerprint]
         segment.fingerprint[:] = 0
         number = segment.file.number
         del self.segments[number]
         segment.owner.spent -= segment.file.bytes
         size_class = segment.owner.class_of(segment.file.slot_bytes)
         size_class.segments.remove(segment)
-        size_class.free = [at for at in size_class.free if at >> 32 != number]
+        size_class.free = [slot_id for slot_id in size_class.free if slot_id >> 32 != number]
         if not segment.users:
             self.dead.append(segment)
 
     def _of_others(self, owner: Owner, size: int) -> list[SegmentSlots]:
-        """Segments of other owners that may be dropped so that ``owner`` gets ``size`` more
-        bytes."""
+        """Return the segments of other owners that may be dropped so that ``owner`` gets ``size``
+        more bytes."""
         if owner.spent + size > owner.cap:
             return []
         others = [o for o in self.owners.values() if o is not owner]
         each = [s for o in others for c in o.classes.values() for s in c.segments]
-        return [s for s in each if s.owner.spares(s)]
+        return [s for s in each if s.owner.can_lose(s)]
 
 
 def _oldest(segments: list[SegmentSlots], stamp: int) -> SegmentSlots | None:
-    """The least recently used segment without pins, if it was last used before ``stamp``."""
+    """Return the least recently used segment without pins, if it was last used before ``stamp``."""
     found = min(segments, key=SegmentSlots.last_use, default=None)
     return found if found is not None and found.last_use() < stamp else None

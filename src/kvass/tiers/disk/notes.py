@@ -1,7 +1,7 @@
-"""The notes of the disk tier: one file, synced and replaced as a whole.
+"""The notes of the disk tier, in one file that is synced and replaced as a whole.
 
-The file holds a checksum, then a msgpack map from name to value. The map is ordered: the note that
-was set longest ago is first.
+The file has a checksum, then a msgpack map from name to value. The note that was set least recently
+is first.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import xxhash
 from kvass.tiers.disk.folder import Folder
 
 NOTES_BYTES: Final = 32 << 10
-"""The largest size of the file. If it would be exceeded, the notes set longest ago are dropped."""
+"""The largest size of the file. The notes that were set least recently are dropped."""
 _NOTES: Final = "notes"
 _CHECK: Final = struct.Struct("<Q")
 
 
 def read_note(folder: Folder, name: str) -> bytes | None:
-    """The value that ``write_note`` stored last under ``name``, or None. Raises ``OSError``."""
+    """Return the last value that ``write_note`` wrote, or None. Raises ``OSError``."""
     return _notes(folder).get(name)
 
 
 def write_note(folder: Folder, name: str, value: bytes) -> None:
-    """Store a note so that it survives a power loss. Only one thread may call this at a time.
-    Raises ``OSError``."""
+    """Write a note durably: it survives a power loss. Not thread-safe. Raises ``OSError``."""
     notes = _notes(folder)
     notes.pop(name, None)  # so that it becomes the last
     notes[name] = value
@@ -38,8 +37,7 @@ def write_note(folder: Folder, name: str, value: bytes) -> None:
 
 
 def _notes(folder: Folder) -> dict[str, bytes]:
-    """All notes, the one set longest ago first. Empty if the file is absent or fails its
-    checksum."""
+    """Return all notes, the least recently set first. Empty if the file is absent or damaged."""
     try:
         with os.fdopen(folder.open(_NOTES, os.O_RDONLY), "rb") as file:
             raw = file.read(NOTES_BYTES)

@@ -1,17 +1,18 @@
-"""One segment of the disk tier: a preallocated file of equal slots, and a table beside it.
+"""A segment of the disk tier: a preallocated file of slots of equal size, and a table in a second
+file. (It has nothing to do with the segments of a prompt.)
 
 ``NNNNNNNN.seg``: a page that describes the file, then the slots. A slot is a page with the record's
-header (``codec``), then the shards, each padded to ``PAGE``. A slot is read by ``preadv`` and
-written by ``pwritev``, a few MiB per call. The calls bypass the page cache (O_DIRECT) where the
-file system supports that. The part with the header is read first and written last.
+header (``codec``), then the shards, each padded to ``PAGE``. It is transferred by ``pwritev`` or
+``preadv``, a few MiB per call, without the page cache (O_DIRECT) if the file system supports that.
+The part with the header is read first, and written last.
 
-The first page also names the tenant that owns the segment, under a checksum of its own.
+The description also contains the tenant that owns the segment, with its own checksum.
 
 ``NNNNNNNN.idx``, the table: the same page, then 24 bytes per slot (little-endian): fingerprint of
 the record's key (0: the slot is free), sequence number, 8 bytes that are not used.
 
-The entry of a slot is 0 while the slot is written, so a torn write leaves a free slot. The table
-only says where to look for a record. A load trusts nothing but the record's header and checksums.
+A slot's entry is 0 while the slot is written, so an interrupted write leaves a free slot. The table
+is only used to find records: a load trusts the record's own header and checksums alone.
 """
 
 from __future__ import annotations
@@ -43,39 +44,40 @@ _DESCRIPTION: Final = struct.Struct("<8sHHIQQ")  # magic, version, 0, number, sl
 _CHECK: Final = struct.Struct("<Q")
 _TENANT: Final = struct.Struct("<64sQ")
 _TENANT_AT: Final = 64
-"""Offset of the tenant's name, behind the description. An older kvass does not read it: it treats
-every segment as one of the default tenant."""
+"""Offset of the tenant in the page. An older kvass does not read it, and uses every segment for all
+tenants."""
 _ENTRY: Final = struct.Struct("<QQ8x")
 
-# What a file system may take beside the bytes: two extents per slot (a write in the middle of
-# what was only allocated splits it) of 16 bytes, half-filled tree nodes, and the inodes' own.
+# Upper bound of a file system's metadata: two extents of 16 bytes per slot (a write in the middle
+# of an unwritten extent splits it), in half-filled tree nodes, and the inodes.
 _EXTENT_BYTES: Final = 64
 _FILE_BYTES: Final = 16 << 10
 
 
 def disk_bytes(slot_bytes: int, slots: int) -> int:
-    """An upper bound for the disk space of a segment, with its table and the file system's
-    metadata."""
+    """Return the most that a segment takes on disk, in bytes, including its table and the file
+    system's metadata."""
     table = align_up(PAGE + _ENTRY.size * slots)
     return PAGE + slot_bytes * slots + table + _EXTENT_BYTES * slots + _FILE_BYTES
 
 
 def most_slots(slot_bytes: int, room: int) -> int:
-    """The number of slots of a segment that takes at most ``room`` bytes on disk; may be 0."""
+    """Return the number of slots of the largest segment that takes at most ``room`` bytes on disk.
+    May be 0."""
     fixed = disk_bytes(0, 0) + PAGE  # the table's rounding
     return max(0, (room - fixed) // (slot_bytes + _ENTRY.size + _EXTENT_BYTES))
 
 
 def slot_bytes_of(shards: Shards) -> int:
-    """The slot size for a record with these shards."""
+    """Return the size in bytes of a slot for a record with these shards."""
     return PAGE + sum(align_up(len(shard)) for shard in shards)
 
 
 def body_of(shards: Shards) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
-    """The buffers that are read or written behind the header, and the copies that this needs.
+    """Return the page-aligned buffers for the I/O of the shards, and the copies that are needed.
 
-    A copy is a pair: a shard, and its place in the buffers. There are none if every shard begins
-    and ends at a page boundary; then the shards are the buffers.
+    If all shards are page-aligned, they are the buffers, and there are no copies. Otherwise there
+    is one bounce buffer, and a pair (shard, its part of the bounce buffer) for each shard.
     """
     if all(len(s) % PAGE == 0 and s.ctypes.data % PAGE == 0 for s in shards):
         return list(shards), []
@@ -85,12 +87,12 @@ def body_of(shards: Shards) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
 
 
 class SegmentFile:
-    """An open segment. Methods raise ``OSError``. Only one thread at a time may use a slot."""
+    """An open segment. Methods raise ``OSError``. Each slot may be used by one thread at a time."""
 
     def __init__(
         self, folder: Folder, number: int, slot_bytes: int, slots: int, tenant: str = DEFAULT_TENANT
     ) -> None:
-        """For ``create`` and ``reopen`` only."""
+        """Opens no files. Use ``create`` or ``reopen`` to get a segment."""
         self.number = number
         self.tenant = tenant
         self.slot_bytes = slot_bytes
@@ -106,8 +108,7 @@ class SegmentFile:
     def create(
         cls, folder: Folder, number: int, slot_bytes: int, slots: int, tenant: str = DEFAULT_TENANT
     ) -> SegmentFile:
-        """A new segment whose slots are all free. Raises ``OSError``; then no file is left
-        behind."""
+        """Create a segment whose slots are all free. If it raises ``OSError``, no file is left."""
         new = cls(folder, number, slot_bytes, slots, tenant)
         body = _DESCRIPTION.pack(_MAGIC, FORMAT, 0, number, slot_bytes, slots)
         head = (body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))).ljust(_TENANT_AT, b"\0")
@@ -120,7 +121,7 @@ class SegmentFile:
             os.posix_fallocate(new._fd, 0, PAGE + slot_bytes * slots)
             os.posix_fallocate(new._table_fd, 0, PAGE + _ENTRY.size * slots)
             _write(new._table_fd, page, 0)
-            _write(new._fd, page, 0)  # last: a segment without it is none
+            _write(new._fd, page, 0)  # last: a file without this page is not a segment
             new._go_direct()
         except OSError:
             with suppress(OSError):
@@ -131,7 +132,8 @@ class SegmentFile:
 
     @classmethod
     def reopen(cls, folder: Folder, number: int) -> SegmentFile | None:
-        """The segment of that number; None if the file is no segment, or one of an older format.
+        """Open the segment of that number. Returns ``None`` if the file is not a segment, or has an
+        older format.
 
         Raises: ``ConfigError`` if its format is newer than this kvass knows, ``OSError`` if it
         cannot be read.
@@ -149,7 +151,7 @@ class SegmentFile:
             if os.fstat(old._fd).st_size != (size := PAGE + old.slot_bytes * old.slots):
                 os.ftruncate(old._fd, size)
             old._table_fd = folder.open(old._table_name, os.O_RDWR | os.O_CREAT)
-            if os.pread(old._table_fd, PAGE, 0) != page:  # lost, or another segment's
+            if os.pread(old._table_fd, PAGE, 0) != page:  # the table is lost, or another segment's
                 os.ftruncate(old._table_fd, 0)
                 os.posix_fallocate(old._table_fd, 0, PAGE + _ENTRY.size * old.slots)
                 _write(old._table_fd, page, 0)
@@ -160,7 +162,8 @@ class SegmentFile:
         return old
 
     def unlink(self) -> None:
-        """Remove its files. Open descriptors keep the disk space until ``close``."""
+        """Remove the files. Their space is freed at ``close``, because they stay open until
+        then."""
         for name in (self._name, self._table_name):
             self._folder.unlink(name)
 
@@ -173,12 +176,12 @@ class SegmentFile:
     def write(
         self, slot: int, parts: Sequence[Buffer], seal: Callable[[Iterator[memoryview]], object]
     ) -> None:
-        """Write the page-aligned ``parts``, one behind another, to ``slot``. Raises ``OSError``
-        unless all was written.
+        """Write page-aligned ``parts`` one after another to ``slot``. Raises ``OSError`` if not all
+        was written.
 
-        ``seal`` is called with an iterator over the bytes, in order, which are written as it
-        advances. The first few MiB are written after ``seal`` returns, so it may change the first
-        page.
+        ``seal`` is called once, with an iterator over all bytes in order. The first few MiB are
+        written after ``seal`` has returned, so ``seal`` may change the first page until then. The
+        iterator writes all further pieces as it is consumed.
         """
         assert sum(map(len, parts)) <= self.slot_bytes, "a record is larger than its slot"
         at = PAGE + slot * self.slot_bytes
@@ -194,12 +197,12 @@ class SegmentFile:
 
     def _put(self, piece: list[memoryview], at: int) -> None:
         wanted = sum(map(len, piece))
-        if (done := os.pwritev(self._fd, piece, at)) != wanted:  # a full disk ends a write early
+        if (done := os.pwritev(self._fd, piece, at)) != wanted:  # the disk may be full
             raise OSError(errno.ENOSPC, f"wrote {done} of {wanted} bytes")
 
     def read(self, slot: int, parts: Sequence[Buffer]) -> Iterator[memoryview]:
-        """Read ``slot`` into the page-aligned ``parts``, a few MiB at a time. Yields what was read,
-        in order, and stops early if the file ends."""
+        """Read ``slot`` into page-aligned ``parts``, a few MiB at a time. Yields the bytes in order
+        after they were read. Stops early if the file is too short."""
         at = PAGE + slot * self.slot_bytes
         for number, piece in enumerate(split(parts, IO_BYTES)):
             if number:
@@ -209,12 +212,12 @@ class SegmentFile:
             yield from piece
 
     def set_entry(self, slot: int, fingerprint: int, sequence: int) -> None:
-        """Write the table entry of ``slot``. Two zeros mean that the slot is free."""
+        """Write the table's entry of ``slot``. Fingerprint 0 and sequence 0: the slot is free."""
         _write(self._table_fd, _ENTRY.pack(fingerprint, sequence), PAGE + slot * _ENTRY.size)
 
     def entries(self) -> tuple[U64Array, I64Array]:
-        """Fingerprint and sequence number of every slot. An impossible entry is read as a free
-        slot."""
+        """Read the fingerprint and the sequence number of each slot. An invalid entry is returned
+        as a free slot."""
         size = self.slots * _ENTRY.size
         words = np.frombuffer(os.pread(self._table_fd, size, PAGE).ljust(size, b"\0"), "<u8")
         fingerprints, sequences, _ = words.reshape(self.slots, 3).T
@@ -222,12 +225,12 @@ class SegmentFile:
         return np.where(known, fingerprints, 0), np.where(known, sequences, 0).astype(np.int64)
 
     def _go_direct(self) -> None:
-        """Use O_DIRECT from now on, if a direct read of a page works on this file system."""
+        """Reopen the file with O_DIRECT, if the file system can read single pages with it."""
         fd = -1
         try:
             fd = self._folder.open(self._name, os.O_RDWR | os.O_DIRECT)
             if os.preadv(fd, [page_buffer().data], 0) != PAGE:
-                raise OSError(errno.EINVAL, "a direct read that is none")
+                raise OSError(errno.EINVAL, "a direct read was short")
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
@@ -239,7 +242,8 @@ class SegmentFile:
 
 
 def _describe(path: str, page: bytes) -> tuple[int, int, int, str] | None:
-    """(number, slot bytes, slots, tenant) from a segment's first page."""
+    """Decode a segment's first page: (number, slot bytes, slots, tenant). None if it is invalid.
+    Raises ``ConfigError`` if its format is newer than ours."""
     if len(page) < PAGE:
         return None
     magic, version, _, number, slot_bytes, slots = _DESCRIPTION.unpack_from(page)

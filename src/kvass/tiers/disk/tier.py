@@ -1,18 +1,17 @@
-"""The disk tier: records in segment files of one folder, under a hard cap of bytes.
+"""The disk tier: stores records in segment files of one folder, within a capacity in bytes.
 
 Laws of this file:
 
-- A load returns only bytes that match the key and the checksums in the record's header.
+- A load returns a record only if its header, key and checksum match.
 - The folder never takes more disk space than the capacity. ``segment.disk_bytes`` is an upper bound
-  for one segment, and that much is subtracted from the free capacity before the segment is created.
+  of what a segment takes. That much is reserved in the index before a segment is created.
+- A lock guards the index, and is not held during I/O. A slot is taken while the lock is held,
+  written without it, and published while it is held.
 
-A lock guards the index. It is never held during I/O: a thread takes a slot under the lock, writes
-the slot without the lock, and publishes the slot under the lock. Opening the tier reads the tables
-of the segments, but no record.
+Opening the tier reads the tables of the segments, but no record.
 
-Three things are left out on purpose. There is no fsync of records: a power loss may lose records,
-but cannot make one wrong. There is no compaction: slots of equal size leave no gaps. There is no
-io_uring: threads were measured to be as fast.
+Left out on purpose: fsync (a power loss may lose records, but makes none wrong), compaction (slots
+of equal size leave no gaps) and io_uring (measured: threads are as fast).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import numpy as np
 from kvass.errors import ConfigError
 from kvass.tiers.base import Buffer, Shards
 from kvass.tiers.buffers import page_buffer
-from kvass.tiers.codec import Header, decode_header, encode_header, payload_check
+from kvass.tiers.codec import Header, decode_header, encode_header, payload_checksum
 from kvass.tiers.disk.folder import Folder
 from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
@@ -52,36 +51,35 @@ from kvass.tiers.worker_pool import WorkerPool, as_down
 from kvass.types import DEFAULT_TENANT, NO_CAP, PAGE, Quota, Size
 
 _MOST_BYTES: Final = (1 << 31) - PAGE
-"""The largest record, with its header."""
+"""The largest record, including its header."""
 _COUNTS: Final = (
-    "evicted",  # records, or whole segments, that left for others
-    "damaged",  # records found to be other bytes than were stored
-    "mismatched",  # records of other shards than a load asked for
-    "full",  # stores that found no room
-    "too_large",  # stores of what no room could hold
+    "evicted",  # records or whole segments that were evicted to make room
+    "damaged",  # loads whose record did not match its header, key or checksum
+    "mismatched",  # loads whose record had shards of other lengths than the buffers
+    "full",  # stores for which no slot could be freed
+    "too_large",  # stores of records that do not fit even into an empty tier
     "read_errors",
     "write_errors",
 )
 _CHECK_S: Final = 1.0
-"""How often the tier checks that it still owns the folder."""
+"""Seconds between two checks that this process still owns the folder."""
 _GROW_AGAIN_S: Final = 10.0
-"""The pause after the disk was full, before the next attempt to create a segment."""
+"""Seconds without new segments after one could not be created."""
 _FILE: Final = re.compile(f"([0-9a-f]{{8}})({re.escape(SEGMENT)}|{re.escape(TABLE)})")
 _log = logging.getLogger("kvass.tiers")
 
 
 class _Scratch(threading.local):
-    """One page per thread, for the header of the record that the thread reads or writes."""
+    """One page per thread, for the header of the record that the thread loads or stores."""
 
     def __init__(self) -> None:
         self.page = page_buffer()
 
 
 class DiskTier(RecordTier):
-    """A ``Tier`` that keeps records in one folder. Its capacity can be divided among tenants.
+    """``Tier`` with a folder as the backend. ``quotas`` divides its capacity among tenants.
 
-    ``quotas`` are the shares of the tenants. Raises ``ConfigError`` if the folder cannot be used,
-    or cannot be used with this capacity.
+    Raises ``ConfigError`` if the folder cannot be used with this capacity and these quotas.
     """
 
     def __init__(
@@ -120,18 +118,18 @@ class DiskTier(RecordTier):
         self._remove_dead()
 
     def _reopen(self) -> int:
-        """Open the segments that earlier processes left; returns the highest segment number in use.
+        """Open the segments that earlier processes left. Returns the highest number of a segment.
 
-        Damaged segments are removed, and so are segments beyond the capacity or a quota. Raises
-        ``ConfigError`` if the disk reports an error, or if a segment has a newer format than this
-        kvass knows. In the second case nothing was removed.
+        Damaged segments are removed, and those that exceed the capacity or a quota. Raises
+        ``ConfigError`` if a segment has a newer format (then nothing is removed) or on an I/O
+        error.
         """
         opened: list[SegmentFile] = []
         try:
             names = map(_FILE.fullmatch, os.listdir(self._folder.fd))
             numbers = {int(match[1], 16) for match in names if match}
             for number in sorted(numbers, reverse=True):
-                with suppress(FileNotFoundError):  # a table whose segment is gone
+                with suppress(FileNotFoundError):  # only the table is left of this segment
                     if (file := SegmentFile.reopen(self._folder, number)) is not None:
                         opened.append(file)
             for number in numbers - {file.number for file in opened}:
@@ -182,16 +180,16 @@ class DiskTier(RecordTier):
             gone = list(self._index.segments.values())
             for segment in gone:
                 self._index.drop(segment)
-        for segment in gone:  # even of those that are still read: their names go now
+        for segment in gone:  # a segment that is still read has no name then, but stays open
             segment.file.unlink()
 
     def _get_note(self, name: str) -> bytes | None:
-        """See ``Tier.note``. A damaged note counts as absent."""
+        """Return a note; None if it is absent, or if the file of the notes is damaged."""
         self._check_folder()
         return read_note(self._folder, name)
 
     def _put_note(self, name: str, value: bytes) -> None:
-        """See ``Tier.set_note``. Notes are synced to the disk; records are not."""
+        """Set a note. Unlike records, notes are synced to the disk."""
         self._check_folder()
         with self._noting:
             write_note(self._folder, name, value)
@@ -207,7 +205,7 @@ class DiskTier(RecordTier):
     def _call(self) -> Iterator[None]:
         with super()._call():
             try:
-                if self._folder.lost or time.monotonic() - self._checked > _CHECK_S:
+                if self._folder.lost_because or time.monotonic() - self._checked > _CHECK_S:
                     self._check_folder()
                 yield
             except OSError as error:
@@ -221,8 +219,9 @@ class DiskTier(RecordTier):
         self._checked = time.monotonic()
 
     def report(self) -> dict[str, Any]:
-        """The tier's part of ``kvass status``: records, segments, bytes and errors since opening.
-        If the tier has quotas, it includes the bytes of each tenant."""
+        """Return the tier's fields of ``kvass status``: numbers of records, segments and bytes,
+        counts of evictions and errors since the tier was opened, and with quotas the bytes of each
+        tenant."""
         with self._lock:
             tenants = {
                 o.name: {
@@ -257,7 +256,7 @@ class DiskTier(RecordTier):
             with self._lock:
                 if fault:
                     self._counts[fault] += 1
-                if fault in ("damaged", "read_errors"):  # unless another took its place
+                if fault in ("damaged", "read_errors"):  # forgets nothing if it was replaced since
                     bad = self._index.forget(number, place)
                 self._index.unpin(place)
             self._erase(bad)
@@ -265,7 +264,7 @@ class DiskTier(RecordTier):
 
     def _read(self, place: DiskSlot, key: bytes, into: Shards) -> str:
         """Fill ``into`` from a pinned slot. Returns the name in ``_COUNTS`` of what went wrong, or
-        an empty string."""
+        an empty text."""
         segment, slot = place
         if slot_bytes_of(into) != segment.file.slot_bytes:
             return "mismatched"
@@ -277,7 +276,7 @@ class DiskTier(RecordTier):
             return "damaged"
         if header.lengths != tuple(map(len, into)):
             return "mismatched"
-        if _payload_check(parts, copies) != header.payload_check:
+        if _payload_checksum(parts, copies) != header.payload_checksum:
             return "damaged"
         for shard, part in copies:
             shard[:] = part
@@ -290,7 +289,7 @@ class DiskTier(RecordTier):
         segment, slot = place
         number = fingerprint(key)
         with self._lock:
-            stamp = self._index.tick()
+            stamp = self._index.next_stamp()
         try:
             page = self._scratch.page
             body, copies = body_of(shards)
@@ -299,7 +298,7 @@ class DiskTier(RecordTier):
 
             def seal(parts: Iterator[memoryview]) -> None:
                 next(parts)
-                check = _payload_check(parts, copies)
+                check = _payload_checksum(parts, copies)
                 header = encode_header(Header(key, tuple(map(len, shards)), stamp, check))
                 page[: len(header)] = memoryview(header)
                 page[len(header) :] = 0
@@ -318,14 +317,14 @@ class DiskTier(RecordTier):
         return not segment.gone
 
     def _erase(self, place: DiskSlot | None) -> None:
-        """Erase the table entry of a slot that ``DiskIndex.forget`` returned, then unpin the
-        slot."""
+        """Erase the table entry of a slot that ``DiskIndex.forget`` returned, and unpin the slot.
+        Does nothing for None."""
         if place is None:
             return
         failed = 0
         try:
             place.segment.file.set_entry(place.slot, 0, 0)
-        except OSError:  # it may come back after a restart; what is read then is checked
+        except OSError:  # the record may be back after a restart; a load then checks it
             failed = 1
         with self._lock:
             self._counts["write_errors"] += failed
@@ -334,16 +333,13 @@ class DiskTier(RecordTier):
     # ------------------------------------------------------------ room
 
     def _room(self, size: int, owner: Owner) -> DiskSlot | None:
-        """A pinned slot of ``size`` bytes; ``None`` if there is no room.
-
-        It is a free slot if there is one, else a slot of a new segment, else the slot of an evicted
-        record.
-        """
+        """Return a pinned slot for ``size`` bytes: a free one, else one of a new segment, else one
+        whose record was evicted. None if there is none."""
         if size > _MOST_BYTES or not self._index.fits(size, owner):
             with self._lock:
                 self._counts["too_large"] += 1
                 first = self._counts["too_large"] == 1
-            if first:  # log once: the size of rows is known only now, not when the tier opens
+            if first:  # warn once: the size of rows was not known when the capacity was chosen
                 line = (
                     "%s: rows that take %s are not kept: one is more than the capacity, its "
                     "tenant's cap or %s"
@@ -353,7 +349,7 @@ class DiskTier(RecordTier):
         with self._lock:
             if place := self._index.take(size, owner):
                 return place
-        with self._growing:  # one thread makes room, and none makes it twice
+        with self._growing:  # one thread at a time makes room; the others then try again
             self._remove_dead()
             while True:
                 with self._lock:
@@ -361,19 +357,19 @@ class DiskTier(RecordTier):
                         return place
                     may_grow = time.monotonic() >= self._grow_after
                     slots = self._index.reserve(size, owner) if may_grow else 0
-                    made = None if slots else self._index.evict(size, owner)
-                    self._counts["evicted"] += made is not None
-                    self._counts["full"] += made is None and not slots
+                    evicted = None if slots else self._index.evict(size, owner)
+                    self._counts["evicted"] += evicted is not None
+                    self._counts["full"] += evicted is None and not slots
                 if slots:
                     self._grow(size, slots, owner)
-                elif not isinstance(made, SegmentSlots) or not self._remove_dead():
-                    return made if isinstance(made, DiskSlot) else None
+                elif not isinstance(evicted, SegmentSlots) or not self._remove_dead():
+                    return evicted if isinstance(evicted, DiskSlot) else None
                 else:
-                    self._grow_after = 0.0  # the disk has room again
+                    self._grow_after = 0.0  # a segment was removed, so the disk has room again
 
     def _grow(self, size: int, slots: int, owner: Owner) -> None:
-        """Create a segment whose bytes ``DiskIndex.reserve`` has set aside. If the disk is full,
-        the bytes are returned, and no segment is created for ``_GROW_AGAIN_S``."""
+        """Create a segment for which ``DiskIndex.reserve`` has reserved the bytes. If that fails,
+        the bytes are released, and no segment is created for ``_GROW_AGAIN_S``."""
         self._number += 1
         try:
             file = SegmentFile.create(self._folder, self._number, size, slots, owner.name)
@@ -388,8 +384,8 @@ class DiskTier(RecordTier):
                 self._index.add(SegmentSlots(file, owner))
 
     def _remove_dead(self) -> bool:
-        """Remove the files of dead segments and free their bytes. Returns False if a file could not
-        be removed."""
+        """Remove the files of dead segments, and release their bytes. Returns False if a file could
+        not be removed; the rest is tried again later."""
         if not self._index.dead:
             return True
         with self._lock:
@@ -408,18 +404,18 @@ class DiskTier(RecordTier):
         return True
 
 
-def _payload_check(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer, Buffer]]) -> int:
-    """The checksum of the shards, computed while they are read or written.
+def _payload_checksum(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer, Buffer]]) -> int:
+    """Consume ``parts``, which reads or writes them, and return the checksum of the shards.
 
-    ``parts`` and ``copies`` are as ``body_of`` made them. Between parts, of a few MiB each, other
-    threads can read and write.
+    ``copies`` is what ``body_of`` returned. If there are none, ``parts`` are the shards themselves,
+    and each few MiB are checksummed while other threads do their I/O.
     """
     if copies:
         deque(parts, 0)
-        return payload_check(part for _, part in copies)
-    return payload_check(np.frombuffer(part, np.uint8) for part in parts)
+        return payload_checksum(part for _, part in copies)
+    return payload_checksum(np.frombuffer(part, np.uint8) for part in parts)
 
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:
-    """Open ``disk:PATH?...``. Raises ``ConfigError``."""
+    """Open the tier of a URL ``disk:PATH?...``. Raises ``ConfigError``."""
     return DiskTier(path, options.capacity, threads=options.threads, quotas=options.quotas)

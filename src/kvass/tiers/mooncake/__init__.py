@@ -1,4 +1,4 @@
-"""The Mooncake tier: records as objects of a Mooncake Store."""
+"""The Mooncake tier: stores records as objects of a Mooncake Store."""
 
 from kvass.tiers.mooncake.tier import MooncakeTier, open_mooncake
 

@@ -1,15 +1,15 @@
 """The native client of a Mooncake Store: one per tier, set up when it is first needed.
 
-The library kills the process if it is called before it was set up, and takes 90 s to say that no
-master answers. So it is set up only once the master's port accepts a connection, with limits of our
-own, and nobody gets a client that is not set up.
+If the library is called before it is set up, it kills the process. If no master answers, its setup
+takes 90 s. So it is set up only once the master's port accepts a connection, with our own timeouts,
+and ``client`` never returns a client that is not set up.
 
-The library reads its limits from the environment of the process. We set them, except those that
-were set before this module was loaded; of several tiers in one process the one opened last decides.
-A dead master, a dead owner of memory and a master that stands still cost one to two times
-``timeout_s``, an owner that stands still up to ten times that; the GIL is free meanwhile. One thing
-has no remedy: the library says of a request that makes progress, but has not ended after a minute,
-that it failed, and may still write to the memory it was given.
+The library reads its timeouts from the environment of the process. We set these variables, except
+those that were set before this module was loaded. If a process has several tiers, the one that was
+opened last decides. A call takes one to two times ``timeout_s`` if the master is dead or hangs, or
+if the process that holds the record's memory is dead. It takes up to ten times that if the latter
+hangs. The GIL is released meanwhile. One problem remains: after a minute, the library reports a
+request that still makes progress as failed, but may go on writing to its buffers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from kvass.tiers.base import Buffer
 from kvass.tiers.options import MooncakeOptions
 
 _SET_BEFORE: Final = frozenset(os.environ)
-os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it is looked at when the library is loaded
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # the library reads it when it is loaded
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: E402
 
 ABSENT: Final = frozenset({-703, -704, -710, -712})
-"""Codes that say: there is none, not yet, or not any more."""
+"""Codes for an object that does not exist, not yet or not any more."""
 NO_ROOM: Final = -200
-"""Also if nobody contributes memory."""
+"""The store is full, or no client contributes memory."""
 LEASE_OVER: Final = -707
-"""All was read, but longer ago than the master promised to keep it: right if the checksum is."""
+"""All bytes were read, but the read lease of the master had expired by then. They are valid if the
+checksum matches."""
 OTHER_SIZE: Final = frozenset({-600, -800})
-"""Said of a record that is longer or shorter than asked for, but not of those alone."""
+"""Codes for an object whose size differs from the requested one. They also stand for other
+errors."""
 
 _CODES: Final = {
     -1: "an error inside the library",
@@ -59,12 +61,13 @@ def meaning(code: int) -> str:
 
 
 def plain() -> Any:
-    """How a record is kept: once, and evicted like any other."""
+    """The replication of a record: one copy, which may be evicted."""
     return ReplicateConfig()
 
 
 def lasting(copies: int) -> Any:
-    """Never evicted, and with as many owners as there are, up to ``copies``."""
+    """The replication of a note: up to ``copies`` copies, each in the memory of another client,
+    which are not evicted."""
     config = ReplicateConfig()
     config.replica_num = copies
     config.with_hard_pin = True
@@ -72,10 +75,11 @@ def lasting(copies: int) -> Any:
 
 
 class MooncakeClient:
-    """The library's client, and the memory that it may use.
+    """The client of the library, and the memory that it may transfer to and from directly.
 
-    Over ``tcp`` it may use any memory, and none is registered: a peer could write to memory that
-    is, unasked, over a port that asks for no password. RDMA devices need it registered.
+    With ``tcp`` the library may use any memory, so none is registered: peers could write to
+    registered memory at any time, over a port without a password. RDMA devices need registered
+    memory.
     """
 
     def __init__(self, name: str, master: tuple[str, int], options: MooncakeOptions) -> None:
@@ -89,21 +93,22 @@ class MooncakeClient:
         _set_limits(options.timeout_s)
 
     def client(self) -> Any:
-        """Ready for every call. Raises ``TierDown``."""
+        """Return the library's client. Sets it up if needed. Raises ``TierDown``."""
         with self._lock:
             if self._client is None:
                 self._client = self._set_up()
             return self._client
 
     def announce(self, buffer: Buffer) -> None:
-        """Let transfers use this memory directly, if possible; it stays until ``close``."""
+        """Let transfers use this memory directly, if possible. It must stay mapped until
+        ``close``."""
         with self._lock:
             self._announced.append(buffer)
             if self._client is not None:
                 self._register(self._client, buffer)
 
     def direct(self, buffer: Buffer) -> bool:
-        """Whether all of it lies in memory that transfers may use."""
+        """Whether transfers may use all of ``buffer`` directly."""
         first, end = _range(buffer)
         return self._options.protocol == "tcp" or any(
             begin <= first and end <= stop for begin, stop in self._registered
@@ -111,7 +116,7 @@ class MooncakeClient:
 
     @contextmanager
     def registered(self, buffers: Sequence[Buffer]) -> Iterator[None]:
-        """Let transfers use this memory meanwhile. Raises ``TierDown``."""
+        """The context in which transfers may use ``buffers``. Raises ``TierDown``."""
         with ExitStack() as ending:
             for buffer in buffers if self._options.protocol == "rdma" else ():
                 client, address = self.client(), buffer.ctypes.data
@@ -128,13 +133,14 @@ class MooncakeClient:
 
     def _set_up(self) -> Any:
         o = self._options
-        try:  # the library would try for long, and say less
+        try:  # the library would try for longer, and its error would say less
             with socket.create_connection(self._master, o.timeout_s) as connection:
                 hostname = o.hostname or connection.getsockname()[0]
         except OSError as error:
             raise TierDown(f"{self._name}: the master: {error}") from error
         client = MooncakeDistributedStore()
-        master = "{}:{}".format(*self._master)
+        host, port = self._master
+        master = f"{host}:{port}"
         code = client.setup(hostname, o.metadata, o.segment, 0, o.protocol, o.devices, master)
         if code != 0:
             client.close()
@@ -160,7 +166,7 @@ def _range(buffer: Buffer) -> tuple[int, int]:
 
 
 def _set_limits(timeout_s: int) -> None:
-    """The library's own: each is read when a client is set up, or a transfer begins."""
+    """Set the library's timeouts. It reads each when a client is set up or a transfer begins."""
     limits = {
         "MC_RPC_TIMEOUT_MS": timeout_s * 1000,
         "MC_RPC_CONNECT_TIMEOUT_MS": timeout_s * 1000,

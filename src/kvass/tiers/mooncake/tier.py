@@ -1,12 +1,14 @@
-"""The Mooncake tier: records in the memory of many machines, and a master that knows their places.
+"""The tier of a Mooncake Store: memory of many machines, and one master that knows where each
+object is.
 
-A record is one object: header, then shards. Only bytes that match the header's checksums are used.
-An object cannot be changed. To replace it, it is removed and another one is put. Meanwhile it is a
-miss. A reader may still be reading the memory of an object that was removed, and then gets a
-mixture, which fails the checksum.
+A record is one object: the header, then the shards. It is used only if the header's checksums
+match. An object cannot be changed: to replace one, it is removed and another one is put. Between
+the two it is a miss. A reader that still reads the memory of a removed object may get a mixture of
+bytes, whose checksum does not match.
 
-Records live as long as the clients that contributed their memory, and as the master; it evicts them
-as it sees fit. Nothing is connected at start. See ``client.py`` for what bounds a call.
+A record is lost when the master ends, or the client that contributed its memory. The master evicts
+records by its own rules. No connection is made at start. ``client.py`` says how long a call can
+take.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import numpy as np
 
 from kvass.errors import TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Buffer, Shards
-from kvass.tiers.buffers import groups
+from kvass.tiers.buffers import batches_by_size
 from kvass.tiers.mooncake.client import (
     ABSENT,
     LEASE_OVER,
@@ -41,41 +43,41 @@ from kvass.tiers.worker_pool import WorkerPool
 _log = logging.getLogger("kvass.tiers")
 
 _GROUP_BYTES: Final = 32 << 20
-"""What is asked for at a time; the library gives up on a request after a minute."""
+"""The most bytes of one request. The library gives up on a request after a minute."""
 _GROUP_RECORDS: Final = 16
-"""Four go to an owner at a time, and one that stands still keeps each for ``timeout_s``: together
-they must be over within that minute."""
+"""The most records of one request. The library requests four at a time from a client, and a client
+that hangs delays each by ``timeout_s``. All must be over within that minute."""
 _GROUPS_AT_ONCE: Final = 2
-"""Of one call: while one is on the wire, the checksums of the other are computed."""
+"""Requests of one call at a time: while one is transferred, the other's checksums are computed."""
 _ROOM_TRIES: Final = 5
 _ROOM_S: Final = 0.02
-"""The master evicts some time after it refused."""
+"""Seconds before a store is tried again. The master evicts a while after it refused a store."""
 _PORT: Final = 50051
-"""The master's, by default."""
+"""The default port of the master."""
 _NOTE: Final = 2 + MAX_NOTE_BYTES
-"""Bytes of a note's record: its length, and room for the longest."""
+"""Bytes of a note's record: two for its length, then the longest note."""
 _NOTE_COPIES: Final = 3
 
 Transfers: TypeAlias = list[ObjectTransfer]
 
 
 class MooncakeTier(RecordTier):
-    """``Tier`` over a Mooncake Store.
+    """``Tier`` with a Mooncake Store as the backend.
 
-    Beyond the protocol there is ``register_memory``, to be called with the memory that most buffers
-    will lie in: RDMA devices transfer those without a copy.
+    It has one more method than the protocol, ``register_memory``: RDMA devices transfer buffers in
+    registered memory without a copy.
     """
 
     def __init__(self, name: str, master: tuple[str, int], options: MooncakeOptions) -> None:
         super().__init__(name)
         self._prefix = options.prefix
         self._mooncake = MooncakeClient(name, master, options)
-        self._pool = WorkerPool(name, _GROUPS_AT_ONCE, give_up=1)
+        self._pool = WorkerPool(name, _GROUPS_AT_ONCE, max_failures=1)
         self._warned = False
 
     def register_memory(self, buffer: Buffer) -> None:
-        """Transfer buffers inside it without a copy. The memory must stay until ``close`` is
-        over."""
+        """Register the memory in which most buffers will be, so that they are transferred without a
+        copy. It must stay mapped until ``close`` has returned."""
         with self._call():
             self._mooncake.announce(buffer)
 
@@ -87,7 +89,7 @@ class MooncakeTier(RecordTier):
         outcomes: list[Outcome] = [False] * len(keys)
         left: Sequence[int] = range(len(keys))
         while left:
-            now = {keys[i]: i for i in left}  # the library fills one buffer per name and request
+            now = {keys[i]: i for i in left}  # a request may contain each name only once
             some = self._transfers(list(now), [into[i] for i in now.values()])
             for i, outcome in zip(now.values(), self._in_groups(some, self._fetch), strict=True):
                 outcomes[i] = outcome
@@ -101,21 +103,21 @@ class MooncakeTier(RecordTier):
         return self._remove([self._record(key) for key in keys])
 
     def _clear(self) -> None:
-        """All under our prefix, whoever stored it."""
+        """Delete all records with our prefix, also those that other daemons stored."""
         pattern = "^" + re.sub(r"([./-])", r"\\\1", self._prefix) + "r:"
         code = self._mooncake.client().remove_by_regex(pattern, True)
         if code < 0:
             raise self._down(meaning(code))
 
     def _get_note(self, name: str) -> bytes | None:
-        """A damaged one is none."""
+        """Return a note; None if it is absent or damaged."""
         shard = np.zeros(_NOTE, np.uint8)
         [held] = answers(self._in_groups([self._note(name, shard)], self._fetch))
         length = int.from_bytes(shard[:2].tobytes(), "little")
         return shard[2 : 2 + length].tobytes() if held else None
 
     def _put_note(self, name: str, value: bytes) -> None:
-        """As durable as the memory of several machines, if there are several."""
+        """Set a note. It is kept in the memory of several machines, if there are several."""
         shard = np.zeros(_NOTE, np.uint8)
         shard[: 2 + len(value)] = memoryview(len(value).to_bytes(2, "little") + value)
         put = partial(self._replace, how=lasting(_NOTE_COPIES))
@@ -123,7 +125,7 @@ class MooncakeTier(RecordTier):
             raise self._down(meaning(NO_ROOM))
 
     def _close(self) -> None:
-        """With the client goes the memory that we contributed, and what lay in it."""
+        """Close the client. The memory that it contributed is lost, with the records in it."""
         self._pool.close()
         self._mooncake.close()
 
@@ -142,12 +144,13 @@ class MooncakeTier(RecordTier):
     def _in_groups(
         self, transfers: Transfers, move: Callable[[Transfers], list[Outcome]]
     ) -> list[Outcome]:
-        """``move`` of neighbours that are not too much at a time, in bytes and in number."""
+        """Call ``move`` with groups of consecutive transfers, which are bounded in bytes and in
+        number, and return all outcomes."""
         sizes = [max(item.size, _GROUP_BYTES // _GROUP_RECORDS) for item in transfers]
-        some = [transfers[i.start : i.stop] for i in groups(sizes, _GROUP_BYTES)]
+        some = [transfers[i.start : i.stop] for i in batches_by_size(sizes, _GROUP_BYTES)]
 
         def work(i: int) -> list[Outcome]:
-            with self._mooncake.registered([item.room for item in some[i]]):
+            with self._mooncake.registered([item.staging for item in some[i]]):
                 outcomes = move(some[i])
             trouble = [outcome for outcome in outcomes if isinstance(outcome, TierDown)]
             if len(trouble) == len(outcomes):
@@ -162,12 +165,14 @@ class MooncakeTier(RecordTier):
     # ------------------------------------------------------------ objects
 
     def _fetch(self, transfers: Transfers) -> list[Outcome]:
-        """Load them. One that is damaged is removed, so that it can be stored again."""
-        codes = self._mooncake.client().batch_get_into_multi_buffers(*_requests(transfers))
+        """Load records. A damaged one is removed, so that it can be stored again."""
+        names, addresses, sizes = _requests(transfers)
+        client = self._mooncake.client()
+        codes = client.batch_get_into_multi_buffers(names, addresses, sizes)
         outcomes: list[Outcome] = []
         damaged = []
         for item, code in zip(transfers, codes, strict=True):
-            found = item.header_in_room() if code in (item.size, LEASE_OVER) else None
+            found = item.loaded_header() if code in (item.size, LEASE_OVER) else None
             if found is not None and found.lengths != item.lengths:
                 outcomes.append(False)
             elif found is not None and item.finish(found):
@@ -182,7 +187,8 @@ class MooncakeTier(RecordTier):
         return outcomes
 
     def _why_not(self, item: ObjectTransfer, code: int) -> Outcome:
-        """An object of another size is a miss; the library does not say that it is."""
+        """Return the outcome for an error code of a load. An object of another size is a miss, but
+        the library has no code for that alone."""
         if code in ABSENT or code >= 0:
             return False
         if code in OTHER_SIZE and self._mooncake.client().get_size(item.name) != item.size:
@@ -190,18 +196,17 @@ class MooncakeTier(RecordTier):
         return self._down(meaning(code))
 
     def _replace(self, transfers: Transfers, how: Any) -> list[Outcome]:
-        """Put them, instead of what has their names."""
+        """Store records: remove the objects of the same names, then put the new ones."""
         client = self._mooncake.client()
         for item in transfers:
-            item.fill_room()
+            item.fill_staging()
         outcomes = self._remove([item.name for item in transfers])
         left = [i for i, removed in enumerate(outcomes) if removed is True]
         for _ in range(_ROOM_TRIES):
             if not left:
                 return outcomes
-            codes = client.batch_put_from_multi_buffers(
-                *_requests([transfers[i] for i in left]), how
-            )
+            names, addresses, sizes = _requests([transfers[i] for i in left])
+            codes = client.batch_put_from_multi_buffers(names, addresses, sizes, how)
             for i, code in zip(left, codes, strict=True):
                 refused = code not in (0, NO_ROOM)
                 outcomes[i] = self._down(meaning(code)) if refused else code == 0
@@ -214,15 +219,17 @@ class MooncakeTier(RecordTier):
         return outcomes
 
     def _remove(self, names: list[str]) -> list[Outcome]:
-        """Remove objects. A lease, which each reader takes, does not keep one from going."""
+        """Remove objects, also those that readers have leased."""
         codes = self._mooncake.client().batch_remove(names, True)
         return [code == 0 or code in ABSENT or self._down(meaning(code)) for code in codes]
 
 
 def _requests(some: Transfers) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    """Return the names of the objects, and the addresses and sizes of their pieces of memory."""
     return [p.name for p in some], [p.addresses for p in some], [p.sizes for p in some]
 
 
 def open_mooncake(where: str, options: MooncakeOptions) -> MooncakeTier:
-    """``mooncake:HOST[:PORT]?...``, the master's. Raises ``ConfigError``."""
+    """Open the tier of a URL ``mooncake:HOST[:PORT]?...``. HOST and PORT are those of the master.
+    Raises ``ConfigError``."""
     return MooncakeTier(f"mooncake:{where}", host_and_port("mooncake", where, _PORT), options)

@@ -1,4 +1,4 @@
-"""Log lines about sessions: which registered, which ended, which requests were refused and why."""
+"""Log lines about sessions: who registered, who left, what was refused and why."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ LOGGED: Final = frozenset({Cleared, Error, Registered})
 _log: Final = logging.getLogger("kvass")
 
 
-class Journal:
-    """Writes the log lines about sessions, and keeps the name of each live one.
+class SessionLog:
+    """Writes the log lines about sessions. It remembers the pid, uid and engine of each live one.
 
-    A session that registers nothing, like that of ``kvass status``, is logged at ``debug``.
+    A session that does not register (``kvass status``, a health check) is logged at ``debug``.
     """
 
     def __init__(self) -> None:
         self._who: dict[SessionId, dict[str, Any]] = {}
 
     def opened(self, session: SessionId, peer: PeerCredentials) -> None:
-        """``peer`` connected."""
+        """Log that ``peer`` connected."""
         self._who[session] = {"session": session, "pid": peer.pid, "uid": peer.uid}
         self._say(logging.DEBUG, session, "connected")
 
-    def replied(self, session: SessionId, reply: FromDaemon, asked: Register | None) -> None:
-        """A reply of ``LOGGED`` was sent. ``asked``: what the session has registered as."""
+    def replied(self, session: SessionId, reply: FromDaemon, register: Register | None) -> None:
+        """Log a reply whose type is in ``LOGGED``. ``register``: the message with which the session
+        has registered, if it has."""
         who = self._who.get(session)
         if who is None:
             return
@@ -40,11 +41,11 @@ class Journal:
             self._say(logging.INFO, session, f"refused: {reply.code}: {reply.text}{end}")
         elif isinstance(reply, Cleared):
             self._say(logging.INFO, session, f"cleared {reply.rows} rows")
-        elif isinstance(reply, Registered) and asked is not None:
-            model = model_of(asked)
-            known = {"engine": asked.instance, "rank": asked.rank, "model": model}
+        elif isinstance(reply, Registered) and register is not None:
+            model = model_of(register)
+            known = {"engine": register.instance, "rank": register.rank, "model": model}
             known["namespace"] = reply.namespace.hex()[:8]
-            if known.items() <= who.items():  # clients repeat it while ranks are missing
+            if known.items() <= who.items():  # clients register repeatedly while ranks are missing
                 return
             who |= known
             waits = f"waits for ranks {', '.join(map(str, reply.missing[:8]))}"
@@ -53,7 +54,7 @@ class Journal:
             self._say(logging.INFO, session, f"registered, {named}{state}")
 
     def lost(self, session: SessionId) -> None:
-        """A session has ended."""
+        """Log that a session has ended, and forget it."""
         if session in self._who:
             engine = "engine" in self._who[session]
             self._say(logging.INFO if engine else logging.DEBUG, session, "disconnected")
