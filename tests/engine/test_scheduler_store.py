@@ -218,7 +218,7 @@ def test_a_tail_whose_chunk_is_complete_meanwhile_is_waited_for_no_more() -> Non
     for _ in range(3):
         world.step()
     assert len(client.reserves) == asked + 1
-    assert planner._quiet > 10
+    assert planner._quiet_steps > 10
 
 
 def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:
