@@ -239,11 +239,11 @@ def _replaces(self: Any, text: str, salt: bytes) -> None:
     self._texts[text] = salt
 
 
-REAL_NAME = Adapters._name
+REAL_NAME = Adapters._update_named
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "a rank refuses no load": (HeldAdapters, "may_load", lambda *_: True),
     "a rank refuses no store": (HeldAdapters, "computed", lambda *_: True),
-    "the first rank names it for all": (Adapters, "_name", _by_first_rank),
+    "the first rank names it for all": (Adapters, "_update_named", _by_first_rank),
     "what has the id of before is what it was": (HeldAdapters, "look", _by_id),
     "a text stands for the last alone": (Adapters, "_stands_for", _replaces),
     "files are looked at after reading alone": (lora, "sources", _after_reading),

@@ -41,8 +41,8 @@ RECENT_S: Final = 0.05
 PATIENCE_S: Final = 0.25
 """A check that takes longer is ignored, and no lookup stays pending because of it."""
 MAX_KNOWN: Final = 10_000
-"""The most texts, ids and paths that are remembered, each. Requests with a further text run
-uncached."""
+"""How many texts are remembered, and how many ids, and how many paths. Requests with a text that is
+not remembered run uncached."""
 
 
 class NoSalt(enum.Enum):
@@ -125,13 +125,14 @@ class Adapters:
         self._may_compute(adapter.text, state)
 
     def reported(self, news: Mapping[int, News]) -> None:
-        """Take in the news of all ranks of one step, by rank."""
+        """Take in what the ranks hold now. ``news``: the changes up to one step, of all ranks, by
+        rank."""
         for rank, changes in news.items():
             for number, held in changes.items():
                 self._ids.setdefault(number, self._unheld()).ranks[rank] = held
         for number in {number for changes in news.values() for number in changes}:
             state = self._ids[number]
-            self._name(number, state)
+            self._update_named(number, state)
             for text in state.texts:
                 self._may_compute(text, state)
 
@@ -177,9 +178,9 @@ class Adapters:
     def _unheld(self) -> AdapterState:
         return AdapterState([Held(-1, GONE)] * self._ranks)
 
-    def _name(self, number: int, state: AdapterState) -> None:
-        """The ranks' holdings under id ``number`` changed. If all ranks agree now, set ``named``
-        and what was read from each path."""
+    def _update_named(self, number: int, state: AdapterState) -> None:
+        """A rank holds other weights under id ``number``. If all ranks agree now, set ``named`` and
+        what was read from each path."""
         if not self._agreed(state):
             return
         digests = tuple(one.digest for one in state.ranks)
@@ -199,14 +200,16 @@ class Adapters:
         return not unnamed and len({one.since for one in state.ranks}) == 1
 
     def _may_compute(self, text: str, state: AdapterState) -> None:
-        """From now on the ranks may compute requests with ``text`` with what they hold."""
+        """From now on the ranks may compute requests of ``text`` with the weights that they hold
+        now."""
         if self._agreed(state):
-            assert state.named is not None, "_name set it when the ranks agreed"
+            assert state.named is not None, "_update_named set it when the ranks agreed"
             self._stands_for(text, state.named.salt)
         elif state.held:
             self._stands_for(text, b"")
 
     def _stands_for(self, text: str, salt: bytes) -> None:
+        """Note that ``text`` stands for ``salt``. Empty: for weights without a digest."""
         known = self._texts.get(text)
         if known is None and len(self._texts) >= MAX_KNOWN:
             return  # there are too many texts: requests with this one run uncached

@@ -59,7 +59,7 @@ def log_off(reason: object, scheduler: bool) -> None:
 
 def on_thread(name: str, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
     """Run ``call(...)`` on a daemon thread of this name. The future gets its result or its
-    exception. A cancelled future ignores both."""
+    exception. Cancel the future if the result is not needed any more."""
     found: Future[R] = Future()
 
     def run() -> None:

@@ -94,7 +94,7 @@ class WeightChanges:
         self._pool.was_reset()  # so the next hook does not see this reset again
         try:
             self._discard_computed()
-        finally:  # clear also if a defect raises here: old weights computed what is cached
+        finally:  # also if this raises: rows of the old weights must not stay in the daemon
             try:
                 self._client.clear(timeout_s)
             finally:

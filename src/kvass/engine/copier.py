@@ -138,9 +138,9 @@ class Copier:
         for store in stores:
             good = store.computed < self._first_bad_step and self._computed_by(store)
             if not good or not self._boundary.run(False, self._begin, store):
-                self._close_one(work.step)
+                self._count_down(work.step)
                 self._boundary.run(None, self._refuse, store)
-        self._close_one(work.step)
+        self._count_down(work.step)
 
     def _step_failed(self, number: int) -> None:
         """Step ``number`` did not compute what was planned: store nothing from it on."""
@@ -188,8 +188,8 @@ class Copier:
         self._poll()
         if not self._computed:
             return []
-        settled, self._ended_steps = self._ended_steps, []
-        return settled
+        ended, self._ended_steps = self._ended_steps, []
+        return ended
 
     def adapter_news(self) -> dict[int, News]:
         """By rank: what this rank holds under each LoRA adapter id that changed since the last
@@ -212,7 +212,7 @@ class Copier:
     # ------------------------------------------------------------ adapters
 
     def _note_adapters(self, number: int) -> None:
-        """Note which adapters this rank holds in step ``number``; if that fails, that it is
+        """Note which adapters this rank holds in step ``number``. If that fails, note that they are
         unknown."""
         if self._held is not None and not self._boundary.run(False, self._look_at_adapters, number):
             self._held.lost(number)
@@ -292,7 +292,7 @@ class Copier:
             self._tracing.copied(_copy_of(done), done)
 
     def _settle(self, copy: Load | Store, written: bool = False) -> None:
-        """Commit, abort or release: send the daemon that this copy has ended. ``written``: it was
+        """Send the commit, abort or release of a copy that has ended. ``written``: the copy was
         complete and in time."""
         if self._client is None:
             return
@@ -322,7 +322,7 @@ class Copier:
         if done.outcome == "lost" and not any(kept is self._owners for kept in _lost):
             _lost.append(self._owners)
         if isinstance(copy, Store):
-            self._close_one(copy.step)
+            self._count_down(copy.step)
         else:
             self._finished.add(copy.request)
             if not done.ok:
@@ -336,9 +336,9 @@ class Copier:
                 done.error or f"{done.seconds:.3f} s",
             )
 
-    def _close_one(self, step: int) -> None:
-        """One store of ``step``, or the loop that began them, has ended. After the last one the
-        step can be reported."""
+    def _count_down(self, step: int) -> None:
+        """Count down the stores of ``step`` that have not ended, and 1 for the call of ``store``
+        that begins them. At 0 the step can be reported."""
         self._open[step] -= 1
         if self._open[step] == 0:
             del self._open[step]

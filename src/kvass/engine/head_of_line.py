@@ -42,8 +42,8 @@ class HeadOfLine:
         request got blocks."""
 
     def passes(self, name: str) -> bool:
-        """Whether to pass over a request that the engine looks up, by the answer that its lookup is
-        pending."""
+        """Whether the lookup of a request must be answered as pending, so that the engine passes
+        over the request."""
         if name in self._tried and not self._loaded <= self._tried:
             self._passing = True
             return True

@@ -18,8 +18,9 @@ from kvass.layout.spans import Spans, States, Table
 from kvass.messages import ReserveItem
 
 KEYS_PER_STEP: Final = 16_384
+"""The most hashes in one reserve. A later step offers the rest."""
 ITEMS_PER_STEP: Final = 1024
-"""Most hashes and items in one reserve, within the limits of a message. The rest waits a step."""
+"""The most items in one reserve. A later step offers the rest."""
 BLOCKS_PER_ITEM: Final = 8192
 """An item of more blocks is sent without block hashes."""
 
@@ -27,9 +28,9 @@ BLOCKS_PER_ITEM: Final = 8192
 @dataclass
 class Offer:
     """One item of a reserve, and what is needed to plan its store. It offers the chunks
-    ``[item.first, end)``. If ``tail`` is not 0, the last of them ends early, at that block of the
-    request. The daemon's answer decides the request's chunks ``[since, ready)``. ``named``: the
-    LoRA adapter of the request."""
+    ``[item.first, end)``. If ``tail`` is not 0, the last of them is a tail, which ends with block
+    ``tail - 1`` of the request. The daemon's answer decides the request's chunks
+    ``[since, ready)``. ``named``: the LoRA adapter of the request."""
 
     state: RequestState
     item: ReserveItem
@@ -175,16 +176,15 @@ class OfferMaker:
         tail: int,
     ) -> tuple[list[Offer], int]:
         """The offers of one request, and the width of a hash in bytes. There is one offer for each
-        run of chunks of which the same groups can be stored (``Spans.runs``). If ``tail`` lies in
-        the chunk after chunk ``ready - 1``, the last offer ends at that block."""
+        run of chunks of which the same groups can be stored (``Spans.runs``). If the first
+        ``tail`` blocks end inside chunk ``ready``, the last offer has that tail, too."""
         name, since, each = state.request.name, state.offered.chunks, self._setup.chunk_blocks
         salt = b"" if named is None else named.salt
         ready = min(ready, self._spans.covered(table))
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
         runs = self._spans.runs(table, states, since, ready)
-        there = tail > 0 and tail // each == ready and min(map(len, table)) >= tail
-        if not there:
+        if not (tail > 0 and tail // each == ready and min(map(len, table)) >= tail):
             tail = 0
         if tail:
             table = [ids[:tail] for ids in table]

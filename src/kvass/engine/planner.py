@@ -47,9 +47,9 @@ class Planner:
     False or raises, call ``revoke``."""
 
     def __init__(
-        self, setup: EngineSetup, make: EventMaker | None = None, *, watched: bool = False
+        self, setup: EngineSetup, event_maker: EventMaker | None = None, *, watched: bool = False
     ) -> None:
-        """``make`` makes KV events; None if the engine publishes none. ``watched``: the connector
+        """``event_maker``: None if the engine publishes no KV events. ``watched``: the connector
         calls ``weights_may_change`` before anything that may replace weights. A reset of the
         engine's own cache is then no sign of a change."""
         self._setup = setup
@@ -77,8 +77,8 @@ class Planner:
         self.when_answered: OfferAnswered | None = None
         """Called when the daemon has answered an offer. Set it before ``bind``."""
         self.events: RowEvents | None = None
-        if make is not None:
-            self.events = RowEvents(self._client, make, self.traffic)
+        if event_maker is not None:
+            self.events = RowEvents(self._client, event_maker, self.traffic)
 
     def bind(self, pool: BlockPool) -> None:
         """Set the engine's block pool."""
@@ -145,7 +145,7 @@ class Planner:
             return 0
         if not state.request.reads_cache:
             return 0
-        first, chunks = local // self._setup.chunk_tokens, self._matchable(state.request)
+        first, chunks = local // self._setup.chunk_tokens, self._matchable_chunks(state.request)
         end = self._hit_end(state.request, chunks)
         named: NamedAdapter | NoSalt | None = NoSalt.UNKNOWN
         if self._client.connected and end > local:
@@ -184,16 +184,18 @@ class Planner:
 
     @property
     def _hits_end_inside_chunks(self) -> bool:
-        """Whether a hit may end inside of a chunk."""
+        """Whether a hit may end inside a chunk."""
         return self._setup.chunk_blocks > 0
 
     def _tokens(self, chunks: int, blocks: int = 0) -> int:
+        """How many tokens ``chunks`` chunks and ``blocks`` blocks have."""
         each = self._setup.chunk_tokens
         return chunks * each + blocks * each // max(1, self._setup.chunk_blocks)
 
     def _hit_end(self, request: Request, chunks: int) -> int:
         """The largest number of tokens that a hit may have. If hits may end inside a chunk, a hit
-        never has the last known token: as with its own cache, the engine computes it again."""
+        never has the last known token. The engine computes that token again, as it does after a
+        hit in its own cache."""
         if not self._hits_end_inside_chunks:
             return self._tokens(chunks - self._setup.spare)
         below_last = (request.known_tokens - 1) // self._tokens(0, 1)
@@ -210,7 +212,8 @@ class Planner:
             return b""
         return state.block_digests(first, last, salt)[0]
 
-    def _matchable(self, request: Request) -> int:
+    def _matchable_chunks(self, request: Request) -> int:
+        """How many chunks of the request are looked up."""
         if self._setup.spare or self._setup.hits_whole_prompts:
             return request.hashed_chunks
         below_last = (request.known_tokens - 1) // self._setup.chunk_tokens
@@ -350,7 +353,7 @@ class Planner:
         """Take in the LoRA adapters that the ranks hold, as ``Adapters.reported``."""
         self._adapters.reported(news)
 
-    # ------------------------------------------------------------ the engine's questions
+    # ------------------------------------------------------------ calls of the engine
 
     def storing(self) -> bool:
         """Whether the engine must keep stepping: ``StorePlanner.storing``, or a KV event is
@@ -397,10 +400,10 @@ class PrefillSpeed:
     """An estimate of how many tokens the engine computes per second. It is measured from the times
     at which steps are planned.
 
-    The estimate may be too high, but not too low: a request would then wait for loads that take
-    longer than computing. The duration of a step is the longer of the two intervals that follow
-    it, because with asynchronous scheduling the next step is planned at once. Idle time makes a
-    sample too slow, so the estimate is the fastest of the last ``SAMPLES`` samples.
+    The estimate errs on the high side. If it were too low, a request would wait for loads that
+    take longer than computing. The duration of a step is the longer of the two intervals that
+    follow it, because with asynchronous scheduling the next step is planned at once. Idle time
+    makes a sample too slow, so the estimate is the fastest of the last ``SAMPLES`` samples.
     """
 
     def __init__(self) -> None:

@@ -81,16 +81,20 @@ class OfferProgress:
     chunks: int = 0
     """How many chunks were offered or loaded."""
     tail: int = 0
-    """How many blocks end with the last tail that was offered; 0: none was offered."""
+    """How many blocks the request has up to the end of the last tail that was offered; 0: no tail
+    was offered."""
     due: int = 0
-    """How many blocks end with the tail of the prompt; 0: it has none, or is not computed."""
+    """How many blocks the request has up to the end of its prompt's tail; 0: the prompt has no
+    tail, or is not computed yet."""
 
     @property
     def never(self) -> bool:
+        """Whether nothing of the request is offered any more."""
         return self.state is StoreState.NEVER
 
     @property
     def prefilled(self) -> bool:
+        """Whether the prompt is computed."""
         return self.state is StoreState.PREFILLED
 
     def prompt_computed(self, tail: int) -> None:
@@ -110,8 +114,8 @@ class OfferProgress:
         self.offer_again()
 
     def sent(self, chunks: int, tail: int) -> None:
-        """A reserve was sent. It decides the chunks before ``chunks``, and the tail that ends at
-        block ``tail`` (0: no tail)."""
+        """A reserve was sent. It decides the chunks before ``chunks``, and the tail that ends after
+        ``tail`` blocks (0: no tail)."""
         self.chunks = max(self.chunks, chunks)
         self.tail = max(self.tail, tail)
 
@@ -159,6 +163,7 @@ class RequestState:
 
     @property
     def may_load(self) -> bool:
+        """Whether a load of the request may begin."""
         return self.state not in (LoadState.LOADING, LoadState.LOADED, LoadState.STALE)
 
     @property
@@ -169,7 +174,7 @@ class RequestState:
 
     def answered(self, answer: Answer) -> bool:
         """A lookup was answered. True: it is the first answer since the request last got blocks.
-        The engine may look it up again before it has free blocks."""
+        The engine may repeat the lookup before it has free blocks."""
         self.answer = answer
         first = self.state is not LoadState.ANSWERED
         self._move(LoadState.ANSWERED)
@@ -188,7 +193,8 @@ class RequestState:
             self._move(LoadState.LOADING)
 
     def load_failed(self) -> None:
-        """A load of the request failed. If the planner did not begin it, it will begin none."""
+        """A load of the request failed. If the planner did not begin that load, it begins no load
+        of this request later."""
         if self.may_load:
             self._move(LoadState.LOADED if self.state is LoadState.COMPUTING else LoadState.LOADING)
 
@@ -212,8 +218,8 @@ class RequestState:
 
     def digests(self, chunks: int, salt: bytes) -> tuple[bytes, int]:
         """The hashes of the first ``chunks`` chunks, concatenated, and the width of one. If
-        ``salt`` is not empty, a hash of it is mixed into each by XOR. The engine's hashes are as
-        good as random, so results are equal only for equal hashes and salts."""
+        ``salt`` is not empty, its hash is mixed into each of them by XOR. The engine's hashes are
+        as good as random, so results are equal only for equal hashes and salts."""
         return _joined(self.request.chunk_hashes(0, chunks) if chunks > 0 else (), salt)
 
     def block_digests(self, first: int, end: int, salt: bytes) -> tuple[bytes, int]:

@@ -89,7 +89,7 @@ class Reserves:
     ) -> None:
         self.pending: deque[PendingReserve] = deque()
         self.backoff = Backoff()
-        self.offered_again = False
+        self.must_offer_again = False
         """Whether some chunks must be offered again. The planner sets it back to False."""
         self._setup = setup
         self._client = client
@@ -110,7 +110,7 @@ class Reserves:
         items = [offer.item for offer in offers]
         reserving = self._client.begin_reserve(items, width, wait=not work.computes)
         if reserving is None:
-            self.lost(offer.state for offer in offers)
+            self.count_unstored(offer.state for offer in offers)
             self._refused()
             return
         for offer in offers:
@@ -151,13 +151,13 @@ class Reserves:
             self._abandon(self.pending.popleft())
 
     def offer_everything_again(self) -> None:
-        """Offer all chunks of all live requests again, because the daemon has lost what it had. A
-        chunk is useless without its prefix."""
-        self.offered_again = True
+        """Offer all chunks of all live requests again, because earlier stores were lost. A chunk is
+        useless without its prefix, so all of them are offered."""
+        self.must_offer_again = True
         for state in self._requests.values():
             state.offered.offer_again()
 
-    def lost(self, states: Iterable[RequestState]) -> None:
+    def count_unstored(self, states: Iterable[RequestState]) -> None:
         """Count those of these requests that have ended: their offers will not be stored. Live
         requests can be offered again. Without a daemon nothing is counted."""
         if self._client.connected:
@@ -191,7 +191,8 @@ class Reserves:
 
     def _reserve_later(self, reserve: PendingReserve, granted: Granted, work: StepWork) -> None:
         """Reserve the chunks that the daemon put off (``Grant.later``). It puts chunks off so that
-        other clients need not wait for a large reserve."""
+        other clients need not wait for a large reserve. If it put off everything, a later step
+        offers them again."""
         pairs = list(zip(reserve.offers, granted.grants, strict=True))
         left = [
             replace(o, item=self._later(o.item, g.later, reserve.width))
@@ -210,15 +211,17 @@ class Reserves:
         return msgspec.structs.replace(item, first=first, blocks=item.blocks[before:])
 
     def _abandon(self, reserve: PendingReserve) -> None:
+        """Give up one reserve, and free its blocks."""
         self._client.give_up(reserve.reserving)
         self._offer_again(reserve.offers)
         self._pool.free(reserve.held)
 
     def _offer_again(self, offers: list[Offer]) -> None:
-        self.offered_again = True
+        """Offer the chunks of ``offers`` in a later step, if their requests live."""
+        self.must_offer_again = True
         for offer in offers:
             offer.state.offered.offer_again(offer.since)
-        self.lost(offer.state for offer in offers)
+        self.count_unstored(offer.state for offer in offers)
 
     def _refused(self) -> None:
         """A whole reserve was refused. If the daemon is there, some rank is not registered yet, so

@@ -63,9 +63,11 @@ class Expected(NamedTuple):
 class RowEvents:
     """The KV events of one engine. Used from the engine's scheduler thread only."""
 
-    def __init__(self, client: SchedulerClient, make: EventMaker, traffic: EngineTraffic) -> None:
+    def __init__(
+        self, client: SchedulerClient, event_maker: EventMaker, traffic: EngineTraffic
+    ) -> None:
         self._client = client
-        self._make = make
+        self._event_maker = event_maker
         self._traffic = traffic
         self._events: list[Any] = []
         self._announced: dict[Row, Any] = {}
@@ -187,7 +189,7 @@ class RowEvents:
             return  # it was stored again after the query
         del self._expected[row]
         if is_there:
-            event, kept = self._make.stored(expected.request, row[0], expected.chunk)
+            event, kept = self._event_maker.stored(expected.request, row[0], expected.chunk)
             self._announced[row] = kept
             self._events.append(event)
             self._traffic.count("announced_rows")
@@ -199,5 +201,5 @@ class RowEvents:
             if (kept := self._announced.pop(row, None)) is not None:
                 gone.setdefault(row[0], []).append(kept)
         for group, kept_rows in gone.items():
-            self._events.append(self._make.removed(group, kept_rows))
+            self._events.append(self._event_maker.removed(group, kept_rows))
             self._traffic.count("withdrawn_rows", len(kept_rows))

@@ -63,7 +63,7 @@ class StorePlanner:
         self._reserves = Reserves(
             setup, client, spans, requests, pool, traffic, self._granted, when_answered
         )
-        self._ended = EndedRequests(pool, self._reserves.lost)
+        self._ended = EndedRequests(pool, self._reserves.count_unstored)
         self._offers = OfferMaker(setup, spans, adapters, pool)
         self._chunk_blocks = max(1, setup.chunk_blocks)
         self._number = 0
@@ -79,14 +79,14 @@ class StorePlanner:
         self._number += 1
         self._adapters.new_step(self._number)
         work.number, work.computes = self._number, step.tokens > 0
-        if not self._setup.stores or self._goes_on(step):
+        if not self._setup.stores or self._completes_nothing(step):
             return
-        self._quiet_steps, self._reserves.offered_again = 0, False
+        self._quiet_steps, self._reserves.must_offer_again = 0, False
         self._reserves.collect(work)
         ended = self._ended.take()
         try:
             if not self._client.answering:
-                self._reserves.lost(one.state for one in ended)
+                self._reserves.count_unstored(one.state for one in ended)
             elif self._reserves.backoff.skips_step():
                 self._ended.postpone(ended, self._reserves.pending)
                 for name, _ in step.requests():  # a request may end before it is offered
@@ -99,10 +99,11 @@ class StorePlanner:
         finally:
             self._ended.taken(ended)
 
-    def _goes_on(self, step: Step) -> bool:
-        """Whether this is a decode step of the same requests that completes nothing, so that there
-        is nothing to do. Most steps are such steps, also with hundreds of requests."""
-        if self._reserves.offered_again:
+    def _completes_nothing(self, step: Step) -> bool:
+        """Whether this step adds one token to each request of the step before and completes no
+        chunk, so that there is nothing to do. This is so in most steps, also with hundreds of
+        requests."""
+        if self._reserves.must_offer_again:
             return False
         idle = self._quiet_steps > 0 and not self._reserves.pending and not self._ended.waiting
         if not idle or step.tokens != len(step.names) or step.names != self._names:
@@ -121,7 +122,7 @@ class StorePlanner:
             if state is None or state.offered.never:
                 continue
             state.step(self._number)
-            # Draft tokens are computed too, but have no hash. Hashed tokens are final.
+            # Draft tokens are computed, too, but have no hash. Hashed tokens never change.
             computed = state.request.computed_tokens + tokens
             missing = self._offers.tokens_of_next(state) - computed
             left = min(left, missing)
@@ -137,8 +138,8 @@ class StorePlanner:
 
     def request_ended(self, state: RequestState, table: Table) -> None:
         """A request ended with the blocks of ``table``. Hold those that were computed and not
-        offered, so that the next step can offer them. Without a step that computed tokens, the
-        blocks may still be loading; then nothing is held."""
+        offered, so that the next step can offer them. If no step has computed tokens of the
+        request, nothing is held, because its blocks may still be loading."""
         request, offered = state.request, state.offered
         if not self._setup.stores or offered.never:
             return
@@ -146,7 +147,9 @@ class StorePlanner:
         blocks = self._offers.blocks(state, computed)
         if not blocks or min(map(len, table), default=0) < blocks:
             if min(computed // self._setup.chunk_tokens, request.hashed_chunks) > offered.chunks:
-                self._reserves.lost([state])  # its whole chunks are not held for a later step
+                self._reserves.count_unstored(
+                    [state]
+                )  # its whole chunks are not held for a later step
             return
         if self._offers.tail(state, blocks) or blocks // self._chunk_blocks > offered.chunks:
             table, first = [ids[:blocks] for ids in table], offered.chunks * self._chunk_blocks
@@ -168,7 +171,7 @@ class StorePlanner:
         if later:
             self._ended.postpone(later, self._reserves.pending)
 
-    # ------------------------------------------------------------ what comes back
+    # ------------------------------------------------------------ answers and reports
 
     def abandon_pending(self) -> None:
         """Give up all offers that are not answered, and free their blocks. Chunks of live requests
@@ -185,7 +188,7 @@ class StorePlanner:
         """As ``CopiedBlocks.reported``."""
         self._blocks.reported(steps)
 
-    # ------------------------------------------------------------ the engine's questions
+    # ------------------------------------------------------------ calls of the engine
 
     def storing(self) -> bool:
         """Whether the engine must keep stepping, because an answer of the daemon or a report of a
@@ -193,8 +196,8 @@ class StorePlanner:
         return bool(self._reserves.pending or self._ended.waiting or self._blocks.awaited)
 
     def frees_blocks(self) -> bool:
-        """Called when the engine has too few free blocks. Whether a later step will have more, so
-        that the engine need not preempt a request. If an offer has waited for longer than a step,
+        """Whether a later step will have more free blocks. The engine calls this when it has too
+        few; if True, it need not preempt a request. If an offer has waited for longer than a step,
         all offers are given up and their blocks are freed."""
         pending, ended = self._reserves.pending, self._ended.waiting
         if freed_by_giving_up(self._pool, (*pending, *ended)):

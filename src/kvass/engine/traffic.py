@@ -21,10 +21,10 @@ MEANINGS: Final[dict[str, str]] = {
     "store_seconds": "Time that stores took, from the step that began them.",
     "stores_late": "Stores that ended after their reservation; nothing was stored.",
     "stores_failed": "Stores that failed otherwise; nothing was stored.",
-    "unstored_requests": "Requests that ended, of which something was not stored: vLLM needed "
-    "their blocks, or the daemon was late.",
-    "blends": "Prompts of which segments were loaded that are not their prefix.",
-    "blends_failed": "Prompts of which these could not be loaded; the engine computes instead.",
+    "unstored_requests": "Ended requests of which something was not stored, because vLLM needed "
+    "their blocks or the daemon was late.",
+    "blends": "Prompts for which segments were loaded that are not their prefix.",
+    "blends_failed": "Prompts whose segments could not be loaded; the engine computes instead.",
     "blended_tokens": "Tokens in such segments that were not computed.",
     "announced_rows": "Rows announced in KV events.",
     "withdrawn_rows": "Rows withdrawn in KV events.",

@@ -37,12 +37,14 @@ NAME_IT: Final = "set kvass.model_id to a name of your own for these weights"
 BLOB: Final = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 """The names that the Hub's client gives to blobs: git's SHA-1 of a small file, or a SHA-256."""
 PIECE_BYTES: Final = 1 << 20
+"""How many bytes of a file are read at a time."""
 MAX_THREADS: Final = 8
 """The most hashing threads of one process. Each hashes one file at a time, without the GIL."""
 START_MARGIN_NS: Final = 100_000_000
 """A margin that is added to the start time of a process, because its clock and that of the file
 system are coarse. No process reads weights so soon after its start."""
 _imported_ns: Final = time.time_ns()
+"""When this module was imported."""
 
 
 class WeightFiles(Protocol):
@@ -64,8 +66,8 @@ Source = str | WeightFiles
 def begin(sources: tuple[Source, ...], processes: int = 1) -> Future[str]:
     """Begin to compute the name of these weights on threads, and wait for it up to ``NAME_WAIT_S``.
     ``processes``: how many processes of this machine do the same and share its cores. Raises
-    ``Indescribable`` if that has failed by then. It may also fail later, in the future. A cancelled
-    future ignores the name.
+    ``Indescribable`` if the computation has failed by then. If it fails later, the future has the
+    exception. Cancel the future if the name is not needed any more.
     """
     cores = len(os.sched_getaffinity(0))
     threads = max(1, min(MAX_THREADS, cores // processes))
