@@ -1,4 +1,4 @@
-"""The state of the files of a LoRA adapter, by which a change of them is noticed."""
+"""The state of a LoRA adapter's files, as a text that changes when the files change."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ STABLE_NS: Final = 20_000_000
 """How long files must have been unchanged. The clock of a file system is coarse, so a file that
 changed just now may change again without a new time."""
 MAX_ENTRIES: Final = 1000
+"""The most files of a folder whose state is read."""
 
 
 def files_state(path: str) -> str:

@@ -116,12 +116,12 @@ class WeightChanges:
         the engine's own cache was reset, or has no blocks of old weights any more."""
         what, self._noted = self._noted, ""
         before = self.state
-        looks = bool(what) or (reset and before is OwnCache.STALE)
-        if not looks and not (reset and self._resets_count):
+        may_be_stale = bool(what) or (reset and before is OwnCache.STALE)
+        if not may_be_stale and not (reset and self._resets_count):
             return
         stale = True  # assumed if ``_has_old_blocks`` raises
         try:
-            stale = looks and self._has_old_blocks()
+            stale = may_be_stale and self._has_old_blocks()
             self._discard_computed(stale)
         finally:  # also if this raises: the change is not noticed again
             self.state = OwnCache.STALE if stale else OwnCache.FRESH
@@ -131,6 +131,7 @@ class WeightChanges:
                 self._client.new_generation()
 
     def _has_old_blocks(self) -> bool:
+        """Whether the engine's own cache has blocks, or a live request has computed tokens."""
         return not self._pool.empty or any(
             state.request.computed_tokens for state in self._requests.values()
         )

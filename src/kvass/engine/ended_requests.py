@@ -34,13 +34,15 @@ class EndedRequest:
 
 
 class EndedRequests:
-    """The ended requests that wait to be offered, oldest first. ``lost`` is called with the states
-    of the requests that are given up."""
+    """The ended requests that wait to be offered, oldest first. ``count_unstored`` is called with
+    the states of the requests that are given up."""
 
-    def __init__(self, pool: BlockPool, lost: Callable[[Iterable[RequestState]], None]) -> None:
+    def __init__(
+        self, pool: BlockPool, count_unstored: Callable[[Iterable[RequestState]], None]
+    ) -> None:
         self.waiting: list[EndedRequest] = []
         self._pool = pool
-        self._lost = lost
+        self._count_unstored = count_unstored
 
     def take(self) -> list[EndedRequest]:
         """Return and remove all that wait. The caller offers them, then calls ``taken``."""
@@ -64,10 +66,10 @@ class EndedRequests:
         while over > 0 and self.waiting:
             dropped.append(self.waiting.pop())
             over -= len(dropped[-1].held)
-        self._lost(one.state for one in dropped)
+        self._count_unstored(one.state for one in dropped)
 
     def give_up(self) -> None:
         """Give up all that wait, and free their blocks."""
         ended = self.take()
-        self._lost(one.state for one in ended)
+        self._count_unstored(one.state for one in ended)
         self.taken(ended)

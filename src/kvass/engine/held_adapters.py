@@ -26,7 +26,7 @@ KEPT_CHANGES: Final = 64
 """How many changes of an id are remembered."""
 MAX_IDS: Final = 4096
 FORGET_AFTER_STEPS: Final = 1000
-"""If there are more than ``MAX_IDS`` ids, those that were gone for so many steps are forgotten."""
+"""With more than ``MAX_IDS`` ids, an id is forgotten after this many steps without an adapter."""
 
 
 class Held(NamedTuple):

@@ -69,7 +69,8 @@ class StorePlanner:
         self._number = 0
         self._names: Set[str] = frozenset()
         self._quiet_steps = 0
-        """How many steps that add one token to each of ``_names`` will complete nothing."""
+        """How many of the next steps complete no chunk, if each adds one token to each request of
+        ``_names``."""
 
     # ------------------------------------------------------------ a step
 
