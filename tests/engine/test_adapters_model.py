@@ -19,7 +19,7 @@ import pytest
 
 from kvass.connectors.vllm import lora
 from kvass.engine import adapter_files, adapters, identity
-from kvass.engine.adapters import Adapters, Named, NoSalt
+from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
 from kvass.engine.boundary import Boundary
 from kvass.engine.held_adapters import GONE, UNKNOWN, Held, HeldAdapters, News
 from kvass.engine.protocols import Adapter
@@ -63,7 +63,7 @@ class Engine:
         """A request is looked up: what it loads."""
         self.known.track(adapter)
         named = self.known.to_load(adapter)
-        if (adapter.text, prompt) in self.local or not isinstance(named, Named):
+        if (adapter.text, prompt) in self.local or not isinstance(named, NamedAdapter):
             return None
         may = self.ranks.may_load(SimpleNamespace(adapter=named.held))
         return self.rows.get((named.salt, prompt)) if may else None
@@ -122,7 +122,7 @@ class Engine:
         self._waiting = [one for one in self._waiting if one.due > self.number]
         for one in due:
             named = self.known.to_store(one.adapter)
-            if isinstance(named, Named):
+            if isinstance(named, NamedAdapter):
                 store = SimpleNamespace(
                     adapter=named.held, first_step=one.number, computed=one.number
                 )
@@ -190,7 +190,7 @@ def play(seed: int, folder: Path) -> tuple[int, int]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "WAIT_S", 60.0)
     monkeypatch.setattr(adapters, "RECENT_S", -1.0)
-    monkeypatch.setattr(adapter_files, "SETTLED_NS", 0)
+    monkeypatch.setattr(adapter_files, "STABLE_NS", 0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -204,7 +204,7 @@ def _by_first_rank(self: Any, number: int, state: Any) -> None:
     REAL_NAME(self, number, state)
     if (named := state.named) is not None:
         salt = bytes.fromhex(identity.digest([named.held.digests[0]]))
-        state.named = Named(salt, named.held)
+        state.named = NamedAdapter(salt, named.held)
         for path in self._paths.values():
             if path.read is not None and path.read[0] is named:
                 path.read = state.named, path.read[1]
@@ -239,11 +239,11 @@ def _replaces(self: Any, text: str, salt: bytes) -> None:
     self._texts[text] = salt
 
 
-REAL_NAME = Adapters._name
+REAL_NAME = Adapters._update_named
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "a rank refuses no load": (HeldAdapters, "may_load", lambda *_: True),
     "a rank refuses no store": (HeldAdapters, "computed", lambda *_: True),
-    "the first rank names it for all": (Adapters, "_name", _by_first_rank),
+    "the first rank names it for all": (Adapters, "_update_named", _by_first_rank),
     "what has the id of before is what it was": (HeldAdapters, "look", _by_id),
     "a text stands for the last alone": (Adapters, "_stands_for", _replaces),
     "files are looked at after reading alone": (lora, "sources", _after_reading),
@@ -280,7 +280,7 @@ def test_what_is_loaded_is_in_the_engines_own_cache_too(tmp_path: Path) -> None:
     state.reported({0: {1: Held(1, "A", str(tmp_path), adapter_files.files_state(str(tmp_path)))}})
     state.reported({0: {1: Held(2, GONE)}})
     state.emptied()
-    assert isinstance(state.to_load(adapter), Named)
+    assert isinstance(state.to_load(adapter), NamedAdapter)
     state.reported({0: {1: Held(4, "B")}})
     assert state.to_store(adapter) is NoSalt.NEVER
 
@@ -297,6 +297,6 @@ def test_what_cannot_be_read_has_no_name_and_gets_none_later() -> None:
         if order == "emptied between":
             state.emptied()
         state.reported({0: {1: good}})
-        assert not isinstance(state.to_store(adapter), Named), order
+        assert not isinstance(state.to_store(adapter), NamedAdapter), order
         state.emptied()
-        assert isinstance(state.to_store(adapter), Named)
+        assert isinstance(state.to_store(adapter), NamedAdapter)

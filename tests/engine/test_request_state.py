@@ -16,7 +16,7 @@ from kvass.engine.request_state import (
     STORE_TRANSITIONS,
     Answer,
     LoadState,
-    Offered,
+    OfferProgress,
     RequestState,
     StoreState,
 )
@@ -59,7 +59,7 @@ EVENTS: list[Callable[[RequestState], Any]] = [
     answered,
     begin_load,
     step,
-    RequestState.given_blocks,
+    RequestState.got_blocks,
     RequestState.load_failed,
     lambda state: None if state.offered.never else state.offered.prompt_computed(3),
     lambda state: state.offered.stop(),
@@ -98,7 +98,7 @@ def test_a_load_state_changes_only_along_the_table(before: LoadState, after: Loa
 
 @pytest.mark.parametrize(("before", "after"), product(StoreState, StoreState))
 def test_a_store_state_changes_only_along_the_table(before: StoreState, after: StoreState) -> None:
-    offered = Offered(before)
+    offered = OfferProgress(before)
     if before is after or (before, after) in STORE_TRANSITIONS:
         offered._move(after)
         assert offered.state is after
@@ -118,25 +118,25 @@ def test_only_the_first_answer_before_it_has_blocks_counts() -> None:
     state = RequestState(OneRequest())  # type: ignore[arg-type]
     assert state.answered(Answer(0, 4, None))
     assert not state.answered(Answer(0, 4, None))
-    state.given_blocks()
+    state.got_blocks()
     state.step(1)
     assert state.answered(Answer(0, 4, None)), "it was preempted"
 
 
 def test_a_tail_is_due_until_the_reserve_that_names_it_is_sent() -> None:
-    offered = Offered()
+    offered = OfferProgress()
     offered.prompt_computed(5)
     assert (offered.due, offered.tail) == (5, 0), "nothing but sending makes it offered"
     offered.sent(1, 5)
     assert (offered.chunks, offered.tail) == (1, 5)
-    offered.again()
+    offered.offer_again()
     assert (offered.chunks, offered.tail, offered.due) == (0, 0, 5), "it is offered once more"
 
 
 def test_chunks_that_are_offered_again_take_those_after_them_along() -> None:
-    offered = Offered()
+    offered = OfferProgress()
     offered.sent(4, 0)
-    offered.again(1)
+    offered.offer_again(1)
     offered.granted(2, 6)
     assert offered.chunks == 1
     offered.granted(1, 3)

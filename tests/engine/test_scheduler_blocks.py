@@ -44,7 +44,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a look at files may take long, and a file may be very young."""
     monkeypatch.setattr(adapters, "WAIT_S", 60.0)
     monkeypatch.setattr(adapters, "PATIENCE_S", 60.0)
-    monkeypatch.setattr(adapter_files, "SETTLED_NS", 0)
+    monkeypatch.setattr(adapter_files, "STABLE_NS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_the_comparison_sees_what_is_missing(
 
     assert hits(7) == (288, 288)
     if without == "blocks":
-        monkeypatch.setattr(Planner, "_in_blocks", False)
+        monkeypatch.setattr(Planner, "_hits_end_inside_chunks", False)
     else:
         monkeypatch.setattr(OfferMaker, "tail", lambda *_: 0)
     assert hits(8) == (CHUNK, 288)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvass.engine.changes import Changes
+from kvass.engine.changes import WeightChanges
 from kvass.engine.copier import COPY_WAIT_S, Copier
 from kvass.engine.planner import Planner
 from kvass.testing.daemon import Daemon
@@ -233,7 +233,7 @@ def test_a_step_whose_planning_failed_is_none_that_raised(
     a.generate("a", PROMPT)
     a.world.tolerant = True  # the failure is counted
     with monkeypatch.context() as defect:
-        defect.setattr(Changes, "notice", lambda _: 1 / 0)
+        defect.setattr(WeightChanges, "notice", lambda _: 1 / 0)
         a.step()
     a.generate("b", range(500, 600))
     assert daemon.status()["rows"] == 6

@@ -159,7 +159,7 @@ def test_without_a_daemon_rows_are_withdrawn_after_a_while(
     daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_events, "AWAY_S", 0.3)
-    monkeypatch.setattr(row_events, "CHECKED", 2)
+    monkeypatch.setattr(row_events, "ROWS_PER_MESSAGE", 2)
     a = engine()
     churn(a, range(2))
     a.settle(lambda: a.rows() == 6, "they are announced")
@@ -171,7 +171,7 @@ def test_what_the_daemon_does_not_remember_is_asked_for_row_by_row(
     daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that is lost while another engine stores: the daemon noted nothing."""
-    monkeypatch.setattr(row_events, "CHECKED", 5)
+    monkeypatch.setattr(row_events, "ROWS_PER_MESSAGE", 5)
     a, b = engine(), StubModelEngine(daemon.socket, daemon)
     b.wait_connected()
     prompts = churn(a, range(20))
@@ -285,7 +285,7 @@ def test_lora_adapters(
     """Digests in the daemon have a salt of the adapter's weights, vLLM's hashes have not."""
     monkeypatch.setattr(row_events, "AWAY_S", 0.3)
     monkeypatch.setattr(adapters, "WAIT_S", 60.0)
-    monkeypatch.setattr(adapter_files, "SETTLED_NS", 0)
+    monkeypatch.setattr(adapter_files, "STABLE_NS", 0)
     adapter, a = train(tmp_path / "adapter", b"1234"), engine()
     for name in ("stores", "loads"):
         a.world.add(name, prompt(0), max_tokens=20, lora=adapter)

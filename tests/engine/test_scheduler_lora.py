@@ -67,7 +67,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "WAIT_S", 60.0)
     monkeypatch.setattr(adapters, "PATIENCE_S", 60.0)
     monkeypatch.setattr(adapters, "RECENT_S", -1.0)
-    monkeypatch.setattr(adapter_files, "SETTLED_NS", 0)
+    monkeypatch.setattr(adapter_files, "STABLE_NS", 0)
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_a_file_that_changed_just_now_tells_nothing(
     client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may change again within the same tick of the file system's clock."""
-    monkeypatch.setattr(adapter_files, "SETTLED_NS", 10**15)
+    monkeypatch.setattr(adapter_files, "STABLE_NS", 10**15)
     one = train(tmp_path / "one", b"1234")
     assert files_state(str(one)) == ""
     world = one_slot(client)

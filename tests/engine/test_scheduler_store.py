@@ -112,7 +112,7 @@ def test_steps_that_are_not_looked_at_change_nothing(
 ) -> None:
     """Requests come, go on, are aborted and end; grants come at once or later, or never."""
 
-    quiet = StorePlanner._goes_on
+    quiet = StorePlanner._completes_nothing
 
     def history(shortcut: bool) -> tuple[list[Any], int]:
         chance, went, (client, world) = random.Random(seed), 0, rig(tails=seed % 2 == 0)
@@ -122,7 +122,7 @@ def test_steps_that_are_not_looked_at_change_nothing(
             went += (on := shortcut and quiet(planner, step))
             return on
 
-        monkeypatch.setattr(StorePlanner, "_goes_on", goes_on)
+        monkeypatch.setattr(StorePlanner, "_completes_nothing", goes_on)
         seen, live = list[Any](), list[str]()
         for number in range(250):
             client.late, client.silent = chance.choice([0, 0, 1, 2]), chance.random() < 0.02
@@ -218,7 +218,7 @@ def test_a_tail_whose_chunk_is_complete_meanwhile_is_waited_for_no_more() -> Non
     for _ in range(3):
         world.step()
     assert len(client.reserves) == asked + 1
-    assert planner._quiet > 10
+    assert planner._quiet_steps > 10
 
 
 def test_asynchronously_a_generated_chunk_waits_for_its_hash() -> None:

@@ -622,7 +622,7 @@ def start() -> Iterator[Callable[..., StubModelEngine]]:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is read before it is set; an engine that starts waits for a moment only."""
-    monkeypatch.setattr(weights, "READY_S", 0.01)
+    monkeypatch.setattr(weights, "NAME_WAIT_S", 0.01)
     opened, real = threading.Event(), weights._compute
 
     def compute(file: Path) -> str:

@@ -129,7 +129,7 @@ def test_ids_do_not_repeat_where_random_is_seeded(exporter: InMemorySpanExporter
         random.seed(0)
         traced = tracing.begin()
         assert traced is not None
-        traced.answered(request, 96, 0)
+        traced.lookup_ended(request, 96, 0)
     contexts = [span.context for span in exporter.get_finished_spans() if span.context]
     assert len({one.span_id for one in contexts}) == len({one.trace_id for one in contexts}) == 2
 

@@ -1,4 +1,4 @@
-"""The state of the files of a LoRA adapter: whether they are what they were."""
+"""The state of a LoRA adapter's files, as a text that changes when the files change."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Final
 from kvass.engine import identity
 from kvass.engine.weights import replaced_ns
 
-SETTLED_NS: Final = 20_000_000
-"""A file that changed less than this before it is looked at may change again and keep its time,
-because the clock of the file system is coarse."""
+STABLE_NS: Final = 20_000_000
+"""How long files must have been unchanged. The clock of a file system is coarse, so a file that
+changed just now may change again without a new time."""
 MAX_ENTRIES: Final = 1000
+"""The most files of a folder whose state is read."""
 
 
 def files_state(path: str) -> str:
-    """A text that changes with what lies at ``path``: with any file in this folder, and with links
-    and folders on the way. Empty if that cannot be told: there is no such folder, it has too many
-    files, or it changed just now."""
+    """A text that changes whenever a file in the folder ``path`` changes, or a link or folder on
+    the way to it. Empty if it is not known: there is no such folder, it has more than
+    ``MAX_ENTRIES`` files, or something changed less than ``STABLE_NS`` ago."""
     try:
         return _state(path)
     except OSError:
@@ -34,7 +35,7 @@ def _state(path: str) -> str:
     states = [file.stat() for file in (folder, *files)]
     moved_ns = max(replaced_ns(file) for file in (folder, *filter(os.path.islink, files)))
     newest_ns = max(moved_ns, *(s.st_ctime_ns for s in states))
-    if newest_ns > time.time_ns() - SETTLED_NS:
+    if newest_ns > time.time_ns() - STABLE_NS:
         return ""
     parts = [os.path.realpath(folder), *(os.path.realpath(file) for file in files), str(moved_ns)]
     parts += [str((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)) for s in states]

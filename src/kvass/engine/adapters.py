@@ -1,19 +1,21 @@
-"""The scheduler's half of LoRA adapters: what to mix into the chunk hashes of their requests.
+"""The scheduler's half of LoRA adapters: the salt to mix into the chunk hashes of their requests.
 
-Engines hash an adapter's name and path, and serve it by an id. What lies at the path may change,
-and so may what the id stands for. So the ranks tell what they hold (``held_adapters.py``).
+Engines hash an adapter's name and path, and refer to it by an id. The files at the path may change,
+and so may the adapter of an id. So the ranks report the weights that they hold
+(``held_adapters.py``). The salt is a digest of these weights.
 
 Laws of this file:
 
-- An adapter is named by the weights that all ranks hold, since the same step, and by nothing else.
-- Each load and store carries what every rank must hold. A rank that does not hold it refuses.
-- An engine's own prefix cache knows an adapter by a text. If a text stood for two names since that
-  cache was emptied, it may have blocks of both: its requests run uncached until it is emptied.
+- The salt of an adapter depends only on the weights that all ranks hold since the same step.
+- Each load and store names the weights that every rank must hold. A rank that holds others refuses
+  to copy.
+- An engine's own prefix cache knows an adapter by a text (``Adapter.text``). If a text stood for
+  two salts since that cache was emptied, the cache may have blocks of both. Requests with this text
+  run uncached until the cache is emptied.
 - A rank may read an adapter again before it computes a request. So a load needs the files to be in
-  the state in which all ranks last read from there, before and after reading, and only the name of
-  what they read then is expected.
-- Only threads of this file touch the file system. A step waits for them at most ``WAIT_S``. A path
-  has one look under way at a time.
+  the state in which all ranks last read them, and the salt is that of the weights read then.
+- Only the threads that this file starts access the file system. A step waits for them at most
+  ``WAIT_S``. At most one check of the files at a path runs at a time.
 """
 
 from __future__ import annotations
@@ -35,24 +37,26 @@ from kvass.engine.step_work import AdapterHeld
 WAIT_S: Final = 0.005
 """How long a step may wait for the file system, for all its requests together."""
 RECENT_S: Final = 0.05
-"""A look in an earlier step counts as long as this from its beginning."""
+"""How long the result of a check in an earlier step is valid, from the beginning of the check."""
 PATIENCE_S: Final = 0.25
-"""A look that takes longer counts for nothing, and no request is told to ask again for it."""
+"""A check that takes longer is ignored, and no lookup stays pending because of it."""
 MAX_KNOWN: Final = 10_000
-"""Texts, ids and paths. A text that is new when so many are known runs uncached."""
+"""How many texts are remembered, and how many ids, and how many paths. Requests with a text that is
+not remembered run uncached."""
 
 
 class NoSalt(enum.Enum):
-    """Why an adapter's requests cannot be cached."""
+    """The reason why the salt of an adapter is not known, so that a request cannot be cached."""
 
-    PENDING = "it will be known soon: ask again"
-    UNKNOWN = "not known at present"
-    NEVER = "nor will it be while this request lives"
+    PENDING = "it will be known in a later step"
+    UNKNOWN = "it is not known at present"
+    NEVER = "it will not be known while this request lives"
 
 
 @dataclass(frozen=True)
-class Named:
-    """An adapter's weights. ``salt`` is equal for equal weights in any engine of this namespace."""
+class NamedAdapter:
+    """An adapter whose weights are known. ``salt`` is equal for equal weights in any engine of this
+    namespace."""
 
     salt: bytes
     held: AdapterHeld
@@ -60,37 +64,38 @@ class Named:
 
 @dataclass
 class AdapterState:
-    """What is known of one id. ``ranks``: what each holds. ``named``: the last name that all ranks
-    agreed on. ``texts``: of its requests."""
+    """The state of one adapter id. ``ranks``: what each rank holds under it. ``named``: the last
+    weights on which all ranks agreed. ``texts``: the texts of the requests with this id."""
 
     ranks: list[Held]
-    named: Named | None = None
+    named: NamedAdapter | None = None
     texts: set[str] = field(default_factory=set)
 
     @property
     def held(self) -> bool:
-        """Whether some rank may hold it."""
+        """Whether some rank holds weights under this id, or may hold some."""
         return any(one.digest != GONE for one in self.ranks)
 
 
 @dataclass
 class PathState:
-    """What is known of one path. ``read``: the weights that all ranks last read from there, and the
-    state of the files. ``files``: their state by the last look, which began in step ``asked``, at
-    ``asked_s``, and was taken in in step ``seen``. ``look``: it is under way."""
+    """The state of one path. ``read``: the weights that all ranks last read from there, and the
+    state of the files then. ``files``: the state of the files by the last check. That check began
+    in step ``look_step``, at ``look_began_s``, and its result was taken in step ``result_step``.
+    ``look``: the check that is running. ``slow``: a step has waited for a check in vain."""
 
-    read: tuple[Named, str] | None = None
+    read: tuple[NamedAdapter, str] | None = None
     files: str = ""
-    asked: int = -1
-    asked_s: float = 0.0
-    seen: int = -1
+    look_step: int = -1
+    look_began_s: float = 0.0
+    result_step: int = -1
     look: Future[str] | None = None
     slow: bool = False
 
 
 class Adapters:
-    """The adapters of one engine that has ``ranks`` ranks. Used from its scheduler thread only.
-    ``settings`` are those of the engine that change what an adapter computes."""
+    """The LoRA adapters of one engine that has ``ranks`` ranks. Used from its scheduler thread
+    only. ``settings``: the engine's settings that change what an adapter computes."""
 
     def __init__(self, ranks: int = 1, settings: str = "") -> None:
         self.step = 0
@@ -100,13 +105,13 @@ class Adapters:
         self._ids: dict[int, AdapterState] = {}
         self._paths: dict[str, PathState] = {}
         self._texts: dict[str, bytes] = {}
-        """The name that a text stands for; empty: several."""
+        """The salt that a text stands for. Empty: more than one, or an unknown one."""
         self._left_s = WAIT_S
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
 
     def new_step(self, number: int) -> None:
-        """Step ``number`` is planned: files may change, and the next step may wait anew."""
+        """Step ``number`` is planned. Renew the time that a step may wait for the file system."""
         self.step = number
         self._left_s = WAIT_S
 
@@ -117,30 +122,31 @@ class Adapters:
         state = self._ids.setdefault(adapter.id, self._unheld())
         if len(state.texts) < MAX_KNOWN:
             state.texts.add(adapter.text)
-        self._computes(adapter.text, state)
+        self._may_compute(adapter.text, state)
 
     def reported(self, news: Mapping[int, News]) -> None:
-        """What ranks hold since a step, by rank: the news of all ranks of one step."""
+        """Take in what the ranks hold now. ``news``: the changes up to one step, of all ranks, by
+        rank."""
         for rank, changes in news.items():
             for number, held in changes.items():
                 self._ids.setdefault(number, self._unheld()).ranks[rank] = held
         for number in {number for changes in news.values() for number in changes}:
             state = self._ids[number]
-            self._name(number, state)
+            self._update_named(number, state)
             for text in state.texts:
-                self._computes(text, state)
+                self._may_compute(text, state)
 
     def emptied(self) -> None:
-        """The engine's own prefix cache is empty."""
+        """The engine's own prefix cache was emptied."""
         self._texts.clear()
         for state in self._ids.values():
             for text in state.texts:
-                self._computes(text, state)
+                self._may_compute(text, state)
 
-    # ------------------------------------------------------------ what is asked
+    # ------------------------------------------------------------ salts
 
-    def to_load(self, adapter: Adapter) -> Named | NoSalt:
-        """What to mix into the hashes of a lookup."""
+    def to_load(self, adapter: Adapter) -> NamedAdapter | NoSalt:
+        """The adapter whose salt is mixed into the hashes of a lookup, or why there is none."""
         state, path = self._ids.get(adapter.id), self._paths.get(adapter.path)
         if adapter.in_place or state is None or path is None or path.read is None:
             return NoSalt.UNKNOWN
@@ -150,15 +156,16 @@ class Adapters:
         if other or not self._may_stand_for(adapter.text, named):
             return NoSalt.UNKNOWN
         if not self._look(adapter.path, path):
-            late = path.look is None or time.monotonic() - path.asked_s > PATIENCE_S
+            late = path.look is None or time.monotonic() - path.look_began_s > PATIENCE_S
             return NoSalt.UNKNOWN if late else NoSalt.PENDING
         if path.files != files:
             return NoSalt.UNKNOWN
-        self._stands_for(adapter.text, named.salt)  # what is loaded is in the engine's cache, too
-        return Named(named.salt, AdapterHeld(adapter.id, digests, expected=not state.held))
+        self._stands_for(adapter.text, named.salt)  # loaded blocks enter the engine's cache, too
+        return NamedAdapter(named.salt, AdapterHeld(adapter.id, digests, expected=not state.held))
 
-    def to_store(self, adapter: Adapter) -> Named | NoSalt:
-        """What to mix into the hashes of an offer. The rank still refuses what another computed."""
+    def to_store(self, adapter: Adapter) -> NamedAdapter | NoSalt:
+        """The adapter whose salt is mixed into the hashes of an offer, or why there is none. The
+        ranks check it again: they refuse to store what other weights computed."""
         state = self._ids.get(adapter.id)
         if adapter.in_place or self._texts.get(adapter.text) == b"":
             return NoSalt.NEVER
@@ -166,18 +173,19 @@ class Adapters:
             return NoSalt.PENDING
         return state.named if self._may_stand_for(adapter.text, state.named) else NoSalt.UNKNOWN
 
-    # ------------------------------------------------------------ names
+    # ------------------------------------------------------------ texts and salts
 
     def _unheld(self) -> AdapterState:
         return AdapterState([Held(-1, GONE)] * self._ranks)
 
-    def _name(self, number: int, state: AdapterState) -> None:
-        """A rank holds something else: name it, if all ranks have it since the same step."""
+    def _update_named(self, number: int, state: AdapterState) -> None:
+        """A rank holds other weights under id ``number``. If all ranks agree now, set ``named`` and
+        what was read from each path."""
         if not self._agreed(state):
             return
         digests = tuple(one.digest for one in state.ranks)
         salt = bytes.fromhex(identity.digest([self._settings, *digests]))
-        state.named = Named(salt, AdapterHeld(number, digests))
+        state.named = NamedAdapter(salt, AdapterHeld(number, digests))
         for path in {one.path for one in state.ranks} - {""}:
             if path not in self._paths and len(self._paths) >= MAX_KNOWN:
                 self._paths = {p: s for p, s in self._paths.items() if s.look is not None}
@@ -187,22 +195,24 @@ class Adapters:
             self._paths.setdefault(path, PathState()).read = read
 
     def _agreed(self, state: AdapterState) -> bool:
-        """Whether all ranks hold it, since the same step, and it can be named."""
+        """Whether all ranks hold weights with a digest, since the same step."""
         unnamed = {GONE, UNKNOWN} & {one.digest for one in state.ranks}
         return not unnamed and len({one.since for one in state.ranks}) == 1
 
-    def _computes(self, text: str, state: AdapterState) -> None:
-        """What the ranks hold may compute requests of ``text`` from now on."""
+    def _may_compute(self, text: str, state: AdapterState) -> None:
+        """From now on the ranks may compute requests of ``text`` with the weights that they hold
+        now."""
         if self._agreed(state):
-            assert state.named is not None, "it was named when they agreed"
+            assert state.named is not None, "_update_named set it when the ranks agreed"
             self._stands_for(text, state.named.salt)
         elif state.held:
             self._stands_for(text, b"")
 
     def _stands_for(self, text: str, salt: bytes) -> None:
+        """Note that ``text`` stands for ``salt``. Empty: for weights without a digest."""
         known = self._texts.get(text)
         if known is None and len(self._texts) >= MAX_KNOWN:
-            return  # it stays without a meaning
+            return  # there are too many texts: requests with this one run uncached
         if known in (None, salt) and salt:
             self._texts[text] = salt
         elif known != b"":
@@ -216,20 +226,20 @@ class Adapters:
                 else "what the ranks hold of it cannot be named",
             )
 
-    def _may_stand_for(self, text: str, named: Named) -> bool:
-        """Whether ``text`` stands for ``named``, or for nothing yet."""
+    def _may_stand_for(self, text: str, named: NamedAdapter) -> bool:
+        """Whether ``text`` stands for ``named``, or is new and can be remembered."""
         known = self._texts.get(text)
         return known == named.salt or (known is None and len(self._texts) < MAX_KNOWN)
 
     # ------------------------------------------------------------ files
 
     def _look(self, path: str, state: PathState) -> bool:
-        """Look at the files, unless that was done just now; whether it is known what is there. A
-        path that takes longer than a step may wait is not waited for again: its requests are asked
-        again in later steps."""
-        self._collect(state)
-        if state.look is None and not self._counts(state):
-            state.asked, state.asked_s = self.step, time.monotonic()
+        """Check the files at ``path``, unless a recent result is valid. True: ``state.files`` is
+        valid now. No step waits again for a path for which a step has waited in vain; lookups stay
+        pending meanwhile."""
+        self._take_result(state)
+        if state.look is None and not self._is_current(state):
+            state.look_step, state.look_began_s = self.step, time.monotonic()
             state.look = on_thread("kvass-adapter", files_state, path)
         if state.look is not None and not state.slow:
             began_s = time.monotonic()
@@ -238,18 +248,20 @@ class Adapters:
             except TimeoutError:
                 state.slow = True
             self._left_s = max(0.0, self._left_s - (time.monotonic() - began_s))
-            self._collect(state)
-        return state.look is None and self._counts(state)
+            self._take_result(state)
+        return state.look is None and self._is_current(state)
 
-    def _counts(self, state: PathState) -> bool:
-        """Whether the last look says what is there now."""
-        age_s = time.monotonic() - state.asked_s
-        in_step = state.asked == self.step or (state.seen == self.step and age_s <= PATIENCE_S)
-        return state.seen >= 0 and (in_step or age_s <= RECENT_S)
+    def _is_current(self, state: PathState) -> bool:
+        """Whether the result of the last check is valid."""
+        age_s = time.monotonic() - state.look_began_s
+        in_step = state.look_step == self.step or (
+            state.result_step == self.step and age_s <= PATIENCE_S
+        )
+        return state.result_step >= 0 and (in_step or age_s <= RECENT_S)
 
-    def _collect(self, state: PathState) -> None:
-        """Take the result of the look under way, if it is there."""
+    def _take_result(self, state: PathState) -> None:
+        """Take the result of the running check, if it has ended."""
         if state.look is not None and state.look.done():
             look, state.look = state.look, None
             state.files = "" if look.exception() else look.result()
-            state.seen = self.step
+            state.result_step = self.step

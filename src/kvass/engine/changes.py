@@ -1,15 +1,18 @@
-"""Weights that are replaced while an engine runs: what of before may still be used.
+"""Changes of an engine's weights while it runs: what was computed before must not be used after.
 
 Laws of this file:
 
-- A change is noted before it happens. What was computed before it is never matched or stored after
-  it: the engine begins a new generation, so nothing that was reserved before is published either.
-- The engine's own prefix cache may keep blocks of before. While it does it is STALE: nothing
-  matches and nothing is stored, because these blocks may be the prefix of anything. That ends when
-  the cache is empty and no live request has computed anything.
-- A reset of that cache alone is a change only where weights can be replaced without a word. There
-  an attempt is enough. So it is with the clear that comes with a pause.
-- What cannot be taken in when it happens is taken in by the next hook, before it matches or plans.
+- A change is noted before it happens. KV that was computed before it is never matched or stored
+  after it. The engine begins a new generation, so the daemon does not publish earlier reservations
+  either.
+- The engine's own prefix cache may still have blocks of the old weights. Then it is STALE: nothing
+  is matched or stored, because such a block may be part of any prefix. This ends when the cache is
+  empty and no live request has computed tokens.
+- A reset of that cache counts as a change only where weights can be replaced without a call of
+  ``weights_may_change``. There an attempted reset is enough. The same holds for the clear that is
+  part of a pause.
+- A change that cannot be taken in at once, for example because it is noted on another thread, is
+  taken in by the next hook, before it matches or plans.
 """
 
 from __future__ import annotations
@@ -25,17 +28,18 @@ from kvass.engine.request_state import RequestState
 
 
 class OwnCache(Enum):
-    """The engine's own prefix cache."""
+    """The state of the engine's own prefix cache."""
 
-    FRESH = "empty, and nothing was matched or stored in this generation"
-    CLEAN = "all its blocks are of the present weights"
-    STALE = "it may have blocks of weights that are gone"
+    FRESH = "it is empty, and nothing was matched or stored in this generation"
+    CLEAN = "all its blocks were computed with the present weights"
+    STALE = "it may have blocks that were computed with replaced weights"
 
 
-class Changes:
-    """Of one engine. Used from its scheduler's thread, ``noted`` from any. ``fixed``: a reset is no
-    change, whoever runs code beside the weights. ``watched``: all changes are noted, unless one of
-    them brought foreign code to the weights."""
+class WeightChanges:
+    """The changes of one engine's weights. Used from its scheduler thread; ``weights_may_change``
+    may be called from any thread. ``fixed``: a reset of the cache is never a change. ``watched``:
+    ``weights_may_change`` is called before every change, as long as no foreign code can reach the
+    weights."""
 
     def __init__(
         self,
@@ -51,27 +55,27 @@ class Changes:
         self._fixed, self._watched = fixed, watched
         self._resets_count = not (fixed or watched)
         self._noted = ""
-        """The change that is to be taken in."""
+        """The noted change that is not taken in yet; empty: none."""
         self._cause = ""
-        """The change that made the cache stale, until it was logged."""
+        """The change that made the cache stale; empty once it was logged."""
         self._thread = 0
 
     def bind(self, pool: BlockPool, abandon: Callable[[], None]) -> None:
-        """``abandon``: gives up what was offered and not granted."""
+        """Set the engine's block pool. ``abandon`` gives up all offers that are not granted."""
         self._pool = pool
         self._abandon = abandon
         self._thread = threading.get_ident()
 
-    def noted(self, what: str, foreign: bool) -> None:
-        """``what`` is about to run and may replace weights. ``foreign``: it is code that may go on
-        doing so without a word."""
-        self._noted = what  # first: if the rest fails, the next hook does it
+    def weights_may_change(self, what: str, foreign: bool) -> None:
+        """Note that ``what`` is about to run and may replace weights. ``foreign``: it runs code
+        that is not the engine's and that may replace weights later without another call of this."""
+        self._noted = what  # set first: if the rest fails, the next hook takes it in
         self._resets_count = self._resets_count or (foreign and not self._fixed)
         if threading.get_ident() == self._thread:
             self._take_in(self._pool.was_reset())
 
     def notice(self) -> None:
-        """Before anything is matched, stored or begun: take in what happened."""
+        """Take in changes. Every hook calls this before it matches, stores or tracks anything."""
         if self.state is OwnCache.CLEAN and not self._noted and not self._resets_count:
             return
         reset = self._pool.was_reset()
@@ -82,21 +86,22 @@ class Changes:
             self.state = OwnCache.CLEAN
 
     def clear(self, timeout_s: float, pausing: bool = False) -> None:
-        """Forget the namespace, for all engines that share it; then leave it, if a reset counts.
-        ``pausing``: as ``Planner.clear``. Who notes all changes need not take a pause for one."""
+        """Clear the namespace for all engines that share it. If a reset counts as a change, begin a
+        new generation, too. ``pausing``: as ``Planner.clear``. If all changes are noted anyway, a
+        pause clears nothing."""
         if pausing and self._watched and not self._resets_count:
             return  # the next hook sees the reset
-        self._pool.was_reset()  # this reset need not be noticed again
+        self._pool.was_reset()  # so the next hook does not see this reset again
         try:
             self._discard_computed()
-        finally:  # a defect here must not keep what old weights computed
+        finally:  # also if this raises: rows of the old weights must not stay in the daemon
             try:
                 self._client.clear(timeout_s)
             finally:
                 self._take_in(reset=True)
 
-    def tell(self) -> None:
-        """Log, once, that the engine computes with a stale cache."""
+    def warn_if_stale(self) -> None:
+        """Log that the engine computes with a stale cache, once each time it became stale."""
         if self._cause:
             log.warning(
                 "%s may have replaced weights, and the engine's own prefix cache may have blocks "
@@ -107,31 +112,33 @@ class Changes:
         self._cause = ""
 
     def _take_in(self, reset: bool) -> None:
-        """Begin a generation if there was a change."""
+        """Begin a new generation if a change was noted, or if ``reset`` counts as one. ``reset``:
+        the engine's own cache was reset, or has no blocks of old weights any more."""
         what, self._noted = self._noted, ""
         before = self.state
-        looks = bool(what) or (reset and before is OwnCache.STALE)
-        if not looks and not (reset and self._resets_count):
+        may_be_stale = bool(what) or (reset and before is OwnCache.STALE)
+        if not may_be_stale and not (reset and self._resets_count):
             return
-        stale = True  # if looking fails
+        stale = True  # assumed if ``_has_old_blocks`` raises
         try:
-            stale = looks and self._has_old_blocks()
+            stale = may_be_stale and self._has_old_blocks()
             self._discard_computed(stale)
-        finally:  # a change is not seen again
+        finally:  # also if this raises: the change is not noticed again
             self.state = OwnCache.STALE if stale else OwnCache.FRESH
             if before is not OwnCache.STALE:
                 self._cause = what
-            if before is OwnCache.CLEAN:  # else nothing was stored since the last one
+            if before is OwnCache.CLEAN:  # else nothing was stored in this generation
                 self._client.new_generation()
 
     def _has_old_blocks(self) -> bool:
+        """Whether the engine's own cache has blocks, or a live request has computed tokens."""
         return not self._pool.empty or any(
             state.request.computed_tokens for state in self._requests.values()
         )
 
     def _discard_computed(self, stale: bool = False) -> None:
-        """What live requests computed so far is never stored. What they have yet to compute is
-        offered, unless they may be given stale blocks for it."""
+        """Never store what live requests have computed so far. What they compute later is offered,
+        unless they may get stale blocks."""
         for state in self._requests.values():
             state.weights_changed(stale)
         self._abandon()

@@ -2,17 +2,20 @@
 
 Laws of this file:
 
-- Every rank reports every load as finished exactly once, and as failed unless every byte was there
-  before its deadline. It reports every step with stores exactly once, also one for which the engine
-  never called ``store``. The engine counts the reports of all ranks.
-- Of ranks that hold equal bytes only the first stores; the others tell the daemon nothing of it.
-- What a copy owes the daemon is settled on the copy thread, right after the last byte. The engine's
-  thread waits for copies only in a step that computes nothing, for at most ``COPY_WAIT_S``.
+- Every rank reports every load as finished exactly once. It reports the load as failed unless every
+  byte was there before the deadline.
+- Every rank reports every step with stores exactly once, also if the engine never called ``store``
+  for it. The engine counts the reports of all ranks.
+- Of ranks that hold equal bytes, only the first stores. The others send the daemon nothing about
+  the store.
+- The commit, abort or release of a copy is sent from the copy thread, right after the last byte.
+- The engine's thread waits for copies only in a step that computes nothing, for at most
+  ``COPY_WAIT_S``.
 - Nothing is copied for a LoRA adapter that this rank does not hold (``held_adapters.py``).
-- Memory of another boot of the daemon than the one that gave the slots is never touched.
-- After a forward pass that raised, or never ran, nothing is stored that it or a later step
-  computed, until the engine has emptied its own prefix cache: until then it may build on blocks
-  that nobody filled.
+- A copy touches only the arena of the boot of the daemon that granted its slots.
+- After a forward pass that raised or never ran, nothing is stored that it or a later step computed,
+  until the engine has emptied its own prefix cache. Until then the engine may reuse blocks that
+  were never filled.
 """
 
 from __future__ import annotations
@@ -39,19 +42,21 @@ from kvass.transfer.base import Done, Job, Mover
 from kvass.transfer.cuda_driver import MissingError
 
 COPY_WAIT_S: Final = 0.005
-"""In each step, even an empty one, the engine's thread keeps the GIL for 2 ms from the threads that
-copy: the fewer steps the better. A request that comes meanwhile waits."""
+"""How long a step that computes nothing waits for copies. Each step, even an empty one, keeps the
+GIL from the copy threads for 2 ms, so fewer steps are better. A request that arrives meanwhile has
+to wait."""
 
 NEVER: Final = sys.maxsize
+"""A step number that is never reached."""
 
 _lost: Final[list[object]] = []
-"""KV memory that a device may still use after it failed: kept until the process ends."""
+"""KV memory that a failed device may still access. It is kept until the process ends."""
 
 
 class Copier:
-    """Copies for one rank. Used from the worker's engine thread; ``_copied`` runs on the copy
-    thread. A step calls ``catch_up``, ``load``, ``store`` after the forward pass, ``results`` and
-    ``report``."""
+    """The copier of one rank. Used from the worker's engine thread; only ``_copied`` runs on the
+    copy thread. In each step call ``catch_up`` and ``load``, and after the forward pass ``store``,
+    ``results`` and ``report``."""
 
     def __init__(
         self,
@@ -61,7 +66,7 @@ class Copier:
         make_mover: Callable[[KVMemory], Mover] | None = None,
         held: HeldAdapters | None = None,
     ) -> None:
-        """``held``: the LoRA adapters that this rank holds, of an engine that serves some. Raises
+        """``held``: the LoRA adapters that this rank holds; None if the engine serves none. Raises
         UsageError for a rank outside the engine's world."""
         self._held = held
         self._setup = setup
@@ -76,18 +81,19 @@ class Copier:
         self._failed: set[str] = set()
         self._copying = 0
         self._open: Counter[int] = Counter()
-        self._settled: list[int] = []
+        self._ended_steps: list[int] = []
         self._unstored: StepWork | None = None
         self._computed = False
-        self._idle = False
-        self._number = 0
-        self._raised = NEVER
+        self._empty_step = False
+        self._step_number = 0
+        self._first_bad_step = NEVER
         self.traffic = EngineTraffic()
         self._tracing = tracing.begin()
 
     def attach(self, memory: KVMemory) -> None:
-        """The engine made its KV caches: register with the daemon. ``close`` first if it made
-        others before. After a sleep they come back in place."""
+        """Register this rank's KV caches with the daemon. If the engine made other KV caches
+        before, call ``close`` first. After a sleep of the engine the KV caches are in the same
+        place, so no call is needed."""
         registration = self._setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
         self._mover = self._client = None
@@ -105,15 +111,16 @@ class Copier:
 
     def load(self, work: StepWork) -> None:
         """Begin this step's loads."""
-        if work.number > self._number + 1:
-            self._spoil(self._number + 1)
+        if work.number > self._step_number + 1:
+            self._step_failed(self._step_number + 1)
         if work.emptied:
-            self._raised = NEVER
-        self._number = work.number or self._number  # 0: planning it raised before it had one
-        self._unstored, self._computed, self._idle = work, False, not work.computes
-        self._look(self._number)
+            self._first_bad_step = NEVER
+        # The number is 0 if planning raised before it set the number.
+        self._step_number = work.number or self._step_number
+        self._unstored, self._computed, self._empty_step = work, False, not work.computes
+        self._note_adapters(self._step_number)
         for load in work.loads:
-            if not self._loads(load) or not self._boundary.run(False, self._begin, load):
+            if not self._may_load(load) or not self._boundary.run(False, self._begin, load):
                 self._finished.add(load.request)
                 self._failed.add(load.request)
                 self._boundary.run(None, self._refuse, load)
@@ -122,22 +129,22 @@ class Copier:
         """Begin this step's stores. ``computed``: the forward pass did not raise."""
         self._unstored = None
         if not computed:
-            self._spoil(work.number)
-        self._look(work.number or self._number)
+            self._step_failed(work.number)
+        self._note_adapters(work.number or self._step_number)
         if work.step == 0:
             return
         stores = work.stores if self._strategy.writes else []
         self._open[work.step] = len(stores) + 1
         for store in stores:
-            good = store.computed < self._raised and self._computed_by(store)
+            good = store.computed < self._first_bad_step and self._computed_by(store)
             if not good or not self._boundary.run(False, self._begin, store):
-                self._close_one(work.step)
+                self._count_down(work.step)
                 self._boundary.run(None, self._refuse, store)
-        self._close_one(work.step)
+        self._count_down(work.step)
 
-    def _spoil(self, number: int) -> None:
-        """Step ``number`` did not compute what was planned."""
-        self._raised = min(self._raised, number)
+    def _step_failed(self, number: int) -> None:
+        """Step ``number`` did not compute what was planned: store nothing from it on."""
+        self._first_bad_step = min(self._first_bad_step, number)
         self._boundary.count(
             "steps_raised",
             "a step of this engine raised or never ran: it stores no more KV until its own prefix "
@@ -145,23 +152,28 @@ class Copier:
         )
 
     def catch_up(self) -> None:
-        """Another step begins: begin the stores of the last one, if ``store`` was never called.
+        """Begin the stores of the previous step, if ``store`` was never called for it.
 
-        vLLM's V1 runner with speculative decoding calls it after the drafter ran, which earlier
-        pipeline stages do not have; vLLM 0.30 does not call it in a step that computes nothing.
-        Elsewhere it is missing only if something raised.
+        With speculative decoding, vLLM's V1 runner calls ``store`` after the drafter ran. Earlier
+        pipeline stages have no drafter, so there it is never called. vLLM 0.30 does not call it in
+        a step that computes nothing. In all other cases the call is missing only if something
+        raised.
         """
         if (work := self._unstored) is not None:
             skipped = not (self._strategy.last_stage and work.computes)
             self.store(work, self._computed and skipped)
 
     def results(self, computed: bool = True) -> tuple[set[str], set[str]]:
-        """Requests whose load ended since the last call, and those of them that failed.
-        ``computed``: the forward pass of the step did not raise. If it did, the engine hears of
-        nothing in this step: it is told in the next."""
+        """The requests whose load ended since the last call, and those of them whose load failed.
+        ``computed``: the forward pass of the step did not raise. If it raised, both sets are empty,
+        and the next step returns what ended in this one."""
         self._computed = computed
         self._poll()
-        if self._idle and self._mover is not None and not (self._finished or self._settled):
+        if (
+            self._empty_step
+            and self._mover is not None
+            and not (self._finished or self._ended_steps)
+        ):
             self._mover.drain(COPY_WAIT_S)
             self._poll()
         if not computed:
@@ -171,25 +183,26 @@ class Copier:
         return finished, failed
 
     def report(self) -> list[int]:
-        """The steps (``StepWork.step``) whose stores were all settled since the last call; none in
-        a step that raised."""
+        """The steps (``StepWork.step``) whose last store ended since the last call. Empty in a step
+        that raised."""
         self._poll()
         if not self._computed:
             return []
-        settled, self._settled = self._settled, []
-        return settled
+        ended, self._ended_steps = self._ended_steps, []
+        return ended
 
     def adapter_news(self) -> dict[int, News]:
-        """By rank the LoRA adapters that this one holds since the last call; none in a step that
-        raised. After ``report``."""
+        """By rank: what this rank holds under each LoRA adapter id that changed since the last
+        call. Empty in a step that raised. Call it after ``report``."""
         if self._held is None or not self._computed:
             return {}
-        self._look(self._number)
+        self._note_adapters(self._step_number)
         news = self._held.news()
         return {self._held.rank: news} if news else {}
 
     def close(self) -> None:
-        """End the copies, then the session: EOF says that nothing is written any more."""
+        """End the copies, then the session. The session's EOF shows the daemon that this rank
+        writes nothing any more."""
         if self._mover is not None:
             self._mover.close()
             self._poll()
@@ -198,24 +211,26 @@ class Copier:
 
     # ------------------------------------------------------------ adapters
 
-    def _look(self, number: int) -> None:
-        """Note which adapters this rank holds in step ``number``."""
-        if self._held is not None and not self._boundary.run(False, self._seen, number):
+    def _note_adapters(self, number: int) -> None:
+        """Note which adapters this rank holds in step ``number``. If that fails, note that they are
+        unknown."""
+        if self._held is not None and not self._boundary.run(False, self._look_at_adapters, number):
             self._held.lost(number)
 
-    def _seen(self, number: int) -> bool:
+    def _look_at_adapters(self, number: int) -> bool:
         assert self._held is not None
         self._held.look(number)
         return True
 
-    def _loads(self, load: Load) -> bool:
-        """Whether this rank holds the adapter whose KV ``load`` brings, or will read it."""
+    def _may_load(self, load: Load) -> bool:
+        """Whether this rank holds the adapter that computed the KV of ``load``, or will read it."""
         return load.adapter is None or (
             self._held is not None and self._held.may_load(load.adapter)
         )
 
     def _computed_by(self, store: Store) -> bool:
-        """Whether this rank held the adapter whose name ``store`` has whenever it computed."""
+        """Whether this rank held the adapter of ``store`` in every step that computed the
+        request."""
         return store.adapter is None or (
             self._held is not None
             and self._held.computed(store.adapter, store.first_step, store.computed)
@@ -224,7 +239,7 @@ class Copier:
     # ------------------------------------------------------------ copies
 
     def _begin(self, copy: Load | Store) -> bool:
-        """Submit one copy; False if there is nothing to read, or nowhere to write, any more."""
+        """Submit one copy. False: its lease or its arena is gone."""
         if self._client is None or self._mover is None:
             return False
         if isinstance(copy, Load) and copy.lease == 0:
@@ -253,7 +268,7 @@ class Copier:
         return True
 
     def _plans(self, copy: Load | Store) -> tuple[CopyPlan, ...]:
-        """One plan per group that this rank has layers of: its rows' blocks against its slots."""
+        """One copy plan for each group of which this rank has layers."""
         plans = []
         skips = (isinstance(copy, Load) and copy.skip) or (0,) * len(copy.blocks)
         for planes, ids, where, skip in zip(
@@ -269,25 +284,28 @@ class Copier:
     # ------------------------------------------------------------ ends
 
     def _copied(self, arena: ArenaLease, done: Done) -> None:
-        """On the copy thread, right after the last byte."""
-        if done.outcome != "lost":  # then it may still read or write, until this process's end
+        """The end of a copy, on the copy thread, right after the last byte."""
+        if done.outcome != "lost":  # a lost copy may still run, until this process ends
             self._settle(_copy_of(done), done.ok)
             arena.close()
         if self._tracing is not None:
             self._tracing.copied(_copy_of(done), done)
 
     def _settle(self, copy: Load | Store, written: bool = False) -> None:
-        """Tell the daemon that this copy reads or writes no more."""
+        """Send the commit, abort or release of a copy that has ended. ``written``: the copy was
+        complete and in time."""
         if self._client is None:
             return
         if isinstance(copy, Store):
-            tell = self._client.commit if written else self._client.abort
-            tell(copy.boot, copy.reservation)
+            if written:
+                self._client.commit(copy.boot, copy.reservation)
+            else:
+                self._client.abort(copy.boot, copy.reservation)
         elif copy.lease:
             self._client.release(copy.boot, copy.lease)
 
     def _refuse(self, copy: Load | Store) -> None:
-        """A copy that never began."""
+        """Count and settle a copy that never began."""
         self._boundary.counters[f"{copy.kind}_refused"] += 1
         self._settle(copy)
 
@@ -298,28 +316,33 @@ class Copier:
                 self._boundary.run(None, self._ended, done)
 
     def _ended(self, done: Done) -> None:
-        """A copy is over: note it first, so that the engine hears of it whatever else fails."""
+        """Take in the end of a copy, and count it if it failed."""
         copy = _copy_of(done)
         self.traffic.copied(done)
         if done.outcome == "lost" and not any(kept is self._owners for kept in _lost):
             _lost.append(self._owners)
         if isinstance(copy, Store):
-            self._close_one(copy.step)
+            self._count_down(copy.step)
         else:
             self._finished.add(copy.request)
             if not done.ok:
                 self._failed.add(copy.request)
         if not done.ok:
-            why = done.error or f"{done.seconds:.3f} s"
-            said = "a %s ended %s and counts as a miss: %s", copy.kind, done.outcome, why
-            self._boundary.count(f"{copy.kind}_{done.outcome}", *said)
+            self._boundary.count(
+                f"{copy.kind}_{done.outcome}",
+                "a %s ended %s and counts as a miss: %s",
+                copy.kind,
+                done.outcome,
+                done.error or f"{done.seconds:.3f} s",
+            )
 
-    def _close_one(self, step: int) -> None:
-        """One store of ``step`` (or its planning) is over; with the last, the step is reported."""
+    def _count_down(self, step: int) -> None:
+        """Count down the stores of ``step`` that have not ended, and 1 for the call of ``store``
+        that begins them. At 0 the step can be reported."""
         self._open[step] -= 1
         if self._open[step] == 0:
             del self._open[step]
-            self._settled.append(step)
+            self._ended_steps.append(step)
 
 
 def _copy_of(done: Done) -> Load | Store:

@@ -1,6 +1,7 @@
-"""Stores that were granted: their copies are planned, and their blocks are held meanwhile.
+"""Granted stores: the stores for which the daemon has reserved rows. Their blocks are held until
+they are copied.
 
-Law of this file: a grant either rides in a step's work or its reservation is aborted.
+Law of this file: a grant is either sent in a step's work, or its reservation is aborted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kvass.types import Slots
 
 
 class GrantedStores:
-    """The granted stores of one engine. ``events``: of one that publishes KV events."""
+    """The planner of the granted stores of one engine. ``events``: None if the engine publishes no
+    KV events."""
 
     def __init__(
         self,
@@ -33,13 +35,13 @@ class GrantedStores:
         self._blocks = blocks
         self._events = events
         self._step = 0
-        """The last step that has stores."""
+        """The number of the last step that has stores (``StepWork.step``)."""
 
     def add(
         self, work: StepWork, offer: Offer, granted: Granted, grant: Grant, number: int
     ) -> None:
-        """Hold the blocks of one grant and add its store to the step's work. ``number``: of the
-        step that computed them."""
+        """Hold the blocks of one grant and add its store to the step's work. ``number``: the step
+        that computed the blocks."""
         mask, count = offer.item.groups, len(self._setup.groups)
         blocks = self._spans.to_store(offer.table, offer.boundary_states, mask, grant.rows())
         slots = iter(grant.slots)
@@ -63,7 +65,7 @@ class GrantedStores:
         self._expect_events(offer, granted, grant)
 
     def revoke(self, work: StepWork) -> None:
-        """Take the stores back out of a step's work."""
+        """Remove the stores from a step's work, and abort their reservations."""
         stores, step = work.stores, work.step
         work.stores, work.step = [], 0
         self._blocks.revoke(step)
@@ -71,7 +73,8 @@ class GrantedStores:
             self._client.abort(store.boot, store.reservation)
 
     def _expect_events(self, offer: Offer, granted: Granted, grant: Grant) -> None:
-        """Announce the rows of a grant once they are stored. A tail is announced to nobody."""
+        """Announce the rows of a grant in KV events once they are stored. A tail is not
+        announced."""
         if self._events is None:
             return
         groups = [g for g in range(len(self._setup.groups)) if offer.item.groups >> g & 1]

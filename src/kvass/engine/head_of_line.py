@@ -1,21 +1,24 @@
-"""Against head-of-line blocking, in engines that look at all waiting requests in one order.
+"""The prevention of head-of-line blocking, for engines that have one queue of waiting requests.
 
-Such an engine stops at the first request for which it has no room. Requests whose load has ended
-may wait behind it. They hold blocks, or room is reserved for them because their load failed; while
-the engine does not come to them they give nothing back, and if no other request runs, none ever
-will again. So the first is told to ask again, as if its lookup were pending: the engine passes over
-it and comes to the others. No hit is lost by that: what was matched stays held.
+Such an engine stops at the first request for which it has no free blocks. Requests whose load has
+ended may wait behind that request. They hold blocks, or blocks are reserved for them because their
+load failed. If no other request runs, no block ever becomes free, and the engine is stuck.
+
+So the first request gets the answer that its lookup is pending. The engine then passes over it, and
+reaches the requests behind it. No hit is lost: the lease of the first request is kept.
 
 Laws of this file:
 
-- A request is passed over only if it was answered and got no blocks, and only while another whose
-  load has ended waits for its turn.
-- Whoever has no turn and asks later in that step is passed over too, so nobody overtakes.
-- If that brings nobody a turn, the next step begins anew: each is answered every second step, or
-  after so many steps as there are requests whose load has ended.
+- A request is passed over only if it was answered before and got no blocks, and only while the
+  engine has not reached all requests whose load has ended.
+- A request without an ended load that is looked up later in the same step is passed over, too. So
+  no request overtakes another one.
+- If passing over lets no request be answered or run, the next step starts from the beginning. So
+  each request is answered every second step, or after as many steps as there are requests whose
+  load has ended.
 
-An engine admits a load only if everything that was admitted before it still fits. So when nothing
-runs there is room for each request whose load has ended, and it suffices that one gets its turn.
+An engine admits a load only if everything that it admitted before still fits. So when nothing runs,
+there are blocks for each request whose load has ended, and it suffices to reach one of them.
 """
 
 from __future__ import annotations
@@ -24,35 +27,38 @@ from collections.abc import Iterable
 
 
 class HeadOfLine:
-    """Which requests are to be passed over. Used from the engine's scheduler thread only."""
+    """The choice of the requests that are passed over in a step. Used from the engine's scheduler
+    thread only."""
 
     def __init__(self) -> None:
         self._loaded: set[str] = set()
-        """Their load has ended, and they did not come to run yet."""
+        """Requests whose load has ended and that have not run since."""
         self._tried: set[str] = set()
-        """Were answered and got no blocks, in the steps before this one."""
+        """Requests that were answered in earlier steps and got no blocks."""
         self._answered: set[str] = set()
-        """As ``_tried``, in this step."""
+        """Requests that were answered in this step and have got no blocks."""
         self._passing = self._came_to_run = False
-        """Whether somebody was passed over in this step, and somebody then got blocks."""
+        """``_passing``: a request was passed over in this step. ``_came_to_run``: after that a
+        request got blocks."""
 
     def passes(self, name: str) -> bool:
-        """The engine asks for a match of a request: whether to tell it to ask again."""
+        """Whether the lookup of a request must be answered as pending, so that the engine passes
+        over the request."""
         if name in self._tried and not self._loaded <= self._tried:
             self._passing = True
             return True
         return self._passing and name not in self._loaded
 
     def answered(self, name: str) -> None:
-        """The engine was told how many tokens of a request to load."""
+        """The lookup of a request was answered with a number of tokens."""
         self._answered.add(name)
 
     def loaded(self, names: Iterable[str]) -> None:
-        """Loads ended, also of other connectors of this engine."""
+        """Loads of these requests ended. They may be loads of other connectors of the engine."""
         self._loaded.update(names)
 
-    def given(self, name: str) -> None:
-        """A request got blocks, to run or for a load."""
+    def got_blocks(self, name: str) -> None:
+        """The engine allocated blocks for a request, to run it or to load into."""
         self._came_to_run |= self._passing
         self.ended(name)
 
@@ -62,7 +68,7 @@ class HeadOfLine:
             names.discard(name)
 
     def new_step(self) -> None:
-        """The engine has looked at its waiting requests."""
+        """The engine has gone through its queue: the next step begins."""
         useful = self._passing and (self._answered or self._came_to_run)
         self._tried = self._tried | self._answered if useful else self._answered
         self._answered, self._passing, self._came_to_run = set(), False, False

@@ -1,11 +1,12 @@
-"""A rank's half of LoRA adapters: which weights it holds under which id, step by step.
+"""The worker's half of LoRA adapters: which weights a rank held under which id, step by step.
 
 Laws of this file:
 
-- An adapter is named by its weights in this process's memory, never by its files, name or id.
-- It is looked at after each forward pass. An object that is not the one of before is read again; a
-  freed object's address may be another's, so objects are known by weak references.
-- What was computed counts as one adapter's only if this rank held that one whenever it computed.
+- An adapter is identified by its weights in this process's memory, never by its files, name or id.
+- The adapters are checked after each forward pass. The weights of an object that is new are
+  digested. Objects are compared by weak references, because a new object may have the address of
+  a freed one.
+- KV counts as computed with an adapter only if this rank held it in every step that computed it.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from kvass.engine.step_work import AdapterHeld
 GONE: Final = ""
 """The digest of an adapter that a rank does not hold."""
 UNKNOWN: Final = "?"
-"""The digest of one that has none."""
-KEPT: Final = 64
-"""Changes of an id that are remembered."""
+"""The digest of an adapter whose weights cannot be digested."""
+KEPT_CHANGES: Final = 64
+"""How many changes of an id are remembered."""
 MAX_IDS: Final = 4096
-LONG_AGO: Final = 1000
-"""With more ids than ``MAX_IDS``, those are forgotten that are gone for so many steps."""
+FORGET_AFTER_STEPS: Final = 1000
+"""With more than ``MAX_IDS`` ids, an id is forgotten after this many steps without an adapter."""
 
 
 class Held(NamedTuple):
-    """What a rank holds under an id since step ``since`` (``StepWork.number``). ``path``: where it
-    was read; ``files``: the state of the files there, before and after (``adapter_files.py``).
-    Either is empty if it is not known."""
+    """What a rank holds under an id, since step ``since`` (``StepWork.number``). ``path``: where
+    the rank read it. ``files``: the state of the files there, which was equal before and after
+    reading (``adapter_files.py``). Either is empty if it is not known."""
 
     since: int
     digest: str
@@ -40,13 +41,13 @@ class Held(NamedTuple):
 
 
 News = dict[int, Held]
-"""By id."""
+"""By adapter id: what a rank holds now, for the ids that changed."""
 
 
 class HeldAdapters:
-    """What rank ``rank`` holds. ``listed`` gives the objects by id. ``digest`` names one by its
-    content, and is equal for equal weights in any process; ``UNKNOWN`` if it cannot. ``source``
-    gives an object's path and files, as ``Held`` has them."""
+    """The LoRA adapters that rank ``rank`` holds. ``listed`` returns the adapter objects by id.
+    ``digest`` returns the digest of an object's weights, which is equal for equal weights in any
+    process, or ``UNKNOWN``. ``source`` returns an object's path and files, as in ``Held``."""
 
     def __init__(
         self,
@@ -61,11 +62,12 @@ class HeldAdapters:
         self._source = source
         self._objects: dict[int, weakref.ref[object]] = {}
         self._changes: dict[int, deque[Held]] = {}
-        self._told: News = {}
-        self._untold: set[int] = set()
+        self._reported: News = {}
+        self._unreported: set[int] = set()
 
     def look(self, number: int) -> None:
-        """Note what is held in step ``number``. If the step computes, call it again afterwards."""
+        """Note what is held in step ``number``. If the step computes, call this before and after
+        the forward pass."""
         listed = self._listed()
         for name, found in listed.items():
             known = self._objects.get(name)
@@ -76,24 +78,24 @@ class HeldAdapters:
             for name in self._objects.keys() - listed.keys():
                 del self._objects[name]
                 self._note(name, Held(number, GONE))
-            self._forget(number - LONG_AGO)
+            self._forget(number - FORGET_AFTER_STEPS)
 
     def lost(self, number: int) -> None:
-        """It cannot be told any more what is held."""
+        """Note that from step ``number`` on it is unknown what is held."""
         self._objects.clear()
         for name in self._changes:
             self._note(name, Held(number, UNKNOWN))
 
     def may_load(self, adapter: AdapterHeld) -> bool:
-        """Whether KV of ``adapter`` is right for a request of its id: this rank holds it, or will
-        read it as expected."""
+        """Whether KV of ``adapter`` may be loaded for a request with its id: this rank holds the
+        adapter, or holds nothing under this id and ``adapter.expected`` is set."""
         changes = self._changes.get(adapter.name)
         now = changes[-1].digest if changes else GONE
         return now == adapter.digests[self.rank] or (now == GONE and adapter.expected)
 
     def computed(self, adapter: AdapterHeld, first: int, last: int) -> bool:
-        """Whether this rank held ``adapter`` in step ``first``, and nothing else under its id up to
-        step ``last``. In between it may have been gone: then nothing was computed."""
+        """Whether this rank held ``adapter`` in step ``first``, and no other weights under its id
+        up to step ``last``. In between it may have held nothing: then it computed nothing."""
         before, after, digest = GONE, set[str](), adapter.digests[self.rank]
         for held in self._changes.get(adapter.name, ()):
             if held.since <= first:
@@ -103,28 +105,29 @@ class HeldAdapters:
         return before == digest and after <= {digest, GONE}
 
     def news(self) -> News:
-        """The ids of which something else is held than at the last call."""
-        if not self._untold:
+        """What is held now under each id that changed since the last call."""
+        if not self._unreported:
             return {}
-        news = {name: self._changes[name][-1] for name in self._untold}
-        self._untold.clear()
-        news = {name: last for name, last in news.items() if self._told.get(name) != last}
-        self._told |= news
+        news = {name: self._changes[name][-1] for name in self._unreported}
+        self._unreported.clear()
+        news = {name: last for name, last in news.items() if self._reported.get(name) != last}
+        self._reported |= news
         return news
 
     def _note(self, name: int, held: Held) -> None:
-        changes = self._changes.setdefault(name, deque(maxlen=KEPT))
-        if changes and changes[-1].since == held.since:  # of one step the last look counts
+        changes = self._changes.setdefault(name, deque(maxlen=KEPT_CHANGES))
+        if changes and changes[-1].since == held.since:  # the last note of a step counts
             changes.pop()
         if not changes or changes[-1][1:] != held[1:]:
             changes.append(held)
-        self._untold.add(name)
+        self._unreported.add(name)
 
     def _forget(self, before: int) -> None:
-        """What is gone since before step ``before``, if there is too much of it."""
+        """If there are too many ids, forget those under which nothing is held since before step
+        ``before``."""
         if len(self._changes) > MAX_IDS:
             last = {name: changes[-1] for name, changes in self._changes.items()}
             for name, held in last.items():
-                if held.digest == GONE and held.since < before and name not in self._untold:
+                if held.digest == GONE and held.since < before and name not in self._unreported:
                     del self._changes[name]
-                    self._told.pop(name, None)
+                    self._reported.pop(name, None)

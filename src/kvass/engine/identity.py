@@ -1,8 +1,8 @@
-"""Texts that name what changes the bytes of a KV page: the fields of a namespace.
+"""Canonical texts for the fields of an engine's identity: all that changes the bytes of a KV page.
 
 The same model and settings give the same text in every process. What differs between processes
-(addresses, the order of sets, ``hash()``) never gets in, and a value that cannot be described is
-refused and not left out.
+(addresses, the order of sets, ``hash()``) is never part of a text. A value that cannot be described
+is refused, not left out.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ import msgspec
 from kvass.errors import UsageError
 
 MAX_TEXT: Final = 256
+"""The most characters of a field of an identity."""
 PREFIX: Final = 128
-"""Most characters of a field of an identity, and how many are kept of a longer one."""
+"""How many characters of a longer text are kept."""
 
 
 class Indescribable(UsageError):
-    """A setting that has no name by which another process could know it."""
+    """A setting that cannot be described by a text that is the same in every process."""
 
 
 def canonical(value: object, field: str = "value") -> str:
-    """``value`` as JSON: keys and sets sorted, data objects by their fields, module-level functions
-    and classes by their qualified names. Raises :class:`Indescribable` for anything else, a lambda
-    for example. ``field`` is what the error calls it."""
+    """``value`` as JSON. Keys and sets are sorted, data objects are written as their fields, and
+    functions and classes of a module as their qualified names. Raises :class:`Indescribable` for
+    anything else, for example a lambda. ``field``: the name of ``value`` in the error."""
     return json.dumps(_plain(value, field), sort_keys=True, separators=(",", ":"))
 
 
 def digest(parts: Iterable[str]) -> str:
-    """Hex SHA-256 of ``parts``, each length-prefixed so that no two lists run together."""
+    """The SHA-256 of ``parts``, in hex. Each part has its length as prefix, so different lists have
+    different digests."""
     state = hashlib.sha256()
     for part in parts:
         raw = part.encode()
@@ -47,7 +49,7 @@ def digest(parts: Iterable[str]) -> str:
 
 
 def short(text: str) -> str:
-    """``text`` as a field of an identity: a long one is its beginning and its digest."""
+    """``text`` as a field of an identity. A long text is cut, and its digest is appended."""
     return text if len(text) <= MAX_TEXT else f"{text[:PREFIX]}... sha256:{digest([text])}"
 
 
@@ -80,7 +82,7 @@ def _plain(value: object, field: str) -> Any:
 
 
 def _name(value: object, field: str) -> str:
-    """The qualified name by which any process would import ``value``."""
+    """The qualified name by which any process can import ``value``."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     found: object = sys.modules.get(str(module), None)
     for part in str(name).split("."):

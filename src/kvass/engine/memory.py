@@ -1,4 +1,4 @@
-"""A rank's KV pages as bytes, and what copies them."""
+"""The KV pages of a rank as bytes, and the choice of the mover that copies them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvass.types import RankLayout
 
 @dataclass(frozen=True)
 class KVMemory:
-    """The engine's KV pages as bytes: ``regions`` of the host's memory, or ``gpu``, which code on
-    the host must not read. ``owners`` keep it alive."""
+    """The KV pages of one rank as bytes. They are in ``regions`` of host memory, or in ``gpu``
+    memory, which code on the host must not access. ``owners`` keep the memory alive."""
 
     layout: RankLayout
     planes: tuple[GroupPlanes, ...]
@@ -31,7 +31,7 @@ class KVMemory:
 
 
 class Regions:
-    """The distinct storages under a set of torch tensors, as byte arrays."""
+    """The distinct storages of a set of torch tensors, as byte arrays or GPU regions."""
 
     def __init__(self) -> None:
         self.arrays: list[U8Array] = []
@@ -40,8 +40,8 @@ class Regions:
         self._known: dict[int, int] = {}
 
     def add(self, layer: str, tensor: Any, base: int) -> int:
-        """The index of the region of ``tensor``, which must begin at byte ``base`` of its storage.
-        Raises :class:`UsageError` if it does not."""
+        """Add the storage of a tensor, and return its index. Raises :class:`UsageError` unless the
+        tensor begins at byte ``base`` of its storage."""
         storage = tensor.untyped_storage()
         start, size = storage.data_ptr(), storage.nbytes()
         if tensor.data_ptr() - start != base:
@@ -61,8 +61,8 @@ class Regions:
 
 
 def open_mover(memory: KVMemory, single: bool = False) -> Mover:
-    """What copies these pages; ``single`` as for ``open_gpu``. Raises MissingError if a GPU cannot
-    be used, or the pages lie on several devices: no mover copies those."""
+    """The mover for these pages. ``single``: as for ``open_gpu``. Raises MissingError if the GPU
+    cannot be used, or if the pages are on several devices, which no mover supports."""
     devices = sorted({region.device for region in memory.gpu})
     where = [f"GPU {device}" for device in devices] + ["the CPU"] * bool(memory.regions)
     if len(where) > 1:

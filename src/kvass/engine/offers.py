@@ -1,7 +1,7 @@
-"""What a request has to offer for storing: which chunks and which tail, as items of a reserve.
+"""Offers: the chunks and the tail of a request that can be stored, as items of a ``Reserve``.
 
-Law of this file: a chunk is offered in the step that computes it for good and knows its hash. It is
-offered again only if the daemon gave no answer, not if it granted nothing.
+Law of this file: a chunk is offered in the first step that leaves all its tokens computed and
+hashed. It is offered again only if the daemon did not answer, not if the daemon granted nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvass.engine.adapters import Adapters, Named, NoSalt
+from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import RequestState
 from kvass.engine.setup import EngineSetup
@@ -18,17 +18,19 @@ from kvass.layout.spans import Spans, States, Table
 from kvass.messages import ReserveItem
 
 KEYS_PER_STEP: Final = 16_384
+"""The most hashes in one reserve. A later step offers the rest."""
 ITEMS_PER_STEP: Final = 1024
-"""Hashes and items in one reserve, within the limits of a message; the rest waits a step."""
+"""The most items in one reserve. A later step offers the rest."""
 BLOCKS_PER_ITEM: Final = 8192
-"""An item of more blocks goes without their hashes."""
+"""An item of more blocks is sent without block hashes."""
 
 
 @dataclass
 class Offer:
-    """One item of a reserve, up to chunk ``end``, and what it takes to carry it out. With a
-    ``tail`` the last chunk ends at that block. The answer decides the request's chunks from
-    ``since`` to ``ready``. ``named``: its adapter."""
+    """One item of a reserve, and what is needed to plan its store. It offers the chunks
+    ``[item.first, end)``. If ``tail`` is not 0, the last of them is a tail, which ends with block
+    ``tail - 1`` of the request. The daemon's answer decides the request's chunks
+    ``[since, ready)``. ``named``: the LoRA adapter of the request."""
 
     state: RequestState
     item: ReserveItem
@@ -38,10 +40,10 @@ class Offer:
     table: Table
     boundary_states: States
     tail: int = 0
-    named: Named | None = None
+    named: NamedAdapter | None = None
 
     def sources(self, spans: Spans) -> Iterator[int]:
-        """Every block that this offer may store."""
+        """The ids of all blocks that this offer may store."""
         mask = self.item.groups
         which = [range(self.item.first, self.end)] * mask.bit_count()
         for ids in spans.to_store(self.table, self.boundary_states, mask, which):
@@ -49,7 +51,7 @@ class Offer:
 
 
 class StepOffers:
-    """The offers of one step, up to what a message may have."""
+    """The offers of one step, limited to what one message may have."""
 
     def __init__(self) -> None:
         self.offers: list[Offer] = []
@@ -58,7 +60,7 @@ class StepOffers:
         self._keys_left = KEYS_PER_STEP
 
     def add(self, offers: Sequence[Offer], width: int) -> bool:
-        """Add what one request offers, or nothing of it. False: there is no room left for it."""
+        """Add all offers of one request. False: they do not fit, and none was added."""
         keys = _keys(offers, width)
         if keys > self._keys_left or len(self.offers) + len(offers) > ITEMS_PER_STEP:
             return False
@@ -70,17 +72,17 @@ class StepOffers:
 
 
 def fits_a_step(offers: Sequence[Offer], width: int) -> bool:
-    """Whether a step with nothing else to offer has room for it."""
+    """Whether ``offers`` fit into a step that has no other offers."""
     return _keys(offers, width) <= KEYS_PER_STEP and len(offers) <= ITEMS_PER_STEP
 
 
 def _keys(offers: Sequence[Offer], width: int) -> int:
-    """How many hashes of ``width`` bytes they send."""
+    """How many hashes of ``width`` bytes ``offers`` have."""
     return sum(len(o.item.digests) + len(o.item.blocks) for o in offers) // max(1, width)
 
 
 class OfferMaker:
-    """Makes the offers of an engine's requests."""
+    """The maker of the offers of an engine's requests."""
 
     def __init__(
         self,
@@ -93,25 +95,27 @@ class OfferMaker:
         self._spans = spans
         self._adapters = adapters
         self._pool = pool
-        self._each = max(1, setup.chunk_blocks)
+        self._chunk_blocks = max(1, setup.chunk_blocks)
 
     def tokens_of_next(self, state: RequestState) -> int:
-        """Before so many tokens are computed there is nothing to offer; 0: there may be. Most
-        requests of most steps go on with their answer, so this is all that they take."""
+        """How many tokens must be computed before the request has something to offer. 0: it may
+        have something now. For most requests in most steps this is the only call."""
         offered = state.offered
-        if not offered.prefilled or offered.due > max(offered.tail, offered.chunks * self._each):
+        if not offered.prefilled or offered.due > max(
+            offered.tail, offered.chunks * self._chunk_blocks
+        ):
             return 0
         return (offered.chunks + 1) * self._setup.chunk_tokens
 
     def of_running(self, state: RequestState, step: Step, computed: int) -> tuple[list[Offer], int]:
-        """What a request of ``step`` offers when ``computed`` tokens of it are computed, and the
-        width of a hash."""
+        """The offers of a request of ``step`` of which ``computed`` tokens are computed, and the
+        width of a hash in bytes."""
         name, offered = state.request.name, state.offered
         ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
         states = self._boundary_states(step.boundary_states.get(name, ()), state.request)
         if not offered.prefilled and computed >= state.request.known_tokens:
             offered.prompt_computed(self.tail(state, self.blocks(state, computed)))
-        tail = self.tail(state, offered.due) if offered.due // self._each == ready else 0
+        tail = self.tail(state, offered.due) if offered.due // self._chunk_blocks == ready else 0
         if ready <= offered.chunks and not states and not tail:
             return [], 0
         named = self.adapter_of(state)
@@ -120,25 +124,28 @@ class OfferMaker:
         return self._offers(step.block_table(name), state, ready, states, named, tail)
 
     def of_ended(
-        self, state: RequestState, table: Table, blocks: int, named: Named | None
+        self, state: RequestState, table: Table, blocks: int, named: NamedAdapter | None
     ) -> tuple[list[Offer], int]:
-        """What a request offers that ended with ``blocks`` computed blocks."""
-        tail, ready = self.tail(state, blocks), blocks // self._each
+        """The offers of a request that ended with ``blocks`` computed blocks, and the width of a
+        hash in bytes."""
+        tail, ready = self.tail(state, blocks), blocks // self._chunk_blocks
         return self._offers(table, state, ready, {}, named, tail)
 
     def blocks(self, state: RequestState, computed: int) -> int:
-        """The blocks that are computed and have a hash, if parts of chunks are stored; else 0."""
+        """How many blocks are computed and hashed. 0 if hits cannot end inside a chunk."""
         each = self._setup.chunk_blocks
         if not each:
             return 0
         return min(computed * each // self._setup.chunk_tokens, state.request.hashed_blocks)
 
     def tail(self, state: RequestState, blocks: int) -> int:
-        """``blocks``, if they end inside of a chunk and later than what was offered; else 0."""
-        return blocks if blocks % self._each and blocks > state.offered.tail else 0
+        """``blocks``, if that many blocks end inside a chunk and after the last tail that was
+        offered; else 0."""
+        return blocks if blocks % self._chunk_blocks and blocks > state.offered.tail else 0
 
-    def adapter_of(self, state: RequestState) -> Named | NoSalt | None:
-        """What is mixed into the hashes of an offer."""
+    def adapter_of(self, state: RequestState) -> NamedAdapter | NoSalt | None:
+        """The adapter whose salt is mixed into the hashes of an offer. None: the request has no
+        adapter."""
         if (adapter := state.request.adapter) is None:
             return None
         named = self._adapters.to_store(adapter)
@@ -147,9 +154,9 @@ class OfferMaker:
         return named
 
     def _boundary_states(self, left: Iterable[tuple[int, int, int]], request: Request) -> States:
-        """Of the states that a step leaves behind, those at a chunk's end; good until its forward
-        pass is over. The block may be free or another request's by now: its hash says what it
-        holds."""
+        """The blocks of the states in ``left`` that are at a chunk's end, by group and chunk. They
+        can be read until the forward pass of the step is over. A block may have been given to
+        another request since, so its hash in the pool must be that of the chunk."""
         states = {}
         for group, block, tokens in left:
             chunks, rest = divmod(tokens, self._setup.chunk_tokens)
@@ -165,20 +172,19 @@ class OfferMaker:
         state: RequestState,
         ready: int,
         boundary_states: States,
-        named: Named | None,
+        named: NamedAdapter | None,
         tail: int,
     ) -> tuple[list[Offer], int]:
-        """What is complete of one request: an item for each run of chunks of which the same groups
-        can be stored, and one for each state that it left at a chunk's end. If ``tail`` lies in the
-        chunk after those that are ready, the last item has the blocks up to there."""
+        """The offers of one request, and the width of a hash in bytes. There is one offer for each
+        run of chunks of which the same groups can be stored (``Spans.runs``). If the first
+        ``tail`` blocks end inside chunk ``ready``, the last offer has that tail, too."""
         name, since, each = state.request.name, state.offered.chunks, self._setup.chunk_blocks
         salt = b"" if named is None else named.salt
         ready = min(ready, self._spans.covered(table))
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
         runs = self._spans.runs(table, states, since, ready)
-        there = tail > 0 and tail // each == ready and min(map(len, table)) >= tail
-        if not there:
+        if not (tail > 0 and tail // each == ready and min(map(len, table)) >= tail):
             tail = 0
         if tail:
             table = [ids[:tail] for ids in table]

@@ -1,10 +1,11 @@
-"""The scheduler's half of a connector: which rows a request loads; ``stores.py`` plans the stores.
+"""The scheduler's half of a connector. This file plans loads; ``stores.py`` plans stores.
 
 Laws of this file:
 
-- A request attempts one load in its life.
-- Before anything is matched or stored it is asked whether weights were replaced (``changes.py``).
-- A lease that was taken either rides in the step's work or is given back.
+- A request attempts at most one load.
+- Before it matches or stores anything, the planner checks whether weights were replaced
+  (``changes.py``).
+- A lease that was taken is either sent in the step's work or released.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any, Final
 from kvass.client.lookups import Match, Pending
 from kvass.client.scheduler import SchedulerClient
 from kvass.engine import tracing
-from kvass.engine.adapters import Adapters, Named, NoSalt
-from kvass.engine.changes import Changes, OwnCache
+from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
+from kvass.engine.changes import OwnCache, WeightChanges
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import Answer, LoadState, RequestState
-from kvass.engine.reserves import Answered
+from kvass.engine.reserves import OfferAnswered
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork
@@ -33,21 +34,24 @@ from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, Table
 
 CLEAR_TIMEOUT_S: Final = 0.2
-"""How long clearing the cache may hold up the engine. If unanswered, it goes on in later steps."""
-ENOUGH_TOKENS: Final = 512
-"""Steps of fewer tokens say nothing about the speed of prefill."""
+"""How long the engine may wait for a clear. Without an answer by then, later steps continue it."""
+MIN_SAMPLE_TOKENS: Final = 512
+"""Steps that compute fewer tokens are not used to estimate the speed of prefill."""
 SAMPLES: Final = 16
+"""How many of the last measurements the estimate uses."""
 
 
 class Planner:
-    """Plans one engine's loads and stores. Used from the engine's scheduler thread only. ``bind``
-    comes first. A step calls ``plan``, then ``hand_over``, or if that fails ``revoke``."""
+    """The planner of one engine's loads and stores. Used from the engine's scheduler thread only.
+    Call ``bind`` first. In each step call ``plan``, then ``hand_over``. If ``hand_over`` returns
+    False or raises, call ``revoke``."""
 
     def __init__(
-        self, setup: EngineSetup, make: EventMaker | None = None, *, watched: bool = False
+        self, setup: EngineSetup, event_maker: EventMaker | None = None, *, watched: bool = False
     ) -> None:
-        """``make``: of an engine that publishes events of its cache. ``watched``: whatever may
-        replace its weights is told to ``noted``, so that a reset of its cache says nothing."""
+        """``event_maker``: None if the engine publishes no KV events. ``watched``: the connector
+        calls ``weights_may_change`` before anything that may replace weights. A reset of the
+        engine's own cache is then no sign of a change."""
         self._setup = setup
         self._spans = Spans(setup.groups, setup.chunk_tokens)
         self._client = SchedulerClient(
@@ -60,24 +64,24 @@ class Planner:
         )
         setup.when_named(self._client.complete)
         self._requests: dict[str, RequestState] = {}
-        self._changes = Changes(
+        self._changes = WeightChanges(
             self._client, self._requests, fixed=setup.fixed_weights, watched=watched
         )
         self._loads: list[Load] = []
         self._emptied = False
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
-        self._line = HeadOfLine() if setup.one_queue else None
+        self._head_of_line = HeadOfLine() if setup.one_queue else None
         self.traffic = EngineTraffic()
         self._tracing = tracing.begin()
-        self.when_answered: Answered | None = None
-        """Set it before ``bind``: it is called when the daemon answered what was offered."""
+        self.when_answered: OfferAnswered | None = None
+        """Called when the daemon has answered an offer. Set it before ``bind``."""
         self.events: RowEvents | None = None
-        if make is not None:
-            self.events = RowEvents(self._client, make, self.traffic)
+        if event_maker is not None:
+            self.events = RowEvents(self._client, event_maker, self.traffic)
 
     def bind(self, pool: BlockPool) -> None:
-        """The block pool, once the engine has made it."""
+        """Set the engine's block pool."""
         self._stores = StorePlanner(
             self._setup,
             self._client,
@@ -93,7 +97,7 @@ class Planner:
 
     @property
     def client(self) -> SchedulerClient:
-        """The connection, for what is asked beside prefixes."""
+        """The scheduler's connection, for requests other than prefix lookups."""
         return self._client
 
     # ------------------------------------------------------------ requests
@@ -108,29 +112,30 @@ class Planner:
             self._adapters.track(adapter)
 
     def forget(self, name: str, table: Table = ()) -> None:
-        """A request ended, in whatever way; it still has the blocks of ``table``. Those that are
-        stored, or will be, stay held."""
+        """A request ended: it finished or was aborted. ``table``: the blocks that it still has.
+        Blocks that are being stored, or are to be stored, stay held."""
         state = self._requests.pop(name, None)
         self._client.settle(name)
-        if self._line is not None:
-            self._line.ended(name)
+        if self._head_of_line is not None:
+            self._head_of_line.ended(name)
         if self._tracing is not None:
             self._tracing.forget(name)
         if state is not None and table:
             self._stores.request_ended(state, table)
 
     def match(self, name: str, local: int) -> int | None:
-        """Tokens to load beyond the engine's own ``local``; 0: none; None: ask again later."""
-        if self._line is None:
+        """How many tokens can be loaded after the ``local`` tokens of the engine's own cache. None:
+        the lookup is pending, so the engine must call again in a later step."""
+        if self._head_of_line is None:
             return self._match(name, local)
-        if self._line.passes(name):
+        if self._head_of_line.passes(name):
             return None
-        tokens: int | None = 0  # what the engine is told if ``_match`` raises
+        tokens: int | None = 0  # the engine gets a miss if ``_match`` raises
         try:
             tokens = self._match(name, local)
         finally:
             if tokens is not None:
-                self._line.answered(name)
+                self._head_of_line.answered(name)
         return tokens
 
     def _match(self, name: str, local: int) -> int | None:
@@ -140,9 +145,9 @@ class Planner:
             return 0
         if not state.request.reads_cache:
             return 0
-        first, chunks = local // self._setup.chunk_tokens, self._matchable(state.request)
+        first, chunks = local // self._setup.chunk_tokens, self._matchable_chunks(state.request)
         end = self._hit_end(state.request, chunks)
-        named: Named | NoSalt | None = NoSalt.UNKNOWN
+        named: NamedAdapter | NoSalt | None = NoSalt.UNKNOWN
         if self._client.connected and end > local:
             named = self._adapter_to_match(state)
         if named is NoSalt.PENDING:
@@ -153,39 +158,45 @@ class Planner:
         salt = b"" if named is None else named.salt
         hashes, width = state.digests(chunks, salt)
         width = width or len(state.request.block_hashes(0, 1)[0])
-        blocks = partial(self._blocks_of, state, salt, local, end) if self._in_blocks else None
+        blocks = (
+            partial(self._blocks_of, state, salt, local, end)
+            if self._hits_end_inside_chunks
+            else None
+        )
         speed, tenant = self._speed.tokens_s, state.request.tenant
         if self._tracing is not None and state.state is not LoadState.ANSWERED:
-            self._tracing.asked(name)
+            self._tracing.lookup_began(name)
         found = self._client.match(name, hashes, width, first, speed, tenant, blocks)
         if isinstance(found, Pending):
             if self._tracing is not None and self._client.promoting(name):
-                self._tracing.promoting(name)
+                self._tracing.promotion_began(name)
             return None
         hit = 0
         if found is not None:
             hit = max(0, min(end, self._tokens(found.chunks, found.blocks)) - local)
-            if hit == 0:  # of the chunk in which the engine's own hit ends
+            if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
                 self._client.settle(name)
         if state.answered(Answer(local, local + hit, named)):
             self.traffic.looked_up(end - local, hit)
             if self._tracing is not None:
-                self._tracing.answered(state.request, end - local, hit)
+                self._tracing.lookup_ended(state.request, end - local, hit)
         return hit
 
     @property
-    def _in_blocks(self) -> bool:
-        """Whether a hit may end inside of a chunk."""
+    def _hits_end_inside_chunks(self) -> bool:
+        """Whether a hit may end inside a chunk."""
         return self._setup.chunk_blocks > 0
 
     def _tokens(self, chunks: int, blocks: int = 0) -> int:
+        """How many tokens ``chunks`` chunks and ``blocks`` blocks have."""
         each = self._setup.chunk_tokens
         return chunks * each + blocks * each // max(1, self._setup.chunk_blocks)
 
     def _hit_end(self, request: Request, chunks: int) -> int:
-        """The last token that a hit may have. As in the engine's own cache, one that ends at a
-        block never has the last token, because that is computed again."""
-        if not self._in_blocks:
+        """The largest number of tokens that a hit may have. If hits may end inside a chunk, a hit
+        never has the last known token. The engine computes that token again, as it does after a
+        hit in its own cache."""
+        if not self._hits_end_inside_chunks:
             return self._tokens(chunks - self._setup.spare)
         below_last = (request.known_tokens - 1) // self._tokens(0, 1)
         return self._tokens(0, min(request.hashed_blocks, below_last))
@@ -193,34 +204,36 @@ class Planner:
     def _blocks_of(
         self, state: RequestState, salt: bytes, local: int, end: int, chunk: int
     ) -> bytes:
-        """The hashes of the first blocks of ``chunk``, up to token ``end`` of the prompt; none if
-        the engine has all these tokens itself."""
+        """The hashes of the first blocks of ``chunk``, up to token ``end`` of the request. Empty
+        if the engine's own cache has all these tokens."""
         first, block = chunk * self._setup.chunk_blocks, self._tokens(0, 1)
         last = min(first + self._setup.chunk_blocks - 1, end // block)
         if last * block <= local:
             return b""
         return state.block_digests(first, last, salt)[0]
 
-    def _matchable(self, request: Request) -> int:
+    def _matchable_chunks(self, request: Request) -> int:
+        """How many chunks of the request are looked up."""
         if self._setup.spare or self._setup.hits_whole_prompts:
             return request.hashed_chunks
         below_last = (request.known_tokens - 1) // self._setup.chunk_tokens
         return min(request.hashed_chunks, below_last)
 
-    def _adapter_to_match(self, state: RequestState) -> Named | NoSalt | None:
-        """What is mixed into the hashes of a match."""
+    def _adapter_to_match(self, state: RequestState) -> NamedAdapter | NoSalt | None:
+        """The adapter whose salt is mixed into the hashes of a lookup. None: the request has no
+        adapter."""
         adapter = state.request.adapter
         return None if adapter is None else self._adapters.to_load(adapter)
 
     def allocated(self, name: str, table: Table, external: int) -> None:
-        """The engine gave a request the blocks of ``table``: begin the load of ``external`` tokens,
-        or give the match back if there are none. It may call again, without tokens, while the
-        request loads."""
-        if self._line is not None:
-            self._line.given(name)
+        """The engine allocated the blocks of ``table`` for a request. Plan the load of ``external``
+        tokens. If ``external`` is 0, release the match. While the request loads, the engine may
+        call this again with 0."""
+        if self._head_of_line is not None:
+            self._head_of_line.got_blocks(name)
         state = self._requests[name]
         if external == 0:
-            state.given_blocks()
+            state.got_blocks()
             self._client.settle(name)
             return
         match = self._client.take(name)
@@ -237,12 +250,12 @@ class Planner:
         self._loads.append(load)
 
     def _expect_events(self, state: RequestState, match: Match) -> None:
-        """Announce the rows of ``match`` as soon as they are loaded."""
+        """Announce the rows of ``match`` in KV events as soon as they are loaded."""
         if self.events is None:
             return
         named = None if state.answer is None else state.answer.named
         digests, width = state.digests(match.chunks, b"" if named is None else named.salt)
-        rows = [  # in order: a router ignores a block whose parent it does not know
+        rows = [  # ordered by chunk: a router ignores a block whose parent it does not know
             (group, chunk)
             for group, slots in enumerate(match.slots)
             for chunk in range(match.chunks - len(slots) + (match.blocks > 0), match.chunks)
@@ -250,16 +263,16 @@ class Planner:
         self.events.expect(state.request, digests, width, rows, match.deadline_s)
 
     def add_load(self, load: Load) -> None:
-        """One more load, whose lease was taken from ``client``."""
+        """Add a load that the caller planned with a lease from ``client``."""
         self._loads.append(load)
 
     def ensure_load(self, name: str) -> None:
-        """The engine waits for a load: if none was planned, plan one that fails."""
+        """The engine waits for a load of this request. If none is planned, plan one that fails."""
         if all(load.request != name for load in self._loads):
             self._loads.append(Load(name))
 
     def _load(self, state: RequestState, match: Match, table: Table, external: int) -> Load | None:
-        """The copy of ``match``; None if the engine asks for other tokens than it holds."""
+        """The load of ``match``. None if the engine wants other tokens than were matched."""
         answer = state.answer
         if answer is None or answer.local + external != answer.end:
             return None
@@ -286,35 +299,36 @@ class Planner:
     # ------------------------------------------------------------ a step
 
     def plan(self, step: Step, work: StepWork) -> None:
-        """Add the loads that were planned since the last step, then the stores. If it raises, the
-        loads are there, and perhaps some stores."""
+        """Add to ``work`` the loads planned since the last step, then the stores. If this raises,
+        ``work`` has all the loads and perhaps some stores."""
         work.loads, self._loads = self._loads, []
         self._changes.notice()
         if self._changes.state is OwnCache.STALE and step.tokens:
-            self._changes.tell()
+            self._changes.warn_if_stale()
         work.emptied, self._emptied = self._emptied, False
         self._speed.step(step.tokens, time.monotonic())
         self._stores.plan(step, work)
 
     def hand_over(self, work: StepWork) -> bool:
-        """Last act of a step: from here on the ranks settle, and the next step's waits begin.
-        False: the daemon cannot be told, so the ranks must not be either: ``revoke``."""
-        told = True
+        """End the planning of a step. From here on only the ranks settle the leases and
+        reservations of ``work``, and the wait budget of the next step begins. False: the daemon
+        was not notified. Then the ranks must not get ``work``: call ``revoke``."""
+        handed_over = True
         if work.loads or work.stores:
             loads = [load for load in work.loads if load.lease]
             leases = [load.lease for load in loads]
             writes = [store.reservation for store in work.stores]
             boots = {load.boot for load in loads} | {store.boot for store in work.stores}
-            told = not boots or (
+            handed_over = not boots or (
                 len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
             )
         self._client.new_step()
-        if self._line is not None:
-            self._line.new_step()
-        return told
+        if self._head_of_line is not None:
+            self._head_of_line.new_step()
+        return handed_over
 
     def revoke(self, work: StepWork) -> None:
-        """Take everything back out of a step's work; its loads fail."""
+        """Remove all stores from a step's work, and replace its loads by loads that fail."""
         loads, work.loads = work.loads, [Load(load.request) for load in work.loads]
         self._stores.revoke(work)
         for load in loads:
@@ -324,24 +338,26 @@ class Planner:
     def reported(
         self, steps: Mapping[int, int], failed: Iterable[str], loaded: Iterable[str] = ()
     ) -> None:
-        """What the ranks reported: as ``StorePlanner.reported``, the requests whose load failed,
-        which are offered for storing, and all whose load ended."""
+        """Take in the ranks' reports. ``steps``: as in ``StorePlanner.reported``. ``failed``:
+        requests whose load failed; all their chunks are offered for storing again. ``loaded``:
+        all requests whose load ended."""
         self._stores.reported(steps)
-        if self._line is not None:
-            self._line.loaded(name for name in loaded if name in self._requests)
+        if self._head_of_line is not None:
+            self._head_of_line.loaded(name for name in loaded if name in self._requests)
         for name in failed:
             if (state := self._requests.get(name)) is not None:
-                state.offered.again()
+                state.offered.offer_again()
                 state.load_failed()
 
     def adapters_held(self, news: Mapping[int, News]) -> None:
-        """What the ranks hold since a step: ``Adapters.reported``."""
+        """Take in the LoRA adapters that the ranks hold, as ``Adapters.reported``."""
         self._adapters.reported(news)
 
-    # ------------------------------------------------------------ the engine's questions
+    # ------------------------------------------------------------ calls of the engine
 
     def storing(self) -> bool:
-        """As ``StorePlanner.storing``, or whether a row is to be announced soon."""
+        """Whether the engine must keep stepping: ``StorePlanner.storing``, or a KV event is
+        pending."""
         return self._stores.storing() or (self.events is not None and self.events.pending)
 
     def frees_blocks(self) -> bool:
@@ -349,27 +365,29 @@ class Planner:
         return self._stores.frees_blocks()
 
     def abandon_pending(self) -> None:
+        """As ``StorePlanner.abandon_pending``."""
         self._stores.abandon_pending()
 
     def take_events(self) -> list[Any]:
-        """What became of rows since the last call, for the engine to publish."""
+        """The KV events since the last call, for the engine to publish."""
         return [] if self.events is None else self.events.take()
 
     def was_emptied(self) -> None:
-        """The engine's own prefix cache is empty now, and it published that."""
+        """The engine emptied its own prefix cache and published that."""
         self._emptied = True
         self._adapters.emptied()
         if self.events is not None:
             self.events.forget()
 
-    def noted(self, what: str, foreign: bool = True) -> None:
-        """As ``Changes.noted``: weights may be replaced. From any thread."""
-        self._changes.noted(what, foreign)
+    def weights_may_change(self, what: str, foreign: bool = True) -> None:
+        """As ``WeightChanges.weights_may_change``. May be called from any thread."""
+        self._changes.weights_may_change(what, foreign)
 
     def clear(self, pausing: bool = False) -> bool:
-        """Forget the namespace: the weights may be about to be replaced. ``pausing``: nobody asked
-        for it, the engine only pauses. True even if no daemon confirmed it in time, or an engine's
-        sleep would fail: until one has, nothing matches for this engine and nothing is stored."""
+        """Clear the namespace, because the weights may be about to be replaced. ``pausing``: the
+        clear is part of a pause of the engine, and no user requested it. Always True, also if the
+        daemon did not confirm the clear in time: False would make the engine's sleep fail. Until
+        the daemon confirms, this engine matches nothing and stores nothing."""
         self._changes.clear(CLEAR_TIMEOUT_S, pausing)
         return True
 
@@ -379,12 +397,13 @@ class Planner:
 
 
 class PrefillSpeed:
-    """How many tokens the engine computes per second, measured from when its steps are planned.
+    """An estimate of how many tokens the engine computes per second. It is measured from the times
+    at which steps are planned.
 
-    The estimate is rather too high. If it were too low, a request would wait for loads that take
-    longer than computing. A step's time is the longer of the two intervals after it, because with
-    asynchronous scheduling the next step is planned at once. Idle time makes a sample slower, so
-    the fastest of the last ``SAMPLES`` counts.
+    The estimate errs on the high side. If it were too low, a request would wait for loads that
+    take longer than computing. The duration of a step is the longer of the two intervals that
+    follow it, because with asynchronous scheduling the next step is planned at once. Idle time
+    makes a sample too slow, so the estimate is the fastest of the last ``SAMPLES`` samples.
     """
 
     def __init__(self) -> None:
@@ -402,5 +421,5 @@ class PrefillSpeed:
         if len(self._steps) == 3:
             (first, computed), (second, _), (third, _) = self._steps
             took_s = max(second - first, third - second)
-            if computed >= ENOUGH_TOKENS and took_s > 0:
+            if computed >= MIN_SAMPLE_TOKENS and took_s > 0:
                 self._samples.append(computed / took_s)

@@ -1,7 +1,7 @@
-"""What a connector shows of its engine: its requests, its steps and its blocks.
+"""Protocols that a connector implements for its engine: requests, steps and the block pool.
 
-Chunks of a request are numbered from 0. Block ids are integers, by layer group; id 0 stands for a
-block that is not there any more. All of this is used from the engine's scheduler thread.
+Chunks of a request are numbered from 0. Block ids are integers, by layer group. Id 0 is the null
+block: it stands for a block that was freed. All of this is used from the engine's scheduler thread.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvass.layout.spans import Table
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter as a request names it. ``id``: by which the engine serves it. ``path``: where
-    the engine reads it. ``text``: equal for adapters that the engine's own hashes take for one.
-    ``in_place``: it is read again even if it is held."""
+    """A LoRA adapter as a request names it. ``id``: the engine's id of the adapter. ``path``: where
+    the engine reads its files. ``text``: two adapters have equal texts if the engine's own hashes
+    do not tell them apart. ``in_place``: the engine reads it again even if it holds it."""
 
     id: int
     path: str
@@ -26,104 +26,107 @@ class Adapter:
 
 
 class Request(Protocol):
-    """One live request. The properties say how it is now, so they change from step to step."""
+    """One live request. The properties are current values, which change from step to step."""
 
     @property
     def name(self) -> str:
-        """Its id, unique among live requests."""
+        """The request's id, unique among live requests."""
 
     @property
     def adapter(self) -> Adapter | None:
-        """The LoRA adapter that computes it, if one does."""
+        """The LoRA adapter of the request; None without one."""
 
     @property
     def tenant(self) -> str:
-        """Who pays for what it stores (``types.is_tenant_name``); empty: the default tenant."""
+        """The tenant that pays for the rows that it stores (``types.is_tenant_name``). Empty: the
+        default tenant."""
 
     @property
     def trace(self) -> str:
-        """The header ``traceparent`` that came with it, if the engine traces; or empty."""
+        """The header ``traceparent`` of the request if the engine traces; else empty."""
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may be served from a cache at all."""
+        """Whether the request may be served from a cache."""
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of its prompt, and those generated so far."""
+        """How many tokens the request has: prompt and output so far."""
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens whose KV exists or is being loaded, without the step that is being planned.
-        Drafts may count: they have no hash yet."""
+        """How many tokens have KV, or KV that is being loaded. The step that is being planned does
+        not count. Draft tokens may count; they have no hash yet."""
 
     @property
     def hashed_chunks(self) -> int:
-        """Chunks of which all tokens are known and hashed. 0 if another engine may have equal
-        hashes for other content."""
+        """How many chunks have a hash, because all their tokens are known. 0 if another engine may
+        have equal hashes for other content."""
 
     def chunk_hashes(self, first: int, end: int) -> Sequence[bytes]:
-        """The hashes of chunks ``[first, end)``, each of all tokens up to the chunk's end and of
+        """The hashes of chunks ``[first, end)``. Each covers all tokens up to the chunk's end and
         the adapter's name. All have the same width; ``end <= hashed_chunks``."""
 
     @property
     def hashed_blocks(self) -> int:
-        """As ``hashed_chunks``, in blocks. Like ``block_hashes`` it is used only if hits may end
-        inside of a chunk (``EngineSetup.chunk_blocks``)."""
+        """How many blocks have a hash. This and ``block_hashes`` are used only if hits may end
+        inside a chunk (``EngineSetup.chunk_blocks``)."""
 
     def block_hashes(self, first: int, end: int) -> Sequence[bytes]:
-        """The hashes of blocks ``[first, end)``: as those of chunks; a chunk has the hash of its
-        last block."""
+        """The hashes of blocks ``[first, end)``, as ``chunk_hashes``. The hash of a chunk is the
+        hash of its last block."""
 
 
 class Step(Protocol):
-    """One step of the engine, while what the workers are to do in it is planned."""
+    """One step of the engine, while it is being planned."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that it computes. 0: it has no forward pass."""
+        """How many tokens the step computes. 0: it has no forward pass."""
 
     @property
     def names(self) -> Set[str]:
-        """Of the requests of which it computes tokens. It does not change after the step."""
+        """The names of the requests of which the step computes tokens. The set does not change
+        after the step."""
 
     def requests(self) -> Iterable[tuple[str, int]]:
-        """The names of its requests, and how many tokens of each it computes: 0 if it only leaves a
-        state of the request behind."""
+        """The names of the step's requests, and how many tokens of each it computes. 0: the step
+        only leaves a state of the request behind (``boundary_states``)."""
 
     def block_table(self, name: str) -> Table:
-        """The blocks of one of its requests."""
+        """The block ids of one of the step's requests."""
 
     @property
     def boundary_states(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
-        """By request: group, block and number of tokens of each state that it leaves behind. The
-        block may have been given to another request since: ``BlockPool.caches`` tells."""
+        """By request: group, block id and number of tokens of each state that the step leaves
+        behind. The block may have been given to another request since, so check it with
+        ``BlockPool.caches``."""
 
 
 class BlockPool(Protocol):
-    """The engine's blocks."""
+    """The pool of the engine's KV blocks."""
 
     @property
     def blocks(self) -> int:
-        """How many there are."""
+        """How many blocks the pool has."""
 
     def hold(self, ids: Iterable[int]) -> list[Any]:
-        """Keep these blocks from being reused, whatever becomes of their requests. The result is
-        for ``free`` and ``freed_by``."""
+        """Keep these blocks from being reused, also after their requests have ended. The result is
+        an argument of ``free`` and ``freed_by``."""
 
     def free(self, held: list[Any]) -> None:
-        """Undo one ``hold``."""
+        """Undo one call of ``hold``, whose result is ``held``."""
 
     def freed_by(self, held: Iterable[Any]) -> int:
-        """How many blocks would become free by freeing ``held``: nobody else uses them."""
+        """How many blocks would become free if ``held`` were freed: those that have no other
+        user."""
 
     def caches(self, block: int, digest: bytes, group: int) -> bool:
         """Whether the block is cached for ``group`` under the hash ``digest``."""
 
     def was_reset(self) -> bool:
-        """Whether the engine's own prefix cache was reset since the last call, or somebody tried
-        to."""
+        """Whether a reset of the engine's own prefix cache was attempted since the last call."""
 
     @property
     def empty(self) -> bool:
-        """Whether the engine's own prefix cache has no block."""
+        """Whether the engine's own prefix cache has no blocks."""

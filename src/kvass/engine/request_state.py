@@ -1,13 +1,13 @@
-"""What an engine's scheduler half knows of one request: how far its lookup and load came, and what
-of it was offered for storing.
+"""The state of a request in the scheduler's half of a connector: the progress of its lookup and
+load, and what of it was offered for storing.
 
 Laws of this file:
 
 - A state changes only along ``LOAD_TRANSITIONS`` and ``STORE_TRANSITIONS``; any other change is a
   defect and asserts.
-- A request begins one load in its life.
-- A chunk or a tail counts as offered once the reserve that names it was sent, and not before
-  (``Offered.sent``). What a step has no room for was not offered: a later step offers it.
+- A request begins at most one load.
+- A chunk or a tail counts as offered once its reserve was sent (``OfferProgress.sent``). What does
+  not fit into a step is not offered by it: a later step offers it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from typing import Final
 
 import numpy as np
 
-from kvass.engine.adapters import Named
+from kvass.engine.adapters import NamedAdapter
 from kvass.engine.protocols import Request
 
 
 class LoadState(Enum):
-    """Where a request stands between its lookup and its load."""
+    """The progress of a request's lookup and load."""
 
-    UNANSWERED = "no lookup was answered since it began, or since it was last given blocks"
-    ANSWERED = "its lookup was answered; the engine has not given it blocks for that yet"
-    COMPUTING = "a step computed tokens of it; it has loaded nothing"
-    LOADING = "its one load was begun, and no step has computed tokens of it since"
-    LOADED = "its one load is over, in whatever way, and a step has computed tokens of it"
-    STALE = "it may be given blocks of weights that are gone (changes.py): it loads nothing"
+    UNANSWERED = "no lookup was answered since the request began, or since it last got blocks"
+    ANSWERED = "a lookup was answered; the engine has not allocated blocks since"
+    COMPUTING = "a step computed tokens of the request; it has loaded nothing"
+    LOADING = "its only load has begun; no step has computed tokens of the request since"
+    LOADED = "its only load has ended or failed, and a step has computed tokens of the request"
+    STALE = "it may get blocks computed with replaced weights (changes.py), so it loads nothing"
 
 
 LOAD_TRANSITIONS: Final = frozenset(
     {
         (LoadState.UNANSWERED, LoadState.ANSWERED),
         (LoadState.UNANSWERED, LoadState.COMPUTING),
-        (LoadState.UNANSWERED, LoadState.LOADING),  # a load that fails: nothing was matched
+        (LoadState.UNANSWERED, LoadState.LOADING),  # nothing was matched, so the load fails
         (LoadState.UNANSWERED, LoadState.STALE),
         (LoadState.ANSWERED, LoadState.UNANSWERED),
         (LoadState.ANSWERED, LoadState.LOADING),
         (LoadState.ANSWERED, LoadState.STALE),
-        (LoadState.COMPUTING, LoadState.ANSWERED),  # it was preempted, and asks again
+        (LoadState.COMPUTING, LoadState.ANSWERED),  # it was preempted, and looked up again
         (LoadState.COMPUTING, LoadState.LOADED),  # a load that the planner did not begin has failed
         (LoadState.COMPUTING, LoadState.STALE),
         (LoadState.LOADING, LoadState.LOADED),
@@ -55,11 +55,11 @@ LOAD_TRANSITIONS: Final = frozenset(
 
 
 class StoreState(Enum):
-    """Whether a request's chunks are offered for storing."""
+    """Whether chunks of a request are offered for storing."""
 
-    PREFILL = "chunks are offered; part of its prompt is not computed yet"
-    PREFILLED = "chunks are offered; all of its prompt was computed, and its tail was due"
-    NEVER = "nothing of it is stored any more"
+    PREFILL = "chunks are offered; part of the prompt is not computed yet"
+    PREFILLED = "chunks are offered; the prompt is computed, and its tail may be offered"
+    NEVER = "nothing of the request is offered any more"
 
 
 STORE_TRANSITIONS: Final = frozenset(
@@ -73,60 +73,64 @@ STORE_TRANSITIONS: Final = frozenset(
 
 
 @dataclass(slots=True)
-class Offered:
-    """What of a request was offered for storing. Block counts are of its prompt and output, whole
-    chunks included."""
+class OfferProgress:
+    """What of a request was offered for storing. Numbers of blocks are counted from the beginning
+    of the request."""
 
     state: StoreState = StoreState.PREFILL
     chunks: int = 0
-    """Chunks before this one were offered, or were loaded."""
+    """How many chunks were offered or loaded."""
     tail: int = 0
-    """Blocks up to the end of the last tail that was offered; 0: none was."""
+    """How many blocks the request has up to the end of the last tail that was offered; 0: no tail
+    was offered."""
     due: int = 0
-    """Blocks up to the end of the tail that its prompt left; 0: none, or it is not computed."""
+    """How many blocks the request has up to the end of its prompt's tail; 0: the prompt has no
+    tail, or is not computed yet."""
 
     @property
     def never(self) -> bool:
+        """Whether nothing of the request is offered any more."""
         return self.state is StoreState.NEVER
 
     @property
     def prefilled(self) -> bool:
+        """Whether the prompt is computed."""
         return self.state is StoreState.PREFILLED
 
     def prompt_computed(self, tail: int) -> None:
-        """All of the prompt is computed; ``tail``: as ``due``."""
+        """The prompt is computed. ``tail``: as ``due``."""
         self._move(StoreState.PREFILLED)
         self.due = tail
 
     def stop(self) -> None:
-        """Offer nothing of it any more."""
+        """Offer nothing of the request any more."""
         self._move(StoreState.NEVER)
 
     def restart(self) -> None:
-        """Nothing of it was computed with the present weights: offer all of it."""
+        """Offer all of the request: none of its tokens are computed yet."""
         if self.never:
             self._move(StoreState.PREFILL)
             self.due = 0
-        self.again()
+        self.offer_again()
 
     def sent(self, chunks: int, tail: int) -> None:
-        """A reserve was sent that decides the chunks before ``chunks``, and the tail that ends at
-        block ``tail`` (0: none)."""
+        """A reserve was sent. It decides the chunks before ``chunks``, and the tail that ends after
+        ``tail`` blocks (0: no tail)."""
         self.chunks = max(self.chunks, chunks)
         self.tail = max(self.tail, tail)
 
     def granted(self, since: int, chunks: int) -> None:
-        """An answer decided the chunks ``[since, chunks)``. If earlier ones are to be offered
-        again, so are these."""
+        """An answer of the daemon decided the chunks ``[since, chunks)``. If earlier chunks must be
+        offered again, these must be, too."""
         if since <= self.chunks:
             self.chunks = max(self.chunks, chunks)
 
     def loaded(self, chunks: int) -> None:
-        """The first ``chunks`` chunks are in the daemon already."""
+        """The first ``chunks`` chunks were loaded, so the daemon has them."""
         self.chunks = max(self.chunks, chunks)
 
-    def again(self, since: int = 0) -> None:
-        """Offer the chunks from ``since`` on once more, and the tail."""
+    def offer_again(self, since: int = 0) -> None:
+        """Offer the chunks from ``since`` on, and the tail, again."""
         self.tail, self.chunks = 0, min(self.chunks, since)
 
     def _move(self, to: StoreState) -> None:
@@ -137,61 +141,65 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A lookup was answered: tokens ``[local, end)`` can be loaded, with the adapter ``named``."""
+    """The answer to a lookup: tokens ``[local, end)`` can be loaded. ``named``: the LoRA adapter of
+    the request."""
 
     local: int
     end: int
-    named: Named | None
+    named: NamedAdapter | None
 
 
 @dataclass(slots=True)
 class RequestState:
-    """One request of the engine."""
+    """The state of one request of the engine."""
 
     request: Request
     state: LoadState = LoadState.UNANSWERED
     answer: Answer | None = None
     """The last answer to its lookup."""
-    offered: Offered = field(default_factory=Offered)
+    offered: OfferProgress = field(default_factory=OfferProgress)
     first_step: int = 0
-    """The first step that computed tokens of it; 0: none has."""
+    """The number of the first step that computed tokens of the request; 0: none has."""
 
     @property
     def may_load(self) -> bool:
+        """Whether a load of the request may begin."""
         return self.state not in (LoadState.LOADING, LoadState.LOADED, LoadState.STALE)
 
     @property
     def computed(self) -> bool:
-        """Whether a step computed its blocks. Others may still be loading."""
+        """Whether a step has computed tokens of the request. In other states its blocks may still
+        be loading."""
         return self.state in (LoadState.COMPUTING, LoadState.LOADED)
 
     def answered(self, answer: Answer) -> bool:
-        """Its lookup was answered. Whether that is the first answer since it was given blocks: the
-        engine may ask again before it has blocks to give."""
+        """A lookup was answered. True: it is the first answer since the request last got blocks.
+        The engine may repeat the lookup before it has free blocks."""
         self.answer = answer
         first = self.state is not LoadState.ANSWERED
         self._move(LoadState.ANSWERED)
         return first
 
-    def given_blocks(self) -> None:
-        """The engine gave it blocks and asks for no load. While it loads the engine may say this
-        again."""
+    def got_blocks(self) -> None:
+        """The engine allocated blocks, and no load is needed. The engine may call this again while
+        the request loads."""
         if self.state is LoadState.ANSWERED:
             self._move(LoadState.UNANSWERED)
 
     def begin_load(self) -> None:
-        """The engine gave it blocks to load into."""
+        """The engine allocated blocks to load into."""
         if self.state is not LoadState.STALE:
             assert self.may_load, f"{self.request.name} has begun its load"
             self._move(LoadState.LOADING)
 
     def load_failed(self) -> None:
-        """Its load failed, which may be one that the planner did not begin: it begins none."""
+        """A load of the request failed. If the planner did not begin that load, it begins no load
+        of this request later."""
         if self.may_load:
             self._move(LoadState.LOADED if self.state is LoadState.COMPUTING else LoadState.LOADING)
 
     def step(self, number: int) -> None:
-        """Step ``number`` computes tokens of it."""
+        """Step ``number`` computes tokens of the request."""
         self.first_step = self.first_step or number
         if self.state is LoadState.LOADING:
             self._move(LoadState.LOADED)
@@ -199,8 +207,8 @@ class RequestState:
             self._move(LoadState.COMPUTING)
 
     def weights_changed(self, stale: bool) -> None:
-        """What was computed of it is never stored. ``stale``: it may be given blocks of the weights
-        that are gone."""
+        """Weights may have been replaced: what was computed of the request is never stored.
+        ``stale``: the request may get blocks that were computed with the old weights."""
         if stale:
             self._move(LoadState.STALE)
         if self.state is LoadState.STALE or self.request.computed_tokens:
@@ -209,13 +217,13 @@ class RequestState:
             self.offered.restart()
 
     def digests(self, chunks: int, salt: bytes) -> tuple[bytes, int]:
-        """The hashes of the first ``chunks`` chunks, back to back, and their width. A ``salt`` is
-        mixed in by XOR: the engine's hashes are as good as random, so results are equal only for
-        equal hashes and salts."""
+        """The hashes of the first ``chunks`` chunks, concatenated, and the width of one. If
+        ``salt`` is not empty, its hash is mixed into each of them by XOR. The engine's hashes are
+        as good as random, so results are equal only for equal hashes and salts."""
         return _joined(self.request.chunk_hashes(0, chunks) if chunks > 0 else (), salt)
 
     def block_digests(self, first: int, end: int, salt: bytes) -> tuple[bytes, int]:
-        """As ``digests``, of blocks ``[first, end)``."""
+        """The hashes of blocks ``[first, end)``, as ``digests``."""
         return _joined(self.request.block_hashes(first, end) if end > first else (), salt)
 
     def _move(self, to: LoadState) -> None:

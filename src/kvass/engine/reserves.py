@@ -1,11 +1,11 @@
-"""Reserves in flight: what was offered to the daemon and is not answered yet.
+"""Pending reserves: the ``Reserve`` messages that the daemon has not answered yet.
 
 Laws of this file:
 
-- If the answer does not come at once, all blocks of the offers are held until it comes or is
-  awaited no more.
-- What was answered is planned, whatever has become of the request.
-- A reserve that is awaited no more is given up, and its chunks are offered again.
+- If the answer does not come at once, all blocks of the offers are held until the answer comes or
+  the reserve is given up.
+- A granted store is planned, also if its request has ended meanwhile.
+- The chunks of a reserve that is given up are offered again.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ from kvass.layout.spans import Spans
 from kvass.messages import Granted, ReserveItem
 
 MAX_PAUSE: Final = 8
-"""At most this many steps pass before a daemon that refused a whole reserve is asked again."""
-Answered = Callable[[Request, int, int], None]
-"""Told of a request that its chunks ``[first, end)`` have a row, if the daemon has room."""
+"""The longest pause, in steps, after a daemon refused a whole reserve."""
+OfferAnswered = Callable[[Request, int, int], None]
+"""A callback with a request, ``first`` and ``end``: the daemon answered the offer of the request's
+chunks ``[first, end)``, so they have rows unless the daemon had no room."""
 
 
 class Backoff:
-    """How many steps pass before the daemon is asked again. A rank is often there a step later."""
+    """The pause, in steps, after the daemon refused a reserve. The first pause is 0 steps, because
+    a rank that was not registered yet is often registered a step later."""
 
     def __init__(self) -> None:
         self.steps_left = 0
         self._next = 0
 
     def refused(self) -> None:
-        """Ask nothing for some steps, more each time."""
+        """Pause. Each pause is longer than the one before, up to ``MAX_PAUSE``."""
         self.steps_left, self._next = self._next, min(2 * self._next + 1, MAX_PAUSE)
 
     def granted(self) -> None:
-        """The next refusal pauses for no step."""
+        """Reset: the pause after the next refusal is 0 steps."""
         self._next = 0
 
-    def waits(self) -> bool:
-        """Whether this step asks nothing; called once a step."""
+    def skips_step(self) -> bool:
+        """Whether this step sends no reserve. Call it once per step: it counts the pause down."""
         if self.steps_left == 0:
             return False
         self.steps_left -= 1
@@ -61,7 +63,8 @@ class Backoff:
 
 @dataclass
 class PendingReserve:
-    """A reserve, the number of the step that sent it, and the blocks held until it is answered."""
+    """A reserve that is not answered. ``width``: bytes of a hash. ``number``: the step that
+    computed its chunks. ``held``: the blocks held until the answer."""
 
     reserving: Reserving
     offers: list[Offer]
@@ -71,7 +74,7 @@ class PendingReserve:
 
 
 class Reserves:
-    """The reserves of one engine, in the order in which they were sent."""
+    """The pending reserves of one engine, in the order in which they were sent."""
 
     def __init__(
         self,
@@ -82,12 +85,12 @@ class Reserves:
         pool: BlockPool,
         traffic: EngineTraffic,
         granted: GrantedStores,
-        when_answered: Answered | None = None,
+        when_answered: OfferAnswered | None = None,
     ) -> None:
         self.pending: deque[PendingReserve] = deque()
         self.backoff = Backoff()
-        self.offered_again = False
-        """Whether chunks are to be offered again, since the planner last set it to False."""
+        self.must_offer_again = False
+        """Whether some chunks must be offered again. The planner sets it back to False."""
         self._setup = setup
         self._client = client
         self._spans = spans
@@ -99,15 +102,15 @@ class Reserves:
         self._boot = b""
 
     def send(self, step: StepOffers, number: int, work: StepWork) -> None:
-        """Send a reserve for what step ``number`` completed. What is granted at once is added to
-        ``work``; else the blocks are held until the answer comes."""
+        """Send a reserve with the offers of step ``number``. If the answer comes at once, add the
+        granted stores to ``work``. Otherwise hold the blocks until the answer comes."""
         self._send(step.offers, step.width, number, work)
 
     def _send(self, offers: list[Offer], width: int, number: int, work: StepWork) -> None:
         items = [offer.item for offer in offers]
         reserving = self._client.begin_reserve(items, width, wait=not work.computes)
         if reserving is None:
-            self.lost(offer.state for offer in offers)
+            self.count_unstored(offer.state for offer in offers)
             self._refused()
             return
         for offer in offers:
@@ -121,8 +124,9 @@ class Reserves:
             self._answered(reserve, granted, work)
 
     def collect(self, work: StepWork) -> None:
-        """Add to ``work`` what was granted since the last step; the daemon answers in order. What
-        waits longest for its answer may go on holding its blocks: it is answered first."""
+        """Add to ``work`` the stores granted since the last step. If the pending reserves hold more
+        than their share of the pool, give up the newest ones: the daemon answers in order, so the
+        oldest are answered first."""
         while self.pending:
             reserve = self.pending[0]
             granted = self._client.granted(reserve.reserving)
@@ -139,29 +143,30 @@ class Reserves:
                 self._abandon(self.pending.pop())
 
     def abandon(self) -> None:
-        """Await no answer any more: give the blocks back, and offer the chunks again some steps
-        later, if their requests live."""
+        """Give up all pending reserves, and free their blocks. Chunks of live requests are offered
+        again some steps later."""
         if self.pending:
             self.backoff.refused()
         while self.pending:
             self._abandon(self.pending.popleft())
 
     def offer_everything_again(self) -> None:
-        """What was offered so far is gone, and a chunk without its prefix is no use."""
-        self.offered_again = True
+        """Offer all chunks of all live requests again, because earlier stores were lost. A chunk is
+        useless without its prefix, so all of them are offered."""
+        self.must_offer_again = True
         for state in self._requests.values():
-            state.offered.again()
+            state.offered.offer_again()
 
-    def lost(self, states: Iterable[RequestState]) -> None:
-        """What these requests have is not stored, unless they are offered again. Without a daemon
-        there is nothing to lose."""
+    def count_unstored(self, states: Iterable[RequestState]) -> None:
+        """Count those of these requests that have ended: their offers will not be stored. Live
+        requests can be offered again. Without a daemon nothing is counted."""
         if self._client.connected:
             live = self._requests
             ended = {s.request.name for s in states if live.get(s.request.name) is not s}
             self._traffic.count("unstored_requests", len(ended))
 
     def _answered(self, reserve: PendingReserve, granted: Granted | None, work: StepWork) -> None:
-        """Add to the step's work what was granted; None: nothing was, or ever will be."""
+        """Add the granted stores to ``work``. ``granted`` is None if the reserve failed."""
         if granted is None:
             self._offer_again(reserve.offers)
             self._refused()
@@ -179,13 +184,15 @@ class Reserves:
                     owed.remove(grant.reservation)
                 if self._when_answered is not None:
                     self._when_answered(offer.state.request, offer.item.first, offer.end)
-        finally:  # what planning did not come to is given back; the rest rides in ``work``
+        finally:  # if planning raised: abort the reservations that are not in ``work``
             for reservation in owed:
                 self._client.abort(granted.boot, reservation)
         self._reserve_later(reserve, granted, work)
 
     def _reserve_later(self, reserve: PendingReserve, granted: Granted, work: StepWork) -> None:
-        """Ask for what the daemon put off, so that others need not wait for it."""
+        """Reserve the chunks that the daemon put off (``Grant.later``). It puts chunks off so that
+        other clients need not wait for a large reserve. If it put off everything, a later step
+        offers them again."""
         pairs = list(zip(reserve.offers, granted.grants, strict=True))
         left = [
             replace(o, item=self._later(o.item, g.later, reserve.width))
@@ -204,17 +211,20 @@ class Reserves:
         return msgspec.structs.replace(item, first=first, blocks=item.blocks[before:])
 
     def _abandon(self, reserve: PendingReserve) -> None:
+        """Give up one reserve, and free its blocks."""
         self._client.give_up(reserve.reserving)
         self._offer_again(reserve.offers)
         self._pool.free(reserve.held)
 
     def _offer_again(self, offers: list[Offer]) -> None:
-        self.offered_again = True
+        """Offer the chunks of ``offers`` in a later step, if their requests live."""
+        self.must_offer_again = True
         for offer in offers:
-            offer.state.offered.again(offer.since)
-        self.lost(offer.state for offer in offers)
+            offer.state.offered.offer_again(offer.since)
+        self.count_unstored(offer.state for offer in offers)
 
     def _refused(self) -> None:
-        """Nothing of a reserve was granted. If the daemon is there, a rank is not, yet."""
+        """A whole reserve was refused. If the daemon is there, some rank is not registered yet, so
+        pause."""
         if self._client.answering:
             self.backoff.refused()

@@ -1,14 +1,15 @@
-"""What an engine tells routers about its rows in the daemon: which came, and which left L1.
+"""KV events for routers: which rows of the engine are in the daemon's L1, and which left it.
 
 Laws of this file:
 
-- A row is announced once the daemon has said that it is there, and withdrawn once it has said, or
-  we must assume, that it is not.
-- An engine announces the rows that it stored or loaded itself. A load announces them again, as vLLM
-  does with its own blocks, so that a router that missed messages learns of what is in use.
-- What the daemon says of a row holds at the position of that answer. An answer names what left
-  before it, so a row that left and was stored again is announced again.
-- After a loss (another connection, an overrun, a clear) the daemon is asked for each announced row.
+- A row is announced after the daemon has confirmed that it is there. It is withdrawn after the
+  daemon has reported that it left, or when that must be assumed.
+- An engine announces the rows that it stored or loaded itself. It announces loaded rows again, as
+  vLLM does with its own blocks, so that a router that missed messages learns which rows are in use.
+- Each answer of the daemon (``Removed``) names the rows that left before it, and says which of the
+  queried rows are there at that time. So a row that left and was stored again is announced again.
+- If removals may have been missed (a new connection, an overrun, a clear), the daemon is queried
+  for each announced row.
 """
 
 from __future__ import annotations
@@ -26,32 +27,33 @@ from kvass.errors import Unavailable
 from kvass.messages import Error, Removals, Removed
 
 IDLE_S: Final = 0.05
-"""How often the daemon is asked what left L1."""
+"""The interval at which the daemon is queried for rows that left L1."""
 BUSY_S: Final = 0.005
 """As ``IDLE_S``, while rows wait to be announced or checked."""
-CHECKED: Final = 4096
-"""Rows of which one message asks whether they are there, and that are withdrawn at once."""
+ROWS_PER_MESSAGE: Final = 4096
+"""The most rows that one message queries, and that one call withdraws without a daemon."""
 AWAY_S: Final = 5.0
-"""After so long without a daemon its rows are withdrawn."""
+"""After this long without a daemon, its rows are withdrawn."""
 STEPPING_S: Final = 1.0
-"""So long an idle engine goes on stepping for a row that is not announced yet."""
+"""The longest time that an idle engine keeps stepping for rows that are not announced yet."""
 
 Row = tuple[int, bytes]
-"""Group, and digest as the daemon knows it."""
+"""The key of a row: group, and chunk hash as the daemon knows it."""
 
 
 class EventMaker(Protocol):
-    """Makes an engine's events."""
+    """The maker of an engine's KV events."""
 
     def stored(self, request: Request, group: int, chunk: int) -> tuple[Any, Any]:
-        """The event of one row, and what ``removed`` needs of it, which is kept."""
+        """The event of a row that came, and a value that is kept for ``removed``."""
 
     def removed(self, group: int, rows: list[Any]) -> Any:
-        """The event of rows that left."""
+        """The event of rows that left. ``rows``: the kept values of ``stored``."""
 
 
 class Expected(NamedTuple):
-    """A row that is announced when it is there, if it is so before ``until_s``."""
+    """A row that is being stored or loaded until ``until_s``. It is announced when the daemon has
+    confirmed it."""
 
     request: Request
     chunk: int
@@ -59,25 +61,27 @@ class Expected(NamedTuple):
 
 
 class RowEvents:
-    """One engine's events. Used from the engine's scheduler thread only."""
+    """The KV events of one engine. Used from the engine's scheduler thread only."""
 
-    def __init__(self, client: SchedulerClient, make: EventMaker, traffic: EngineTraffic) -> None:
+    def __init__(
+        self, client: SchedulerClient, event_maker: EventMaker, traffic: EngineTraffic
+    ) -> None:
         self._client = client
-        self._make = make
+        self._event_maker = event_maker
         self._traffic = traffic
         self._events: list[Any] = []
         self._announced: dict[Row, Any] = {}
         self._expected: dict[Row, Expected] = {}
         self._doubted: dict[Row, None] = {}
-        """Announced rows that may be gone."""
+        """Announced rows that may have left."""
         self._session: DaemonSession | None = None
         self._since = self._seq = 0
         self._width = 32
-        self._asked: dict[int, dict[bytes, Expected | None]] = {}
-        """By group: what the message on its way asks for."""
-        self._asked_s = self._stepping_s = 0.0
+        self._query: dict[int, dict[bytes, Expected | None]] = {}
+        """The rows of the last query, by group and digest."""
+        self._query_s = self._stepping_s = 0.0
         self._served_s = time.monotonic()
-        """When there was last a daemon."""
+        """When a daemon was last connected."""
 
     # ------------------------------------------------------------ rows
 
@@ -89,9 +93,9 @@ class RowEvents:
         rows: Iterable[tuple[int, int]],
         until_s: float,
     ) -> None:
-        """Rows ``(group, chunk)`` of ``request`` are being stored, or loaded, until ``until_s``.
-        ``digests``: of its chunks, from chunk 0 on, ``width`` bytes each; none of them, and no
-        width, if there are no rows: only the part of a chunk is on its way."""
+        """Announce these rows ``(group, chunk)`` of ``request`` when they are there. They are being
+        stored or loaded until ``until_s``. ``digests``: the hashes of its chunks, from chunk 0 on,
+        ``width`` bytes each. Both may be empty if there are no rows."""
         rows = list(rows)
         if not rows:
             return
@@ -101,7 +105,7 @@ class RowEvents:
             self._expected[row] = Expected(request, chunk, until_s)
 
     def forget(self) -> None:
-        """Routers were told that this engine has nothing any more."""
+        """Forget all rows, because the engine published that all its blocks are gone."""
         for rows in (self._announced, self._expected, self._doubted):
             rows.clear()
         self._events.clear()
@@ -117,34 +121,34 @@ class RowEvents:
         events, self._events = self._events, []
         return events
 
-    # ------------------------------------------------------------ asking
+    # ------------------------------------------------------------ queries
 
     def poll(self) -> None:
-        """Take in the daemon's answer, and ask again when it is time."""
+        """Take in the daemon's answer, and send the next query when it is due."""
         session, now_s = self._client.session, time.monotonic()
         if session is None:
             self._session = None
             if now_s - self._served_s > AWAY_S:
-                self._withdraw(list(islice(self._announced, CHECKED)))
+                self._withdraw(list(islice(self._announced, ROWS_PER_MESSAGE)))
             return
         self._served_s = now_s
         if session is not self._session:
-            self._session, self._since, self._seq, self._asked_s = session, 0, 0, 0.0
+            self._session, self._since, self._seq, self._query_s = session, 0, 0, 0.0
         if self._seq and not self._answered():
             return
         pause_s = BUSY_S if self._expected or self._doubted else IDLE_S
-        if now_s - self._asked_s >= pause_s:
+        if now_s - self._query_s >= pause_s:
             self._ask(session, now_s)
 
     def _ask(self, session: DaemonSession, now_s: float) -> None:
-        most = min(CHECKED, session.welcome.limits.keys_per_message)
-        self._asked = {}
+        most = min(ROWS_PER_MESSAGE, session.welcome.limits.keys_per_message)
+        self._query = {}
         for row in islice(chain(self._expected, self._doubted), most):
-            self._asked.setdefault(row[0], {})[row[1]] = self._expected.get(row)
-        groups = range(max(self._asked, default=-1) + 1)
-        present = tuple(b"".join(self._asked.get(group, ())) for group in groups)
-        asked = Removals(since=self._since, width=self._width, present=present)
-        self._seq, self._asked_s = self._client.submit(asked), now_s
+            self._query.setdefault(row[0], {})[row[1]] = self._expected.get(row)
+        groups = range(max(self._query, default=-1) + 1)
+        present = tuple(b"".join(self._query.get(group, ())) for group in groups)
+        query = Removals(since=self._since, width=self._width, present=present)
+        self._seq, self._query_s = self._client.submit(query), now_s
 
     def _answered(self) -> bool:
         """Take in the answer; False if it has not come."""
@@ -168,24 +172,24 @@ class RowEvents:
             self._doubted = dict.fromkeys(self._announced)
         absent = []
         for group, there in enumerate(reply.present):
-            asked = self._asked.get(group, {})
-            for (digest, expected), is_there in zip(asked.items(), there, strict=False):
+            queried = self._query.get(group, {})
+            for (digest, expected), is_there in zip(queried.items(), there, strict=False):
                 row = group, digest
                 self._doubted.pop(row, None)
                 if not is_there:
                     absent.append(row)
-                if expected is not None and (is_there or expected.until_s < self._asked_s):
-                    self._settle(row, expected, bool(is_there))
+                if expected is not None and (is_there or expected.until_s < self._query_s):
+                    self._resolve(row, expected, bool(is_there))
         self._withdraw(absent)
         return True
 
-    def _settle(self, row: Row, expected: Expected, is_there: bool) -> None:
-        """A row that was expected is there, or will not come."""
+    def _resolve(self, row: Row, expected: Expected, is_there: bool) -> None:
+        """Stop expecting a row. Announce it if it is there."""
         if self._expected.get(row) is not expected:
-            return  # it was stored once more since we asked
+            return  # it was stored again after the query
         del self._expected[row]
         if is_there:
-            event, kept = self._make.stored(expected.request, row[0], expected.chunk)
+            event, kept = self._event_maker.stored(expected.request, row[0], expected.chunk)
             self._announced[row] = kept
             self._events.append(event)
             self._traffic.count("announced_rows")
@@ -197,5 +201,5 @@ class RowEvents:
             if (kept := self._announced.pop(row, None)) is not None:
                 gone.setdefault(row[0], []).append(kept)
         for group, kept_rows in gone.items():
-            self._events.append(self._make.removed(group, kept_rows))
+            self._events.append(self._event_maker.removed(group, kept_rows))
             self._traffic.count("withdrawn_rows", len(kept_rows))

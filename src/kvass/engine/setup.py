@@ -1,4 +1,5 @@
-"""What both sides of a connector know of their engine: read once, at start, in each process."""
+"""The settings of an engine that both halves of a connector need. Each process reads them once, at
+its start."""
 
 from __future__ import annotations
 
@@ -15,19 +16,21 @@ from kvass.messages import Register
 from kvass.types import GroupLayout, RankLayout
 
 MIN_CHUNK_TOKENS: Final = 256
+"""The smallest default size of a chunk."""
 
 
 @dataclass(frozen=True)
 class Inert:
-    """Why the engine must run uncached here."""
+    """The reason why this engine must run uncached."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """Sizes in tokens, lists by group id. The layers named in ``groups`` are those of one rank:
-    only a worker knows its own. ``strategy`` is the scheduler's; a worker's is at its rank."""
+    """The settings of one engine. Sizes are in tokens; sequences are indexed by group id.
+    ``groups`` names the layers of one rank; only a worker knows its own layers. ``strategy`` is
+    that of the scheduler; a worker uses ``strategy.at(rank)``."""
 
     socket: str
     instance: str
@@ -38,37 +41,38 @@ class EngineSetup:
     loads: bool
     stores: bool
     daemon_uid: int | None = None
-    """The daemon's user, where the files do not show it (``wire.trust``)."""
+    """The user id of the daemon, where the socket's files do not show it (``wire.trust``)."""
     single_copies: bool = False
-    """On a GPU: a call of the driver per run."""
+    """On a GPU: copy each run of bytes with a driver call of its own."""
     chunk_blocks: int = 0
-    """Blocks of a chunk, if hits may end at each of them: all groups are ``full``, with one block
-    size, and each block has a hash. 0: hits end with a chunk."""
+    """How many blocks a chunk has, if hits may end at each block. Then all groups are ``full`` with
+    one block size, and each block has a hash. 0: hits end at chunk boundaries only."""
     spare: int = 0
-    """Chunks that must be cached after a hit (``messages.Lookup``)."""
+    """How many chunks after a hit must be cached, too (``messages.Lookup``)."""
     fixed_weights: bool = False
     """A reset of the engine's cache never means that its weights were replaced."""
     one_queue: bool = False
-    """The engine stops at the first waiting request without room, also before requests that hold
-    blocks because their load has ended (``head_of_line.py``)."""
+    """The engine stops at the first waiting request for which it has no free blocks. Requests that
+    hold blocks, because their load has ended, may wait behind it (``head_of_line.py``)."""
     adapters: str = ""
-    """Settings that change what a LoRA adapter computes."""
+    """The engine's settings that change what a LoRA adapter computes."""
     model: str = ""
-    """The model's name for people: no part of the namespace."""
+    """The model's name, for display only. It is no part of the namespace."""
     weights: Future[str] = field(default_factory=Future, compare=False)
-    """The last field of the identity: known now, later, or never (``weights.begin``)."""
+    """The name of the weights, the last field of the identity. It may be known at once, later or
+    never (``weights.begin``)."""
 
     @cached_property
     def hits_whole_prompts(self) -> bool:
-        """Whether a hit may end at a prompt's last token. Engines compute that token again: a state
-        that contains it would count it twice, and the blocks before a window may be gone."""
+        """Whether a hit may end at a prompt's last token. Engines compute that token again. A state
+        that has it already would have it twice, and blocks before a sliding window may be gone."""
         return all(group.kind == "full" for group in self.groups)
 
     def register(
         self, strategy: ParallelStrategy | None = None, layout: RankLayout | None = None
     ) -> Register:
-        """How the scheduler, or the worker of ``strategy`` and ``layout``, registers, once its
-        identity is complete (``when_named``)."""
+        """The ``Register`` message of the scheduler, or of the worker with ``strategy`` and
+        ``layout``. It is sent once the identity is complete (``when_named``)."""
         chosen = strategy or self.strategy
         return chosen.register(
             self.instance, self.identity, self.chunk_tokens, layout, model=self.model
@@ -76,12 +80,13 @@ class EngineSetup:
 
     @property
     def named(self) -> bool:
-        """Whether the identity is complete."""
+        """Whether the name of the weights is known, so that the identity is complete."""
         done = self.weights.done() and not self.weights.cancelled()
         return done and self.weights.exception() is None
 
     def when_named(self, complete: Callable[[Mapping[str, str]], None]) -> None:
-        """Call ``complete`` with the rest of the identity: now, or on the thread that finds it."""
+        """Call ``complete`` with the last field of the identity: at once if it is known, else later
+        on the thread that computes it."""
 
         def named(name: Future[str]) -> None:
             if self.named:
@@ -91,10 +96,11 @@ class EngineSetup:
 
 
 def choose_chunk_tokens(wanted: int, unit: int, has_states: bool) -> int:
-    """The chunk size: ``wanted``, or if that is 0 the smallest multiple of ``unit`` of at least
-    ``MIN_CHUNK_TOKENS``. ``unit``: the lcm of all block sizes and the alignment of hits. With
-    states it is one unit: a prompt leaves one state behind, at its last block boundary, where a
-    longer chunk would mostly not end. Raises :class:`ConfigError` if ``wanted`` is no multiple."""
+    """The chunk size in tokens: ``wanted``; if that is 0, the smallest multiple of ``unit`` that is
+    at least ``MIN_CHUNK_TOKENS``. ``unit``: the least common multiple of all block sizes and the
+    alignment of hits. With state groups the default is one unit: a prompt leaves one state, at its
+    last block boundary, and a longer chunk would seldom end there. Raises :class:`ConfigError` if
+    ``wanted`` is no multiple of ``unit``."""
     if wanted % unit:
         raise ConfigError(
             f"kvass.chunk_tokens {wanted} does not fit this model: give a multiple of {unit} "
@@ -105,7 +111,7 @@ def choose_chunk_tokens(wanted: int, unit: int, has_states: bool) -> int:
 
 
 def log_naming(weights: Future[str], scheduler: bool) -> None:
-    """Log when the weights' name is known, or why it will not be."""
+    """Log that the weights are being named, and later that they are, or why they cannot be."""
 
     def named(name: Future[str]) -> None:
         if not name.cancelled() and (error := name.exception()) is not None:

@@ -1,6 +1,7 @@
-"""What the scheduler tells the workers to copy in a step.
+"""The work of a step: the loads and stores that the scheduler sends to the workers.
 
-Plain values, which the engine's own messages carry. Block ids and slots are tuples by layer group.
+All are plain values, which the engine's own messages carry. Block ids and slots are tuples, indexed
+by layer group.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from kvass.types import Slots
 
 @dataclass(frozen=True)
 class AdapterHeld:
-    """A LoRA adapter as the ranks must hold it: under the engine's id ``name``, rank ``r`` the
-    weights of ``digests[r]``. With ``expected`` a rank may also hold nothing under this id: it will
-    read the adapter again."""
+    """A LoRA adapter that the ranks must hold. Under the engine's id ``name``, rank ``r`` must hold
+    the weights with the digest ``digests[r]``. With ``expected``, a rank may also hold nothing
+    under this id: it will read the adapter from its files."""
 
     name: int
     digests: tuple[str, ...]
@@ -25,11 +26,11 @@ class AdapterHeld:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows to copy into the blocks of one waiting request. The first ``skip[g]`` blocks of group
-    ``g``'s first row are not copied. If ``blocks[g]`` end inside of its last row, the rest of that
-    row is not copied. If ``lease`` is 0 there is nothing to read any more, and the load must be
-    reported as failed. A rank copies only if it was registered at ``given_s`` and holds
-    ``adapter``. ``trace`` is as in ``protocols.Request``."""
+    """A load: rows to copy into the blocks of one waiting request. The first ``skip[g]`` blocks of
+    the first row of group ``g`` are not copied. If ``blocks[g]`` end inside the last row, the rest
+    of that row is not copied. If ``lease`` is 0, there is nothing to read, and the load must be
+    reported as failed. A rank copies only if it was registered at ``given_s``, when the lease was
+    granted, and if it holds ``adapter``. ``trace`` is as in ``protocols.Request``."""
 
     kind: ClassVar[Literal["load"]] = "load"
     request: str
@@ -46,12 +47,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """Blocks to copy into granted rows, after the forward pass of the step. ``step`` is
-    ``StepWork.step``. ``computed`` is the ``StepWork.number`` of the step that computed the blocks:
-    an earlier one if the grant came late. ``slots[g]`` and ``blocks[g]`` may be empty. If
-    ``blocks[g]`` end inside of the last row, that row is a tail. ``request`` and
-    ``trace`` are for spans. A rank copies only if it held ``adapter`` since ``first_step``, the
-    first that computed tokens of the request."""
+    """A store: blocks to copy into granted rows, after the forward pass of the step. ``step`` is
+    ``StepWork.step``. ``computed`` is the ``StepWork.number`` of the step that computed the blocks;
+    it is an earlier step if the grant came late. ``slots[g]`` and ``blocks[g]`` may be empty. If
+    ``blocks[g]`` end inside the last row, that row is a tail. ``request`` and ``trace`` are for
+    spans. A rank copies only if it has held ``adapter`` since ``first_step``, the first step that
+    computed tokens of the request."""
 
     kind: ClassVar[Literal["store"]] = "store"
     step: int
@@ -70,10 +71,10 @@ class Store:
 
 @dataclass
 class StepWork:
-    """One step's loads and stores. ``step`` numbers the steps that have stores, from 1: their
-    blocks are held until every rank has reported this number. It is 0 without stores. ``number``
-    counts all steps. Without ``computes`` the step has no forward pass. ``emptied``: the engine's
-    own prefix cache was emptied since the step before."""
+    """The loads and stores of one step. ``step`` counts the steps that have stores, from 1, and is
+    0 in a step without stores. The blocks of the stores are held until every rank has reported
+    ``step``. ``number`` counts all steps. ``computes``: the step has a forward pass. ``emptied``:
+    the engine's own prefix cache was emptied since the step before."""
 
     step: int = 0
     loads: list[Load] = field(default_factory=list)

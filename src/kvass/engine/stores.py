@@ -1,10 +1,12 @@
-"""Planning of stores, in the scheduler: what each step offers, and what it has the ranks copy.
+"""The planning of stores in the scheduler: what each step offers to the daemon, and what the ranks
+copy.
 
-What a request has to offer is in ``offers.py``, what waits for the daemon's answer in
-``reserves.py``, what was granted in ``granted_stores.py``, what ended requests left in
-``ended_requests.py``, and which blocks are held in ``held_blocks.py``.
+``offers.py`` makes the offers of a request. ``reserves.py`` keeps the offers that the daemon has
+not answered, ``granted_stores.py`` those that it granted, ``ended_requests.py`` the requests that
+ended before they were offered, ``held_blocks.py`` the blocks that are held.
 
-Law of this file: a step that only goes on with the answers of the step before costs nothing here.
+Law of this file: a step that only adds one token to each request of the step before, and completes
+no chunk, does no work per request here.
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ from kvass.engine.held_blocks import CopiedBlocks, freed_by_giving_up
 from kvass.engine.offers import OfferMaker, StepOffers, fits_a_step
 from kvass.engine.protocols import BlockPool, Step
 from kvass.engine.request_state import RequestState
-from kvass.engine.reserves import Answered, Reserves
+from kvass.engine.reserves import OfferAnswered, Reserves
 from kvass.engine.row_events import RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, Table
 
-_MANY: Final = sys.maxsize
+UNLIMITED: Final = sys.maxsize
 
 
 class StorePlanner:
-    """Plans one engine's stores. Used from the engine's scheduler thread only."""
+    """The planner of one engine's stores. Used from the engine's scheduler thread only."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class StorePlanner:
         pool: BlockPool,
         traffic: EngineTraffic,
         events: RowEvents | None = None,
-        when_answered: Answered | None = None,
+        when_answered: OfferAnswered | None = None,
     ) -> None:
         self._setup = setup
         self._client = client
@@ -61,33 +63,34 @@ class StorePlanner:
         self._reserves = Reserves(
             setup, client, spans, requests, pool, traffic, self._granted, when_answered
         )
-        self._ended = EndedRequests(pool, self._reserves.lost)
+        self._ended = EndedRequests(pool, self._reserves.count_unstored)
         self._offers = OfferMaker(setup, spans, adapters, pool)
-        self._each = max(1, setup.chunk_blocks)
+        self._chunk_blocks = max(1, setup.chunk_blocks)
         self._number = 0
         self._names: Set[str] = frozenset()
-        self._quiet = 0
-        """So many steps that add one token to each of ``_names`` complete nothing."""
+        self._quiet_steps = 0
+        """How many of the next steps complete no chunk, if each adds one token to each request of
+        ``_names``."""
 
     # ------------------------------------------------------------ a step
 
     def plan(self, step: Step, work: StepWork) -> None:
-        """Add the stores that earlier steps asked for and that are granted by now; reserve rows for
+        """Add to ``work`` the stores of earlier steps that were granted since. Reserve rows for
         every chunk that this step completes, and add what is granted at once."""
         self._number += 1
         self._adapters.new_step(self._number)
         work.number, work.computes = self._number, step.tokens > 0
-        if not self._setup.stores or self._goes_on(step):
+        if not self._setup.stores or self._completes_nothing(step):
             return
-        self._quiet, self._reserves.offered_again = 0, False
+        self._quiet_steps, self._reserves.must_offer_again = 0, False
         self._reserves.collect(work)
         ended = self._ended.take()
         try:
             if not self._client.answering:
-                self._reserves.lost(one.state for one in ended)
-            elif self._reserves.backoff.waits():
+                self._reserves.count_unstored(one.state for one in ended)
+            elif self._reserves.backoff.skips_step():
                 self._ended.postpone(ended, self._reserves.pending)
-                for name, _ in step.requests():  # it may end before it is offered
+                for name, _ in step.requests():  # a request may end before it is offered
                     if (state := self._requests.get(name)) is not None:
                         state.step(self._number)
             else:
@@ -97,44 +100,47 @@ class StorePlanner:
         finally:
             self._ended.taken(ended)
 
-    def _goes_on(self, step: Step) -> bool:
-        """Whether nothing is to be done in this step, because it only goes on with the answers of
-        the step before. Most steps are so, also with hundreds of requests."""
-        if self._reserves.offered_again:
+    def _completes_nothing(self, step: Step) -> bool:
+        """Whether this step adds one token to each request of the step before and completes no
+        chunk, so that there is nothing to do. This is so in most steps, also with hundreds of
+        requests."""
+        if self._reserves.must_offer_again:
             return False
-        idle = self._quiet > 0 and not self._reserves.pending and not self._ended.waiting
+        idle = self._quiet_steps > 0 and not self._reserves.pending and not self._ended.waiting
         if not idle or step.tokens != len(step.names) or step.names != self._names:
             return False
-        self._quiet -= 1
+        self._quiet_steps -= 1
         return not step.boundary_states
 
     def _offers_of(self, step: Step, ended: Sequence[EndedRequest]) -> StepOffers:
-        """What this step completes and what ``ended`` requests left."""
+        """The offers of what this step completes and of what ``ended`` requests left."""
         offers = StepOffers()
         if ended:
             self._offer_ended(ended, offers)
-        states, left = step.boundary_states, _MANY
+        states, left = step.boundary_states, UNLIMITED
         for name, tokens in step.requests():
             state = self._requests.get(name)
             if state is None or state.offered.never:
                 continue
             state.step(self._number)
-            # Drafts are computed too, but have no hash; what has one is never computed again.
+            # Draft tokens are computed, too, but have no hash. Hashed tokens never change.
             computed = state.request.computed_tokens + tokens
             missing = self._offers.tokens_of_next(state) - computed
             left = min(left, missing)
             if missing > 0 and name not in states:
                 continue
             left = 0
-            offers.add(*self._offers.of_running(state, step, computed))
-        self._names, self._quiet = step.names, max(0, left - 1)
+            more, width = self._offers.of_running(state, step, computed)
+            offers.add(more, width)
+        self._names, self._quiet_steps = step.names, max(0, left - 1)
         return offers
 
     # ------------------------------------------------------------ ended requests
 
     def request_ended(self, state: RequestState, table: Table) -> None:
-        """Hold what a request leaves that was not stored, in the blocks of ``table``, for the next
-        step to offer it. Blocks that were computed in no step may still be loading."""
+        """A request ended with the blocks of ``table``. Hold those that were computed and not
+        offered, so that the next step can offer them. If no step has computed tokens of the
+        request, nothing is held, because its blocks may still be loading."""
         request, offered = state.request, state.offered
         if not self._setup.stores or offered.never:
             return
@@ -142,16 +148,18 @@ class StorePlanner:
         blocks = self._offers.blocks(state, computed)
         if not blocks or min(map(len, table), default=0) < blocks:
             if min(computed // self._setup.chunk_tokens, request.hashed_chunks) > offered.chunks:
-                self._reserves.lost([state])  # whole chunks alone are not held for a later step
+                self._reserves.count_unstored(
+                    [state]
+                )  # its whole chunks are not held for a later step
             return
-        if self._offers.tail(state, blocks) or blocks // self._each > offered.chunks:
-            table, first = [ids[:blocks] for ids in table], offered.chunks * self._each
+        if self._offers.tail(state, blocks) or blocks // self._chunk_blocks > offered.chunks:
+            table, first = [ids[:blocks] for ids in table], offered.chunks * self._chunk_blocks
             held = self._pool.hold(i for ids in table for i in ids[first:])
             self._ended.waiting.append(EndedRequest(state, table, blocks, self._number, held))
 
     def _offer_ended(self, ended: Sequence[EndedRequest], offers: StepOffers) -> None:
-        """Add what ``ended`` requests left. Some wait for their adapter's name, and what does not
-        fit waits a step."""
+        """Add the offers of ``ended`` requests. A request whose adapter has no name yet, or whose
+        offers do not fit into this step, waits for a later step."""
         later = [*ended[ENDED_PER_STEP:]]
         for one in ended[:ENDED_PER_STEP]:
             named = self._offers.adapter_of(one.state)
@@ -164,16 +172,16 @@ class StorePlanner:
         if later:
             self._ended.postpone(later, self._reserves.pending)
 
-    # ------------------------------------------------------------ what comes back
+    # ------------------------------------------------------------ answers and reports
 
     def abandon_pending(self) -> None:
-        """Await no answer any more: give the blocks back, and offer the chunks again some steps
-        later, if their requests live."""
+        """Give up all offers that are not answered, and free their blocks. Chunks of live requests
+        are offered again some steps later."""
         self._ended.give_up()
         self._reserves.abandon()
 
     def revoke(self, work: StepWork) -> None:
-        """Take the stores back out of a step's work."""
+        """Remove the stores from a step's work."""
         self._reserves.offer_everything_again()
         self._granted.revoke(work)
 
@@ -181,15 +189,17 @@ class StorePlanner:
         """As ``CopiedBlocks.reported``."""
         self._blocks.reported(steps)
 
-    # ------------------------------------------------------------ the engine's questions
+    # ------------------------------------------------------------ calls of the engine
 
     def storing(self) -> bool:
-        """Whether an answer or a rank's report may come, so that the engine must keep stepping."""
+        """Whether the engine must keep stepping, because an answer of the daemon or a report of a
+        rank is awaited."""
         return bool(self._reserves.pending or self._ended.waiting or self._blocks.awaited)
 
     def frees_blocks(self) -> bool:
-        """Whether blocks become free in a later step if the engine, which has too few, preempts
-        nobody. Blocks that have awaited a grant for longer than a step are given back."""
+        """Whether a later step will have more free blocks. The engine calls this when it has too
+        few; if True, it need not preempt a request. If an offer has waited for longer than a step,
+        all offers are given up and their blocks are freed."""
         pending, ended = self._reserves.pending, self._ended.waiting
         if freed_by_giving_up(self._pool, (*pending, *ended)):
             if min([one.number for one in pending] + [one.number for one in ended]) < self._number:

@@ -1,11 +1,11 @@
-"""What kvass does for a request, as spans in the engine's OpenTelemetry traces.
+"""OpenTelemetry spans of lookups, promotions and copies, as part of the engine's traces.
 
 Laws of this file:
 
-- Without ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` in the environment nothing is imported or done. An
-  engine that traces has set it, and the tracer provider; vLLM does so with
+- Without ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` in the environment, nothing is imported or done. An
+  engine that traces sets this variable and the tracer provider. vLLM does so with
   ``--otlp-traces-endpoint``.
-- A span is made when its work is over. Nothing waits for it.
+- A span is made after its work has ended. Nothing waits for it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 REQUEST: Final = "gen_ai.request.id"
-"""As vLLM names it in its own spans."""
+"""The attribute with the request's id, as in vLLM's own spans."""
 INTERNAL: Final = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}")
-"""What vLLM makes of a request's id: a number for each of several answers, and random digits. Its
-own spans have the id without."""
+"""vLLM's internal id of a request. It adds a prefix to the user's id if the request has several
+outputs, and a random suffix. vLLM's own spans have the id without both."""
 
 
 def begin() -> Tracing | None:
-    """None: this engine does not trace."""
+    """The tracing of this process. None: the engine does not trace, or OpenTelemetry is missing."""
     if not os.environ.get(ENDPOINT):
         return None
     try:
@@ -44,8 +44,9 @@ def begin() -> Tracing | None:
 
 
 class Ids:
-    """Ids of spans and traces. The SDK takes them from Python's ``random``, which vLLM seeds with
-    the same number in every rank of every engine: they would repeat within a trace."""
+    """A generator of random ids for spans and traces. The SDK's own generator uses Python's
+    ``random``. vLLM seeds that with the same number in every rank of every engine, so ids would
+    repeat within a trace."""
 
     _random = random.SystemRandom()
 
@@ -60,8 +61,8 @@ class Ids:
 
 
 class Tracing:
-    """The spans of one half of the connector. Raises ``ImportError`` without OpenTelemetry. Spans
-    of lookups are for one thread, those of copies for any."""
+    """The maker of the spans of one process. Raises ``ImportError`` without OpenTelemetry. All
+    methods but ``copied`` are called from one thread; ``copied`` from any."""
 
     def __init__(self) -> None:
         from opentelemetry import trace
@@ -69,30 +70,31 @@ class Tracing:
 
         self._trace = trace
         self._parent = TraceContextTextMapPropagator()
-        self._asked: dict[str, int] = {}
-        self._promoting: dict[str, int] = {}
-        """Since when, in ns since the epoch, by request."""
+        self._lookup_began: dict[str, int] = {}
+        self._promotion_began: dict[str, int] = {}
+        """The beginning of each lookup and of each promotion, by request: ns since the epoch."""
 
     @cached_property
     def _tracer(self) -> Any:
-        """With the first span: by then the engine has set the provider."""
+        """The tracer. It is made with the first span, because by then the engine has set its
+        provider."""
         tracer = self._trace.get_tracer("kvass")
         if type(getattr(tracer, "id_generator", None)).__name__ == "RandomIdGenerator":
             vars(tracer)["id_generator"] = Ids()
         return tracer
 
-    def asked(self, request: str) -> None:
-        """A lookup is asked for, maybe again."""
-        self._asked.setdefault(request, time.time_ns())
+    def lookup_began(self, request: str) -> None:
+        """The engine looks up a request. Only the first call of a lookup counts."""
+        self._lookup_began.setdefault(request, time.time_ns())
 
-    def promoting(self, request: str) -> None:
-        """Its lookup waits for tiers."""
-        self._promoting.setdefault(request, time.time_ns())
+    def promotion_began(self, request: str) -> None:
+        """The lookup of a request waits for tiers. Only the first call of a lookup counts."""
+        self._promotion_began.setdefault(request, time.time_ns())
 
-    def answered(self, request: Request, tokens: int, hit: int) -> None:
-        """The lookup of ``request`` is over."""
-        now, promoting = time.time_ns(), self._promoting.pop(request.name, 0)
-        began = self._asked.pop(request.name, now)
+    def lookup_ended(self, request: Request, tokens: int, hit: int) -> None:
+        """The lookup of ``request`` was answered: ``hit`` of ``tokens`` looked-up tokens."""
+        now, promoting = time.time_ns(), self._promotion_began.pop(request.name, 0)
+        began = self._lookup_began.pop(request.name, now)
         figures = {"kvass.lookup_tokens": tokens, "kvass.hit_tokens": hit}
         lookup = self._span("kvass.lookup", request.name, request.trace, began, now, figures)
         if promoting:
@@ -101,11 +103,11 @@ class Tracing:
 
     def forget(self, request: str) -> None:
         """The request ended."""
-        self._asked.pop(request, None)
-        self._promoting.pop(request, None)
+        self._lookup_began.pop(request, None)
+        self._promotion_began.pop(request, None)
 
     def copied(self, copy: Load | Store, done: Done) -> None:
-        """A copy ended just now."""
+        """``copy`` ended just now."""
         now = time.time_ns()
         began = now - int(done.seconds * 1e9)
         figures = {"kvass.bytes": done.job.bytes, "kvass.outcome": done.outcome}
@@ -121,7 +123,8 @@ class Tracing:
         figures: dict[str, Any],
         ok: bool = True,
     ) -> Any:
-        """``parent``: a context, or a header ``traceparent``, which may be empty."""
+        """A span that began and ended at these times (ns since the epoch). ``parent``: a context,
+        or a ``traceparent`` header, which may be empty."""
         if isinstance(parent, str):
             parent = self._parent.extract({"traceparent": parent})
         if internal := INTERNAL.fullmatch(request):

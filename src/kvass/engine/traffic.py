@@ -1,4 +1,4 @@
-"""What an engine did with kvass, counted for the engine's own metrics."""
+"""Counters of what an engine did with kvass, for the engine's own metrics."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MEANINGS: Final[dict[str, str]] = {
     "store_seconds": "Time that stores took, from the step that began them.",
     "stores_late": "Stores that ended after their reservation; nothing was stored.",
     "stores_failed": "Stores that failed otherwise; nothing was stored.",
-    "unstored_requests": "Requests that ended, of which something was not stored: vLLM needed "
-    "their blocks, or the daemon was late.",
-    "blends": "Prompts of which segments were loaded that are not their prefix.",
-    "blends_failed": "Prompts of which these could not be loaded; the engine computes instead.",
+    "unstored_requests": "Ended requests of which something was not stored, because vLLM needed "
+    "their blocks or the daemon was late.",
+    "blends": "Prompts for which segments were loaded that are not their prefix.",
+    "blends_failed": "Prompts whose segments could not be loaded; the engine computes instead.",
     "blended_tokens": "Tokens in such segments that were not computed.",
     "announced_rows": "Rows announced in KV events.",
     "withdrawn_rows": "Rows withdrawn in KV events.",
@@ -33,21 +33,21 @@ MEANINGS: Final[dict[str, str]] = {
 
 
 class EngineTraffic:
-    """Counts under the names of ``MEANINGS``. For one thread."""
+    """The counters named in ``MEANINGS``. Used from one thread only."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def count(self, name: str, number: int = 1) -> None:
-        """Something happened ``number`` times."""
+        """Add ``number`` to the counter ``name``."""
         self._counts[name] += number
 
     def looked_up(self, tokens: int, hit: int) -> None:
-        """A lookup was answered."""
+        """Count an answered lookup: ``hit`` of ``tokens`` looked-up tokens."""
         self._counts.update(lookups=1, lookup_tokens=tokens, hit_tokens=hit)
 
     def copied(self, done: Done) -> None:
-        """A copy is over."""
+        """Count a copy that ended."""
         kind = done.job.kind
         if done.ok:
             self._counts[f"{kind}s"] += 1
@@ -57,8 +57,8 @@ class EngineTraffic:
             self._counts[f"{kind}s_{'late' if done.outcome == 'late' else 'failed'}"] += 1
 
     def take(self) -> dict[str, int | float]:
-        """What was counted since the last call; what is 0 is left out."""
-        if not self._counts:  # as after most steps
+        """The counters since the last call, without those that are 0."""
+        if not self._counts:  # so it is after most steps
             return {}
         counts, self._counts = self._counts, Counter()
         return {name: number for name, number in counts.items() if number}

@@ -1,15 +1,16 @@
-"""A name for an engine's weights by their content: equal files have equal names, wherever they lie.
+"""The name of an engine's weights, computed from the content of their files. Equal files have equal
+names in any folder.
 
 Laws of this file:
 
-- A name says what the engine has loaded, or there is no name: none for files that changed since
-  this process started, or while they are read here.
-- Each process of an engine finds the same name by itself, and believes nothing that another user
-  of the machine could have written. Paths and times of files do not count.
-- The engine's own threads read no weight file. The threads that do keep no process from ending.
+- The name is that of the weights that the engine has loaded. Files that changed since this process
+  started, or while they are read here, get no name.
+- Each process of an engine computes the same name by itself, and trusts nothing that another user
+  of the machine could have written. Paths and times of files are not part of the name.
+- The engine's own threads read no weight file. Only daemon threads do.
 
-Files count by their SHA-256: a name that the Hub's client gave to one it fetched, or computed, once
-in each process.
+The content of a file is its SHA-256. For a file from the Hub it is the blob's name that the Hub's
+client gave it; for others it is computed, once in each process.
 """
 
 from __future__ import annotations
@@ -29,46 +30,50 @@ from kvass.engine import identity
 from kvass.engine.boundary import on_thread
 from kvass.engine.identity import Indescribable
 
-READY_S: Final = 2.0
-"""How long the start of an engine waits for a name. Of many gigabytes it comes later."""
+NAME_WAIT_S: Final = 2.0
+"""How long the start of an engine waits for the name. Large weights take longer."""
 THREAD: Final = "kvass-weights"
 NAME_IT: Final = "set kvass.model_id to a name of your own for these weights"
 BLOB: Final = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
-"""How the Hub's client names a blob: by the SHA-1 that git has of a small file, or by SHA-256."""
+"""The names that the Hub's client gives to blobs: git's SHA-1 of a small file, or a SHA-256."""
 PIECE_BYTES: Final = 1 << 20
+"""How many bytes of a file are read at a time."""
 MAX_THREADS: Final = 8
-"""Of one process. Each hashes one file at a time, for which it needs no GIL."""
-LOADING_NS: Final = 100_000_000
-"""Added to a process's start time: no process reads weights sooner, and both clocks are coarse."""
+"""The most hashing threads of one process. Each hashes one file at a time, without the GIL."""
+START_MARGIN_NS: Final = 100_000_000
+"""A margin that is added to the start time of a process, because its clock and that of the file
+system are coarse. No process reads weights so soon after its start."""
 _imported_ns: Final = time.time_ns()
+"""When this module was imported."""
 
 
 class WeightFiles(Protocol):
-    """Weights in a folder, or in one file."""
+    """The files of weights: a folder, or one file."""
 
     @property
     def root(self) -> Path:
         """The folder or the file."""
 
     def files(self) -> Mapping[str, Path]:
-        """The files that count, by name relative to the root, in a fixed order. Empty if none of
-        them holds weights. Raises OSError."""
+        """The files that are part of the name, by path relative to the root, in a fixed order.
+        Empty if none of them has weights. Raises OSError."""
 
 
 Source = str | WeightFiles
-"""The weights of one model: their name, if it is known at once, or their files."""
+"""The weights of one model: their name if it is known already, else their files."""
 
 
 def begin(sources: tuple[Source, ...], processes: int = 1) -> Future[str]:
-    """Name these weights, on threads, and wait for that up to ``READY_S``. ``processes``: how many
-    of this machine do the same and share its cores. Raises ``Indescribable`` if it has failed by
-    then; it may also fail later. Cancel it to hear no more.
+    """Begin to compute the name of these weights on threads, and wait for it up to ``NAME_WAIT_S``.
+    ``processes``: how many processes of this machine do the same and share its cores. Raises
+    ``Indescribable`` if the computation has failed by then. If it fails later, the future has the
+    exception. Cancel the future if the name is not needed any more.
     """
     cores = len(os.sched_getaffinity(0))
     threads = max(1, min(MAX_THREADS, cores // processes))
     name = on_thread(THREAD, name_of, sources, threads)
     with suppress(TimeoutError):
-        name.result(READY_S)
+        name.result(NAME_WAIT_S)
     return name
 
 
@@ -83,7 +88,7 @@ def name_of(sources: tuple[Source, ...], threads: int = 1) -> str:
 
 
 def _content(weights: WeightFiles, threads: int) -> str:
-    """The digest of the files' names and contents."""
+    """The digest of the names and contents of the files."""
     files = weights.files()
     if not files:
         raise Indescribable(f"no weight files are in {weights.root}: {NAME_IT}")
@@ -106,8 +111,8 @@ def _changed(root: Path) -> Indescribable:
 
 
 def _states(root: Path, files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
-    """What differs if one of the files is changed or replaced. Raises OSError, and
-    ``Indescribable`` if that happened since this process started."""
+    """The states of the files, by name: they differ if a file was changed or replaced. Raises
+    OSError, and ``Indescribable`` if a file was changed or replaced since this process started."""
     states, changed_ns = {}, replaced_ns(root)
     for name, file in files.items():
         state = file.stat()
@@ -121,19 +126,20 @@ def _states(root: Path, files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]
 
 
 def started_ns() -> int:
-    """When this process started, plus ``LOADING_NS``: nanoseconds since the epoch."""
+    """When this process started, plus ``START_MARGIN_NS``, in nanoseconds since the epoch."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     except (OSError, ValueError, IndexError):
         return _imported_ns
-    return min(time.time_ns() - int(age_s * 1e9) + LOADING_NS, _imported_ns)
+    return min(time.time_ns() - int(age_s * 1e9) + START_MARGIN_NS, _imported_ns)
 
 
 def replaced_ns(path: Path) -> int:
-    """When a symbolic link on the path was last set, or a folder on it was last moved: unlike a new
-    entry, that changes only its ctime."""
+    """When a symbolic link on ``path`` was last set, or a folder on it was last moved, in
+    nanoseconds since the epoch. A move of a folder changes only its ctime; a new entry in it
+    changes its mtime, too."""
     newest, left = 0, 40
     while left and (links := [p for p in (*reversed(path.parents), path) if p.is_symlink()]):
         newest = max(newest, links[0].lstat().st_ctime_ns)
@@ -149,8 +155,9 @@ def replaced_ns(path: Path) -> int:
 # ---------------------------------------------------------------- digests
 
 _digest_of: dict[tuple[int, str, tuple[int, ...]], Future[str]] = {}
-"""What this process computed, or is computing: by process (a fork has no threads of its parent's),
-path and state of the file. In one process an engine's scheduler and its worker name the same."""
+"""The digests that this process has computed or is computing, by process id, path and state of the
+file. The process id is part of the key because a fork has no threads of its parent. If an engine's
+scheduler and worker are one process, they name the same files."""
 
 
 def _digests(files: Mapping[str, Path], threads: int) -> dict[str, str]:
@@ -163,7 +170,7 @@ def _digests(files: Mapping[str, Path], threads: int) -> dict[str, str]:
             for name in _popped(left):
                 found[name] = _sha256(files[name])
         finally:
-            left.clear()  # whoever failed has failed for all
+            left.clear()  # if one thread failed, the others stop
 
     others = [on_thread(THREAD, work) for _ in range(min(threads, len(left)) - 1)]
     work()
@@ -179,18 +186,18 @@ def _popped(left: deque[str]) -> Iterator[str]:
 
 
 def _blob(file: Path) -> str:
-    """The name of the blob in the Hub's cache that ``file`` links to; empty if it is no such link,
-    or the blob was written to since."""
+    """The name of the blob in the Hub's cache to which ``file`` links. Empty if it is no such link,
+    or if the blob was changed after the link was made."""
     if not file.is_symlink():
         return ""
     blob = file.parent / os.readlink(file)
     named = blob.parent.name == "blobs" and BLOB.fullmatch(blob.name)
-    settled = file.stat().st_ctime_ns <= file.lstat().st_ctime_ns
-    return blob.name if named and settled and "snapshots" in file.parent.resolve().parts else ""
+    unchanged = file.stat().st_ctime_ns <= file.lstat().st_ctime_ns
+    return blob.name if named and unchanged and "snapshots" in file.parent.resolve().parts else ""
 
 
 def _sha256(file: Path) -> str:
-    """The digest of ``file``: the name of its blob, or computed, once. Raises OSError."""
+    """The SHA-256 of ``file``: the name of its blob, or computed once. Raises OSError."""
     if len(blob := _blob(file)) == 64:
         return blob
     mine: Future[str] = Future()

@@ -93,7 +93,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Hear of every call that may replace weights; whether they are replaced by these alone."""
 
         def noted(what: str, foreign: bool) -> None:
-            self._run(self._planner, None, Planner.noted, what, foreign)
+            self._run(self._planner, None, Planner.weights_may_change, what, foreign)
 
         if (core := rpcs.engine_core()) is None:
             return False
