@@ -82,7 +82,8 @@ class PathState:
     """The state of one path. ``read``: the weights that all ranks last read from there, and the
     state of the files then. ``files``: the state of the files by the last check. That check began
     in step ``look_step``, at ``look_began_s``, and its result was taken in step ``result_step``.
-    ``look``: the check that is running. ``slow``: a step has waited for a check in vain."""
+    ``look``: the check that is running. ``slow``: a check once took longer than a step may
+    wait."""
 
     read: tuple[NamedAdapter, str] | None = None
     files: str = ""
@@ -235,8 +236,8 @@ class Adapters:
 
     def _look(self, path: str, state: PathState) -> bool:
         """Check the files at ``path``, unless a recent result is valid. True: ``state.files`` is
-        valid now. No step waits again for a path for which a step has waited in vain; lookups stay
-        pending meanwhile."""
+        valid now. If a check of a path once took longer than a step may wait, no later step waits
+        for that path. Its lookups stay pending until the check ends."""
         self._take_result(state)
         if state.look is None and not self._is_current(state):
             state.look_step, state.look_began_s = self.step, time.monotonic()

@@ -215,7 +215,7 @@ class Copier:
         """Note which adapters this rank holds in step ``number``. If that fails, note that they are
         unknown."""
         if self._held is not None and not self._boundary.run(False, self._look_at_adapters, number):
-            self._held.lost(number)
+            self._held.note_unknown(number)
 
     def _look_at_adapters(self, number: int) -> bool:
         assert self._held is not None

@@ -80,7 +80,7 @@ class HeldAdapters:
                 self._note(name, Held(number, GONE))
             self._forget(number - FORGET_AFTER_STEPS)
 
-    def lost(self, number: int) -> None:
+    def note_unknown(self, number: int) -> None:
         """Note that from step ``number`` on it is unknown what is held."""
         self._objects.clear()
         for name in self._changes:

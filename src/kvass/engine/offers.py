@@ -95,14 +95,15 @@ class OfferMaker:
         self._spans = spans
         self._adapters = adapters
         self._pool = pool
-        self._chunk_blocks = max(1, setup.chunk_blocks)
+        self._blocks_per_chunk = max(1, setup.chunk_blocks)
+        """1 if hits end at chunk boundaries only."""
 
     def tokens_of_next(self, state: RequestState) -> int:
         """How many tokens must be computed before the request has something to offer. 0: it may
         have something now. For most requests in most steps this is the only call."""
         offered = state.offered
         if not offered.prefilled or offered.due > max(
-            offered.tail, offered.chunks * self._chunk_blocks
+            offered.tail, offered.chunks * self._blocks_per_chunk
         ):
             return 0
         return (offered.chunks + 1) * self._setup.chunk_tokens
@@ -115,7 +116,9 @@ class OfferMaker:
         states = self._boundary_states(step.boundary_states.get(name, ()), state.request)
         if not offered.prefilled and computed >= state.request.known_tokens:
             offered.prompt_computed(self.tail(state, self.blocks(state, computed)))
-        tail = self.tail(state, offered.due) if offered.due // self._chunk_blocks == ready else 0
+        tail = (
+            self.tail(state, offered.due) if offered.due // self._blocks_per_chunk == ready else 0
+        )
         if ready <= offered.chunks and not states and not tail:
             return [], 0
         named = self.adapter_of(state)
@@ -128,7 +131,7 @@ class OfferMaker:
     ) -> tuple[list[Offer], int]:
         """The offers of a request that ended with ``blocks`` computed blocks, and the width of a
         hash in bytes."""
-        tail, ready = self.tail(state, blocks), blocks // self._chunk_blocks
+        tail, ready = self.tail(state, blocks), blocks // self._blocks_per_chunk
         return self._offers(table, state, ready, {}, named, tail)
 
     def blocks(self, state: RequestState, computed: int) -> int:
@@ -141,7 +144,7 @@ class OfferMaker:
     def tail(self, state: RequestState, blocks: int) -> int:
         """``blocks``, if that many blocks end inside a chunk and after the last tail that was
         offered; else 0."""
-        return blocks if blocks % self._chunk_blocks and blocks > state.offered.tail else 0
+        return blocks if blocks % self._blocks_per_chunk and blocks > state.offered.tail else 0
 
     def adapter_of(self, state: RequestState) -> NamedAdapter | NoSalt | None:
         """The adapter whose salt is mixed into the hashes of an offer. None: the request has no

@@ -38,8 +38,8 @@ class Request(Protocol):
 
     @property
     def tenant(self) -> str:
-        """The tenant that pays for the rows that it stores (``types.is_tenant_name``). Empty: the
-        default tenant."""
+        """The tenant that pays for the rows that the request stores (``types.is_tenant_name``).
+        Empty: the default tenant."""
 
     @property
     def trace(self) -> str:

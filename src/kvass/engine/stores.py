@@ -65,7 +65,8 @@ class StorePlanner:
         )
         self._ended = EndedRequests(pool, self._reserves.count_unstored)
         self._offers = OfferMaker(setup, spans, adapters, pool)
-        self._chunk_blocks = max(1, setup.chunk_blocks)
+        self._blocks_per_chunk = max(1, setup.chunk_blocks)
+        """1 if hits end at chunk boundaries only."""
         self._number = 0
         self._names: Set[str] = frozenset()
         self._quiet_steps = 0
@@ -152,8 +153,8 @@ class StorePlanner:
                     [state]
                 )  # its whole chunks are not held for a later step
             return
-        if self._offers.tail(state, blocks) or blocks // self._chunk_blocks > offered.chunks:
-            table, first = [ids[:blocks] for ids in table], offered.chunks * self._chunk_blocks
+        if self._offers.tail(state, blocks) or blocks // self._blocks_per_chunk > offered.chunks:
+            table, first = [ids[:blocks] for ids in table], offered.chunks * self._blocks_per_chunk
             held = self._pool.hold(i for ids in table for i in ids[first:])
             self._ended.waiting.append(EndedRequest(state, table, blocks, self._number, held))
 
