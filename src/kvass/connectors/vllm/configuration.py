@@ -99,9 +99,9 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     options = read_options(transfer.kv_connector_extra_config)
     verdict = _verdict(options)
     if not verdict.caches:
-        return Inert(verdict.said)
-    if verdict.said:
-        _warn_once(verdict.said)
+        return Inert(verdict.message)
+    if verdict.message:
+        _warn_once(verdict.message)
     if not transfer.is_kv_consumer:
         raise ConfigError(f"kv_role {transfer.kv_role}: use kv_both, or kv_consumer to only read")
     _check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)

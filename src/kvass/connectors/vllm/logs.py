@@ -1,4 +1,4 @@
-"""kvass's lines in vLLM's log. Nothing of vLLM is imported."""
+"""The handlers of kvass's logger in an engine. This module imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 
 
 def log_as_vllm() -> None:
-    """kvass's lines go where vLLM's go and look like them, unless the process logs by itself."""
+    """Give kvass's logger the handlers and the level of vLLM's logger, unless the process has
+    configured logging itself."""
     ours, theirs = logging.getLogger("kvass"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
         ours.handlers = list(theirs.handlers)
