@@ -96,12 +96,12 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Have the planner notified of every call that may replace weights. Returns whether nothing
         but these calls can replace them."""
 
-        def noted(what: str, foreign: bool) -> None:
+        def on_change(what: str, foreign: bool) -> None:
             self._run(self._planner, None, Planner.noted, what, foreign)
 
         if (core := rpcs.engine_core()) is None:
             return False
-        rpcs.watch(core.model_executor, noted)
+        rpcs.watch(core.model_executor, on_change)
         return rpcs.owned(core, setup.identity.get("plugins", ""))
 
     def _make_copier(
