@@ -92,9 +92,8 @@ class VllmEvents:
                 request, start, start + size, seen
             )
             keys.append(own)
-        untag = getattr(
-            self._utils, "to_event_extra_keys", list
-        )  # before 0.31 the keys have no tags
+        # Before 0.31 the keys have no tags.
+        untag = getattr(self._utils, "to_event_extra_keys", list)
         return untag(keys)
 
     def removed(self, group: int, rows: list[bytes]) -> Any:
