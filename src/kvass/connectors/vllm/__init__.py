@@ -6,8 +6,7 @@ If ``VLLM_PLUGINS`` leaves out kvass, the option ``kv_connector_module_path`` mu
 package.
 
 Importing this package imports nothing of vLLM. The attribute ``KvassConnector`` is the class in
-``connector.py``. If that class may not run with the installed vLLM, it is the inert one of
-``inert.py``.
+``connector.py``, or the inert class of ``inert.py`` if the installed vLLM cannot run the connector.
 """
 
 from functools import cache

@@ -1,13 +1,14 @@
 """Adapters of vLLM's requests, steps and block pool to the protocols of ``kvass.engine``.
 
-A file of vLLM's version: it depends on how one version of vLLM works. The others are
+This is a file of vLLM's version: it may have to change for a new version of vLLM. The others are
 ``configuration.py``, ``namespace.py`` and ``fields.py`` (the fields of a namespace),
 ``weight_files.py`` (the files that vLLM loads), ``rpcs.py`` (calls that may replace weights),
 ``lora.py`` (the adapters that a worker holds), ``groups.py`` (KV cache groups), ``kv_caches.py``
 (pages), ``tiles.py`` (what vLLM's kernels need of the CPU), ``stats.py`` (metrics), ``events.py``
 (KV events), ``plugin.py`` (plug-ins), ``inert.py``, and ``blend*.py``. ``connector.py`` overrides
-the hooks of vLLM's base class. ``contract.py`` lists what all these files use, except those of
-blend. No other file depends on vLLM. CONTRIBUTING.md says how to support another version.
+the hooks of vLLM's base class. ``contract.py`` lists the names in vLLM that all these files use,
+except those of blend. No other file depends on vLLM. CONTRIBUTING.md says how to support another
+version.
 
 Facts relied on:
 
@@ -66,9 +67,10 @@ __all__ = [
 TENANT: Final = "kvass.tenant"
 """The key of a request's ``kv_transfer_params`` that names its tenant."""
 TAGGED_HASHES: Final = release(vllm_version) >= (0, 31)
-"""Whether block hashes differ for an adapter's name, an adapter's path and a salt of equal text."""
+"""Whether a block hash covers what its texts are: an adapter's name, an adapter's path or a
+salt."""
 MAX_TEXTS: Final = 10_000
-"""At most so many texts are remembered by ``HashedTexts``."""
+"""The maximum number of texts that ``HashedTexts`` remembers."""
 
 CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 """The form of vLLM's content hash of an image or the like: BLAKE3, SHA-256 or SHA-512, in hex."""
@@ -218,9 +220,9 @@ def _has_local_media_ids(request: Any) -> bool:
     """Whether the hashes of ``request`` depend on an id of a media item that is no content hash.
 
     A client chose such an id (``multi_modal_uuids``), or vLLM numbered the item. The id may stand
-    for another image, video or sound in another engine. It is recognized because it does not have
-    the form of a content hash, before which vLLM may put the name of a LoRA adapter. A client's id
-    that vLLM has hashed is not recognized.
+    for another image, video or sound in another engine. Every id that does not have the form of a
+    content hash counts. The name of a LoRA adapter, which vLLM may put before a hash, is ignored. A
+    client's id that vLLM has hashed is not recognized.
     """
     for feature in request.mm_features:
         content = getattr(feature, "mm_hash", None) or feature.identifier

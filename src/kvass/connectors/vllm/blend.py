@@ -7,7 +7,7 @@ overrides internals of vLLM's scheduler, so it works only with the versions in
 When a blended request is admitted it gets its blocks up to the end of the last segment. It waits
 until the segments are in these blocks. Then vLLM computes the tokens that blend does not take from
 segments. They form runs of consecutive tokens, and each step computes one run. Before a step, this
-class raises the request's ``num_computed_tokens`` to the begin of the next run.
+class raises the request's ``num_computed_tokens`` to the start of the next run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BlendScheduler(Scheduler):
         self._boundary = self.connector.boundary
         blends = isinstance(self.connector, BlendConnector)
         self._blender = self.connector.blender if blends else None
-        self._lost = WeakSet[Request]()
+        self._unplanned = WeakSet[Request]()
         """Requests for which the planner raised. vLLM computes their remaining tokens without
         skips."""
         if self._blender is not None:
@@ -51,11 +51,11 @@ class BlendScheduler(Scheduler):
         self, call: Callable[..., int], request: Request, tokens: int, *more: object
     ) -> int | None:
         """The planner's result for ``request``, or None if the planner raised now or before."""
-        if request in self._lost:
+        if request in self._unplanned:
             return None
         answer = self._boundary.run(None, call, self._blender, request.request_id, tokens, *more)
         if answer is None:
-            self._lost.add(request)
+            self._unplanned.add(request)
         return answer
 
     def _cache_exact(
@@ -63,8 +63,9 @@ class BlendScheduler(Scheduler):
     ) -> None:
         """Cache the blocks of those of the first ``tokens`` tokens that have exact KV.
 
-        It replaces vLLM's ``cache_blocks``, which also announces the blocks. Others must not be
-        announced, because a router assumes that a block's KV follows from its tokens.
+        It replaces vLLM's ``cache_blocks``, which also announces the blocks. Blocks with
+        approximate KV must not be announced, because a router assumes that a block's KV follows
+        from its tokens.
         """
         cache_blocks(request, self._call_planner(BlendPlanner.cacheable, request, tokens) or 0)
 
@@ -93,7 +94,7 @@ class BlendScheduler(Scheduler):
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         """Set the request's computed tokens after its load has ended. vLLM assumes that all tokens
-        up to the end of the last segment are computed, but the runs before it are not."""
+        up to the end of the last segment are computed, but the runs among them are not."""
         if self._blender is not None:
             failed, loaded = self.failed_recving_kv_req_ids, request.num_computed_tokens
             was_failed = request.request_id in failed

@@ -1,5 +1,4 @@
-"""``BlendConnector``, the connector that also loads segments. vLLM gets it if ``kvass.blend`` is
-set.
+"""``BlendConnector``, the connector that also loads segments: vLLM gets it with ``kvass.blend``.
 
 A file of vLLM's version (see ``adapt.py``). It is imported only if blend is on. The base class
 ``KvassConnector`` handles requests without segments. Each hook here adds what segments need. The
@@ -113,6 +112,8 @@ class BlendConnector(KvassConnector):
         results = super().get_transfer_results(finished_req_ids)
         if self._placer is None:
             return results
-        finished, failed = self._placer.ended(results.finished_recving, results.failed_recving)
+        finished, failed = self._placer.place_loaded(
+            results.finished_recving, results.failed_recving
+        )
         self._placer.oracle.forget(finished_req_ids)
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)

@@ -45,9 +45,9 @@ class KeptSegments:
     """The segments of a request that the oracle replaces.
 
     ``at``: the positions of their tokens in the prompt [tokens]. ``slots``: their slots in the
-    pages. ``kv``: for each layer, K and V at these positions. ``replaced``: the indices of the
-    tokens that blend would not compute. It is None until layer ``DEVIATING`` if ``choice`` is a
-    ratio.
+    pages. ``kv``: for each layer, K and V at these positions. ``replaced``: the indices in ``at``
+    of the tokens that blend would not compute. If ``choice`` is a ratio, it is None until layer
+    ``DEVIATING`` is computed.
     """
 
     prompt: Prompt

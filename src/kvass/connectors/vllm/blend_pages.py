@@ -150,13 +150,13 @@ class Placer:
         """Add placements that the scheduler planned in this step."""
         self._waiting |= {placement.request: placement for placement in placements}
 
-    def ended(self, finished: set[str], failed: set[str]) -> tuple[set[str], set[str]]:
-        """Requests that are complete after the loads ``finished`` have ended, and those of them
-        that failed.
+    def place_loaded(self, finished: set[str], failed: set[str]) -> tuple[set[str], set[str]]:
+        """Place the segments whose loads have all ended. Returns the requests that are complete,
+        and those of them that failed.
 
-        ``failed`` are the failed loads among ``finished``. A request without segments has the name
-        of its load. One with segments is complete when all its loads have ended and its segments
-        are placed.
+        ``finished``: loads that have ended. ``failed``: those of them that failed. The load of an
+        exact prefix has the name of its request, so a request without segments is complete with
+        that load.
         """
         if not self._waiting:
             return finished, failed

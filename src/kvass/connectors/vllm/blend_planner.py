@@ -1,8 +1,7 @@
-"""``BlendPlanner``, which finds a prompt's segments and plans the tokens to compute, in the
-scheduler.
+"""``BlendPlanner``, which plans the segments of a prompt and the tokens to compute.
 
-A file of vLLM's version (see ``adapt.py``). ``blend.py`` makes vLLM's scheduler follow the plan.
-``blend_pages.py`` writes K and V of the segments in the worker.
+A file of vLLM's version (see ``adapt.py``). The planner runs in the scheduler. ``blend.py`` makes
+vLLM's scheduler follow the plan. ``blend_pages.py`` writes K and V of the segments in the worker.
 
 Laws of this file:
 
@@ -47,8 +46,8 @@ class BlendRequest:
     answer. ``rows[i]``: the rows of the match that hold the chunks of ``segments[i]``. ``runs``:
     the tokens that are still to be computed, as ranges ``[begin, end)``. ``blended``: whether its
     segments were loaded or are being loaded. ``preemptions``: how often vLLM had preempted it when
-    the load was planned. ``searches``: whether to look for segments, which ends when it gets
-    blocks.
+    the load was planned. ``searches``: True until vLLM allocates its blocks; segments are searched
+    only until then.
     """
 
     request: VllmRequest
@@ -207,10 +206,10 @@ class BlendPlanner:
         """The load of the segments' rows, and where each segment is after the load.
 
         A row that occurs several times is loaded once, for its first segment. Rows are copied into
-        whole blocks. For a segment that begins inside a block the first of them is the next block,
-        because the block may contain other tokens before the segment. Tokens after the segment that
-        belong to the last copied block are written later. Without a match for all rows the load is
-        one that fails.
+        whole blocks. If a segment begins inside a block, its rows are copied from the next block
+        on, because the first block may contain other tokens before the segment. If the last copied
+        block also contains tokens after the segment, they are written later. Without a match for
+        all rows, the returned load fails.
         """
         size, name = self._chunk // self._block, _segments_name(state.request.name)
         blocks, spans = dict[int, Sequence[int]](), list[Span]()
@@ -285,8 +284,8 @@ class BlendPlanner:
         return state.runs[0][0]
 
     def next_token(self, name: str, computed: int) -> int:
-        """The next token to compute of a request whose tokens before ``computed`` need no
-        computing."""
+        """The next token to compute, if all tokens before token ``computed`` are computed or
+        loaded."""
         state = self._requests.get(name)
         if state is None or not state.runs:
             return computed
@@ -295,7 +294,8 @@ class BlendPlanner:
         return max(computed, state.runs[0][0]) if state.runs else computed
 
     def limit(self, name: str, computed: int, tokens: int) -> int:
-        """How many of the ``tokens`` after token ``computed`` one step may compute."""
+        """How many tokens from token ``computed`` on one step may compute: at most ``tokens``, and
+        only to the end of a run."""
         state = self._requests.get(name)
         runs = state.runs if state is not None and state.blended else []
         return min([tokens, *(end - computed for begin, end in runs if begin <= computed < end)])

@@ -282,7 +282,7 @@ def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> 
     """The number of chunks after a hit that must also be cached.
 
     A drafter that reads the model's hidden states (EAGLE, MTP) computes the KV of a token from the
-    tokens after it. So vLLM drops the last block of each match.
+    tokens after it. So vLLM does not use the last block of a match, but that block must be cached.
     """
     speculative = vllm_config.speculative_config
     flagged = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)

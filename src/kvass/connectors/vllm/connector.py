@@ -64,16 +64,17 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._copier: Copier | None = None
         self._exception_before: BaseException | None = None
         self._adapters = vllm_config.lora_config is not None
-        plans = role == adapt.KVConnectorRole.SCHEDULER
-        logs = plans or self._boundary.run(0, configuration.worker_rank, vllm_config) == 0
+        is_scheduler = role == adapt.KVConnectorRole.SCHEDULER
+        # Of the workers only the first one logs.
+        logs = is_scheduler or self._boundary.run(0, configuration.worker_rank, vllm_config) == 0
         setup = self._read(vllm_config, kv_cache_config)
         if isinstance(setup, Inert):
             if logs:
-                log_off(setup.reason, plans)
+                log_off(setup.reason, is_scheduler)
             return
         self._setup = setup
         self._texts = adapt.hashed_texts(vllm_config)
-        if plans:
+        if is_scheduler:
             configuration.recompute_failed_loads(vllm_config)
             watched = self._boundary.run(False, self._watch, setup)
             maker = events.maker(vllm_config, kv_cache_config, setup)
@@ -81,7 +82,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         else:
             self._copier = self._boundary.run(None, self._make_copier, setup, vllm_config)
         if logs and not setup.named:
-            log_naming(setup.weights, plans)
+            log_naming(setup.weights, is_scheduler)
 
     def _read(self, vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         try:
@@ -99,10 +100,10 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         def on_change(what: str, foreign: bool) -> None:
             self._run(self._planner, None, Planner.noted, what, foreign)
 
-        if (core := rpcs.engine_core()) is None:
+        if (core := rpcs.calling_engine_core()) is None:
             return False
         rpcs.watch(core.model_executor, on_change)
-        return rpcs.owned(core, setup.identity.get("plugins", ""))
+        return rpcs.only_vllm_reaches_weights(core, setup.identity.get("plugins", ""))
 
     def _make_copier(
         self,
@@ -202,8 +203,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """The number of tokens to load after ``num_computed_tokens``, and whether the load is
-        asynchronous. A number of None tells vLLM to call again later. Every load is
-        asynchronous."""
+        asynchronous, which every load is. If the number is None, vLLM calls again later."""
         name = request.request_id
         tokens = self._run(self._planner, 0, Planner.match, name, num_computed_tokens)
         return tokens, bool(tokens)
@@ -274,7 +274,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         failed; None in a worker or an inert connector."""
         if self._planner is None:
             return None
-        pausing = self._boundary.run(False, rpcs.pausing)
+        pausing = self._boundary.run(False, rpcs.is_pausing)
         return self._run(self._planner, False, Planner.clear, pausing)
 
     # ------------------------------------------------------------ worker side

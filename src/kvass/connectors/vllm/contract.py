@@ -1,5 +1,4 @@
-"""The contract: a table of the names in vLLM that the connector uses, and a check of vLLM's
-sources.
+"""The table of what the connector uses of vLLM, and the check of vLLM's sources against it.
 
 Laws of this file:
 
@@ -288,7 +287,7 @@ utils/hashing.py
 class Term:
     """One name that the table requires.
 
-    ``name`` of a class's member has the form ``Class.member``. ``rest`` is the text after the name:
+    For a member of a class, ``name`` is ``Class.member``. ``rest`` is the text after the name:
     parameters, a default or abstract methods. ``since`` is empty if every version must have the
     name.
     """

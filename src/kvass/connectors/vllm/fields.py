@@ -1,5 +1,4 @@
-"""Settings of vLLM that do not go into a namespace as they are: by class of ``vllm.config``, and
-environment variables.
+"""Settings and environment variables of vLLM that do not go into a namespace unchanged.
 
 Laws of this file:
 

@@ -1,5 +1,6 @@
-"""The conversion of vLLM's KV cache groups to layer groups. A file of vLLM's version (see
-``adapt.py``).
+"""The conversion of vLLM's KV cache groups to layer groups.
+
+A file of vLLM's version (see ``adapt.py``).
 
 A cache spec is recognized by the name of its class. A class that ``KINDS`` does not list is
 unsupported, even if it derives from a listed one, because its pages may mean something else.

@@ -75,8 +75,9 @@ def _parts(
 ) -> list[Part]:
     """The parts of ``tensor``: what lies in one piece in every block.
 
-    A part is a layer, a part of a layer's page, or all layers of the tensor. Its name contains the
-    ``formats`` of its pages (``groups.page_formats``). Raises ``UsageError``.
+    That is the page of one layer, a piece of such a page, or the pages of all layers of the tensor.
+    A part's name contains the ``formats`` of its pages (``groups.page_formats``). Raises
+    ``UsageError``.
     """
     layers, stride, step = tensor.layers, tensor.block_stride, tensor.layer_stride
     region_ids = [

@@ -6,8 +6,8 @@ Facts relied on:
 
 - A method of the worker makes the connector, after the worker has loaded the model.
 - The worker's ``model_runner.lora_manager._adapter_manager`` lists the adapters by ``lora_int_id``.
-  Each is a ``LoRAModel`` on the CPU. A forward pass has used the adapters that are listed right
-  after it, under the ids of its requests.
+  Each is a ``LoRAModel`` on the CPU. Right after a forward pass the list has the adapters that the
+  pass used.
 - An adapter object does not change after it was added. Another adapter is another object.
 - The method ``_load_adapter`` of the ``lora_manager`` reads an adapter.
 """
@@ -35,8 +35,7 @@ OWN_NAMES: Final = frozenset({"id"})
 
 
 def held_adapters(rank: int, boundary: Boundary) -> HeldAdapters | None:
-    """The adapters that this worker holds, which has rank ``rank``; None if its LoRA manager is not
-    found.
+    """The adapters that this worker, rank ``rank``, holds. None if its LoRA manager is not found.
 
     Call it while the worker makes its connector: the worker is found in the stack frames of our
     callers, because nothing else refers to it.

@@ -42,13 +42,14 @@ SKIPPED_HF_ATTRIBUTES: Final = frozenset(
     )
 )
 """Attributes of a Hugging Face configuration that are left out. The last two say where it was
-found. Models set the others while a worker loads them. Those follow from the model's files and
-``hf_overrides``, and for Llama 4 from the field ``positions``, which all are in the namespace."""
+found. Models set the others while a worker loads them. Their values follow from the model's files,
+from ``hf_overrides``, and for Llama 4 from the field ``positions``. All these are in the
+namespace."""
 
 QUANTIZATION_FILE: Final = "quantization_config_file"
 PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
-"""Groups of entry points whose plug-ins vLLM loads in workers. Plug-ins of its other groups cannot
-change KV: they see requests before they are hashed, or outputs."""
+"""Groups of entry points whose plug-ins vLLM loads in workers. Plug-ins of other groups cannot
+change KV. They handle only outputs, or requests that vLLM has not hashed yet."""
 KNOWN_PLUGINS: Final = ("vllm", "kvass")
 """Packages whose plug-ins are left out: vLLM's version is a field, and kvass computes no KV."""
 

@@ -4,9 +4,9 @@ Laws of this file:
 
 - vLLM runs the plug-in in each of its processes, also if the engine does not use kvass. So this
   module imports nothing of vLLM before ``register`` is called, and ``register`` does not raise.
-- The connector's package calls ``register`` when it loads the connector, because ``VLLM_PLUGINS``
-  may leave out the plug-in. In a MultiConnector, vLLM looks up the class that reads a connector's
-  statistics by its name, even if the connector was configured by its module path.
+- In a MultiConnector, vLLM uses this name to find the class for a connector's statistics, even if
+  the connector was configured by its module path. ``VLLM_PLUGINS`` may leave out the plug-in. So
+  the package also calls ``register`` when it loads the connector.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A watch on the calls that vLLM's engine sends to its workers, for those that may replace weights.
+"""The detection of calls to vLLM's workers that may replace weights.
 
 A file of vLLM's version (see ``adapt.py``).
 
@@ -54,14 +54,14 @@ HARMLESS_WITH: Final[dict[str, tuple[object, ...]]] = {
 keeps the weights in host memory until the engine wakes up; other levels drop them."""
 
 
-def engine_core() -> Any:
+def calling_engine_core() -> Any:
     """The ``EngineCore`` whose constructor is among our callers and has made its executor, or
     None."""
     cores = (core for _, core in _calling_cores() if hasattr(core, "model_executor"))
     return next(cores, None)
 
 
-def pausing() -> bool:
+def is_pausing() -> bool:
     """Whether this call comes from an ``EngineCore`` that pauses or goes to sleep."""
     return any(method == "_reset_caches" for method, _ in _calling_cores())
 
@@ -76,7 +76,7 @@ def _calling_cores() -> Iterator[tuple[str, Any]]:
         frame = frame.f_back
 
 
-def owned(core: Any, plugins: str) -> bool:
+def only_vllm_reaches_weights(core: Any, plugins: str) -> bool:
     """Whether only vLLM's own code can change the weights of ``core``'s workers.
 
     That is so if the workers run in processes that vLLM started, and if no option loads other code
@@ -86,14 +86,15 @@ def owned(core: Any, plugins: str) -> bool:
     here = ("vllm.v1.executor.uniproc_executor", ("UniProcExecutor",))
     apart = ("vllm.v1.executor.multiproc_executor", ("MultiprocExecutor",))
     executor, parallel = core.model_executor, core.vllm_config.parallel_config
-    in_own_processes = _is(executor, apart) or (_is(core, process) and _is(executor, here))
+    own_core = _has_class(core, process) and _has_class(executor, here)
+    in_own_processes = _has_class(executor, apart) or own_core
     worker = parallel.worker_cls
     path = worker if isinstance(worker, str) else worker.__module__
     foreign_code = parallel.worker_extension_cls or plugins
     return in_own_processes and path.startswith("vllm.") and not foreign_code
 
 
-def _is(value: object, classes: tuple[str, tuple[str, ...]]) -> bool:
+def _has_class(value: object, classes: tuple[str, tuple[str, ...]]) -> bool:
     """Whether the class of ``value`` is one of ``classes`` (a module and names), not a subclass."""
     module, names = classes
     return type(value).__module__ == module and type(value).__qualname__ in names
@@ -105,7 +106,7 @@ def watch(executor: Any, on_change: Callable[[str, bool], None]) -> None:
     Its arguments are the name of the called method, and whether that runs code that is not vLLM's.
     It must not raise.
     """
-    rpc = _weakly(executor.collective_rpc)
+    rpc = _weak_reference(executor.collective_rpc)
 
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         known = type(method) is str and method in HARMLESS
@@ -118,7 +119,7 @@ def watch(executor: Any, on_change: Callable[[str, bool], None]) -> None:
     executor.collective_rpc = collective_rpc
 
 
-def _weakly(call: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+def _weak_reference(call: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
     """A function that returns ``call``. It holds no reference to the object of a bound method,
     because a reference cycle would keep the executor's memory."""
     return weakref.WeakMethod(call) if inspect.ismethod(call) else lambda: call

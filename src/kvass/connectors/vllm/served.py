@@ -1,7 +1,7 @@
 """The decision whether engines of a vLLM version use the cache. It is made here and nowhere else.
 
-This module imports nothing of vLLM. ``kvass doctor`` calls it without torch, and the connector
-calls it before it uses anything of vLLM.
+This module imports nothing of vLLM. So ``kvass doctor`` can use it without torch, and the connector
+can use it before anything of vLLM.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def may_load(dtype: Any) -> bool:
 
 @cache
 def _tiles_permitted() -> bool:
-    """Whether the process may use AMX tiles, or has none. Requests the permission once in this
-    process, and logs an error if it is refused."""
+    """Whether the process may use AMX tiles or cannot use any. It requests the permission once in
+    this process, and logs an error if it is refused."""
     if namespace.device_kind() != "cpu" or not torch.cpu._is_amx_tile_supported():
         return True
     granted = bool(torch.cpu._init_amx())

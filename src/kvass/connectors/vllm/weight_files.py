@@ -1,5 +1,6 @@
-"""The files from which vLLM loads a model's weights. ``kvass.engine.weights`` names weights by
-them.
+"""The files from which vLLM loads a model's weights.
+
+``kvass.engine.weights`` names the weights by the content of these files.
 
 Laws of this file:
 
@@ -35,7 +36,7 @@ SAFETENSORS_FIRST: Final = frozenset(
     ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer")
 )
 KNOWN: Final = SAFETENSORS_FIRST | {"pt"}
-"""Load formats whose files are known."""
+"""Load formats for which it is known which files vLLM reads."""
 ANY_FILE: Final = frozenset(("gguf", "runai_streamer_sharded", "sharded_state"))
 """Load formats that may read any file of the folder.
 
