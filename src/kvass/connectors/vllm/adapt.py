@@ -67,8 +67,7 @@ __all__ = [
 TENANT: Final = "kvass.tenant"
 """The key of a request's ``kv_transfer_params`` that names its tenant."""
 TAGGED_HASHES: Final = release(vllm_version) >= (0, 31)
-"""Whether a block hash covers what its texts are: an adapter's name, an adapter's path or a
-salt."""
+"""Whether block hashes tag their texts: as an adapter's name, an adapter's path or a salt."""
 MAX_TEXTS: Final = 10_000
 """The maximum number of texts that ``HashedTexts`` remembers."""
 
@@ -119,7 +118,7 @@ class HashedTexts:
             log.warning(f"requests with %r run uncached: {why}", text, known, meaning)
 
     def ambiguous(self, request: Any) -> bool:
-        """Whether a request with other content may have the block hashes of ``request``."""
+        """Whether requests with different content may have the block hashes of ``request``."""
         text, meaning = self._text_and_meaning(request)
         return bool(text) and self._meanings.get(text) != meaning
 

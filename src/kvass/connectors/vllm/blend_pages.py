@@ -160,10 +160,9 @@ class Placer:
         """
         if not self._waiting:
             return finished, failed
-        awaited = {load for placement in self._waiting.values() for load in placement.loads}
-        ours = awaited & finished
-        self._ended |= {load: load in failed for load in ours}
-        finished, failed = finished - ours, failed - ours
+        awaited = {load for waiting in self._waiting.values() for load in waiting.loads} & finished
+        self._ended |= {load: load in failed for load in awaited}
+        finished, failed = finished - awaited, failed - awaited
         for name, placement in list(self._waiting.items()):
             if all(load in self._ended for load in placement.loads):
                 del self._waiting[name]

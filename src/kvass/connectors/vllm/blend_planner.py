@@ -107,7 +107,7 @@ class BlendPlanner:
         state = self._requests.get(name)
         if state is not None and state.blended:
             if state.request.vllm.num_preemptions > state.preemptions:
-                state.runs = []  # its blocks are gone
+                state.runs = []  # the preemption freed its blocks
             return 0
         external = self._planner.match(name, local)
         if external is None or state is None or not (state.searches and state.request.reads_cache):
@@ -327,11 +327,11 @@ class BlendPlanner:
 def _space(request: VllmRequest) -> bytes | None:
     """The request's space: a digest of its cache salt, which must be equal for chunks to be found.
     None if its KV depends on more than its tokens."""
-    theirs = request.vllm
-    embeds = theirs.prompt_embeds is not None or theirs.prompt_token_ids is None
-    if theirs.mm_features or embeds:
+    vllm_request = request.vllm
+    embeds = vllm_request.prompt_embeds is not None or vllm_request.prompt_token_ids is None
+    if vllm_request.mm_features or embeds:
         return None
-    return bytes.fromhex(identity.digest(["vllm", theirs.cache_salt or ""]))
+    return bytes.fromhex(identity.digest(["vllm", vllm_request.cache_salt or ""]))
 
 
 def _segments_name(name: str) -> str:

@@ -72,15 +72,15 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
 def read_options(extra: Mapping[str, object]) -> Options:
     """The options in ``extra``, the connector's extra config. Raises :class:`ConfigError` for an
     unknown ``kvass.*`` key, a wrong type or a wrong value."""
-    ours = {key: value for key, value in extra.items() if key.startswith("kvass")}
+    kvass_options = {key: value for key, value in extra.items() if key.startswith("kvass")}
     known = {f.encode_name for f in msgspec.structs.fields(Options)}
     for key in extra:
         if f"kvass.{key}" in known:
             log.warning("option %r is not kvass's: write it 'kvass.%s'", key, key)
-    if unknown := sorted(ours.keys() - known):
+    if unknown := sorted(kvass_options.keys() - known):
         raise ConfigError(f"unknown option {unknown[0]!r}: use one of {', '.join(sorted(known))}")
     try:
-        return msgspec.convert(ours, Options)
+        return msgspec.convert(kvass_options, Options)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"an option in kv_connector_extra_config: {error}; docs/vllm.md lists their values"

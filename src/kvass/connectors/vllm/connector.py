@@ -77,8 +77,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         if is_scheduler:
             configuration.recompute_failed_loads(vllm_config)
             watched = self._boundary.run(False, self._watch, setup)
-            maker = events.maker(vllm_config, kv_cache_config, setup)
-            self._planner = Planner(setup, maker, watched=watched)
+            make_events = events.event_maker(vllm_config, kv_cache_config, setup)
+            self._planner = Planner(setup, make_events, watched=watched)
         else:
             self._copier = self._boundary.run(None, self._make_copier, setup, vllm_config)
         if logs and not setup.named:
@@ -94,8 +94,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             return Inert(f"reading the engine's configuration failed: {error}")
 
     def _watch(self, setup: VllmSetup) -> bool:
-        """Have the planner notified of every call that may replace weights. Returns whether nothing
-        but these calls can replace them."""
+        """Report every call that may replace weights to the planner. Returns whether nothing but
+        these calls can replace them."""
 
         def on_change(what: str, foreign: bool) -> None:
             self._run(self._planner, None, Planner.noted, what, foreign)
@@ -119,22 +119,22 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def _run(
         self,
-        half: H | None,
+        target: H | None,
         miss: R,
         call: Callable[Concatenate[H, P], R],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Call a method of the planner or the copier. Returns ``miss`` if ``half`` is None or the
+        """Call a method of the planner or the copier. Returns ``miss`` if ``target`` is None or the
         method raises.
 
         It does what ``Boundary.run`` does with one Python frame less. A decode step makes about a
         dozen of these calls.
         """
-        if half is None:
+        if target is None:
             return miss
         try:
-            return call(half, *args, **kwargs)
+            return call(target, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - a defect of kvass is a miss for the engine
             self._boundary.failed(getattr(call, "__name__", repr(call)), error)
             return miss
@@ -149,8 +149,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def get_kv_connector_stats(self) -> Stats | None:
         """The counts of this process since the last call, or None if there are none. vLLM calls
         this after each step."""
-        half = self._planner or self._copier
-        counts = {} if half is None else half.traffic.take()
+        counter = self._planner or self._copier
+        counts = {} if counter is None else counter.traffic.take()
         return Stats(counts) if counts else None
 
     @classmethod
@@ -360,4 +360,5 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
 
 def plan(planner: Planner, scheduler_output: Any, work: StepMetadata) -> None:
+    """Plan the loads and stores of vLLM's step and add them to ``work``."""
     planner.plan(adapt.VllmStep(scheduler_output), work)

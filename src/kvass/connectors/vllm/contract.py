@@ -393,7 +393,7 @@ def _members(top: Names, owner: ast.ClassDef) -> Names:
 
 
 def _is_abstract(node: ast.AST) -> bool:
-    return any("abstractmethod" in ast.unparse(one) for one in _decorators(node))
+    return any("abstractmethod" in ast.unparse(decorator) for decorator in _decorators(node))
 
 
 def _decorators(node: ast.AST) -> list[ast.expr]:
@@ -403,11 +403,11 @@ def _decorators(node: ast.AST) -> list[ast.expr]:
 def _text(node: ast.AST) -> str:
     """A function's parameters or a field's default; "" for any other definition."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        if any("property" in ast.unparse(one) for one in _decorators(node)):
+        if any("property" in ast.unparse(decorator) for decorator in _decorators(node)):
             return ""
-        for one in ast.walk(node.args):
-            if isinstance(one, ast.arg):
-                one.annotation = None
+        for part in ast.walk(node.args):
+            if isinstance(part, ast.arg):
+                part.annotation = None
         return f"({ast.unparse(node.args)})"
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         value = node.value

@@ -21,7 +21,7 @@ from kvass.engine.protocols import Request
 MEDIUM: Final = "CPU"
 
 
-def maker(vllm_config: Any, kv_cache_config: Any, setup: VllmSetup) -> VllmEvents | None:
+def event_maker(vllm_config: Any, kv_cache_config: Any, setup: VllmSetup) -> VllmEvents | None:
     """The object that makes this engine's events, or None if the engine publishes no events."""
     wanted = vllm_config.kv_events_config
     if wanted is None or not wanted.enable_kv_cache_events:
@@ -56,30 +56,30 @@ class VllmEvents:
     def stored(self, request: Request, group: int, chunk: int) -> tuple[Any, bytes]:
         """The event that a row was stored, and the hashes of its blocks, concatenated. ``removed``
         takes those hashes."""
-        theirs, layout = request.vllm, self._setup.groups[group]  # type: ignore[attr-defined]
+        vllm_request, layout = request.vllm, self._setup.groups[group]  # type: ignore[attr-defined]
         size, end = layout.block_tokens, (chunk + 1) * self._setup.chunk_tokens
         begin = end - layout.row_blocks(self._setup.chunk_tokens) * size
         step = size // self._setup.hash_tokens
         first, last = begin // size, end // size
-        hashes = theirs.block_hashes[(first + 1) * step - 1 : last * step : step]
-        parent = theirs.block_hashes[first * step - 1] if first else None
-        convert, lora = self._utils.maybe_convert_block_hash, theirs.lora_request
+        hashes = vllm_request.block_hashes[(first + 1) * step - 1 : last * step : step]
+        parent = vllm_request.block_hashes[first * step - 1] if first else None
+        convert, lora = self._utils.maybe_convert_block_hash, vllm_request.lora_request
         event = self._events.BlockStored(
             block_hashes=[convert(each) for each in hashes],
             parent_block_hash=None if parent is None else convert(parent),
-            token_ids=list(theirs.all_token_ids[begin:end]),
+            token_ids=list(vllm_request.all_token_ids[begin:end]),
             block_size=size,
             lora_id=lora.adapter_id if lora else None,
             medium=MEDIUM,
             lora_name=lora.name if lora else None,
-            extra_keys=self._extra_keys(theirs, begin, end, size),
+            extra_keys=self._extra_keys(vllm_request, begin, end, size),
             group_idx=group,
-            session_id=theirs.session_id,
+            session_id=vllm_request.session_id,
             **self._kinds[group],
         )
         if self._lookahead:
             ends = range(begin + size, end + size, size)
-            after = [list(theirs.all_token_ids[i : i + self._lookahead]) for i in ends]
+            after = [list(vllm_request.all_token_ids[i : i + self._lookahead]) for i in ends]
             event.lookahead_token_ids = after
         self._width = len(hashes[0]) if hashes else self._width
         return event, b"".join(hashes)

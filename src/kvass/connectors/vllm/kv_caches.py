@@ -4,8 +4,8 @@ Pages are located by the configuration. The tensors must agree with it.
 
 Facts relied on:
 
-- The page of layer ``t.layers[l]`` and block b begins at ``t.offset + l*t.layer_stride +
-  b*t.block_stride`` in the layer's storage. It has ``page_size_bytes`` bytes.
+- The page of layer ``t.layers[l]`` and block b has ``page_size_bytes`` bytes. In the layer's
+  storage it begins at ``t.offset + l*t.layer_stride + b*t.block_stride``.
 - A page is one piece of memory, except in two of vLLM's six layouts. With heads outside of blocks
   (LHBNC) a page has one piece per head. A piece is as long as the block stride, and the pieces are
   evenly spaced in the layer's memory. With layers inside of heads (BHLNC) only a block of all

@@ -8,7 +8,7 @@ import logging
 def log_as_vllm() -> None:
     """Give kvass's logger the handlers and the level of vLLM's logger, unless the process has
     configured logging itself."""
-    ours, theirs = logging.getLogger("kvass"), logging.getLogger("vllm")
-    if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
+    kvass_log, vllm_log = logging.getLogger("kvass"), logging.getLogger("vllm")
+    if vllm_log.handlers and not kvass_log.handlers and not logging.getLogger().handlers:
+        kvass_log.handlers = list(vllm_log.handlers)
+        kvass_log.setLevel(vllm_log.getEffectiveLevel())

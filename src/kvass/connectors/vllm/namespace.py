@@ -1,8 +1,8 @@
 """The fields of a namespace, read from vLLM's settings. Engines share KV if all fields are equal.
 
 ``fields.py`` lists the settings that are left out. All other settings go into the namespace.
-Settings with their default value and unset environment variables are omitted, which keeps an
-identity short. A file of vLLM's version (see ``adapt.py``).
+Settings with their default value and unset environment variables are omitted, which keeps
+the fields short. A file of vLLM's version (see ``adapt.py``).
 
 Laws of this file:
 

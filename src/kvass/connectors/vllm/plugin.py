@@ -2,8 +2,9 @@
 
 Laws of this file:
 
-- vLLM runs the plug-in in each of its processes, also if the engine does not use kvass. So this
-  module imports nothing of vLLM before ``register`` is called, and ``register`` does not raise.
+- vLLM runs the plug-in in each of its processes, also if the engine does not use kvass. So
+  ``register`` does not raise and does not import ``connector.py``, which vLLM imports when an
+  engine needs it.
 - In a MultiConnector, vLLM uses this name to find the class for a connector's statistics, even if
   the connector was configured by its module path. ``VLLM_PLUGINS`` may leave out the plug-in. So
   the package also calls ``register`` when it loads the connector.

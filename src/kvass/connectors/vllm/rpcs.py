@@ -128,7 +128,7 @@ def _weak_reference(call: Callable[..., Any]) -> Callable[[], Callable[..., Any]
 def _keeps_weights(
     method: Any, timeout: object = None, args: Any = (), kwargs: Any = None, *_: Any, **__: Any
 ) -> bool:
-    """Whether a call with the parameters of ``collective_rpc`` is in ``HARMLESS_WITH``."""
+    """Whether a call of ``collective_rpc`` with these parameters is in ``HARMLESS_WITH``."""
     return isinstance(method, str) and (args, kwargs or {}) in HARMLESS_WITH.get(method, ())
 
 

@@ -35,9 +35,9 @@ from kvass.engine.weights import NAME_IT, Source
 SAFETENSORS_FIRST: Final = frozenset(
     ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer")
 )
-KNOWN: Final = SAFETENSORS_FIRST | {"pt"}
+KNOWN_FORMATS: Final = SAFETENSORS_FIRST | {"pt"}
 """Load formats for which it is known which files vLLM reads."""
-ANY_FILE: Final = frozenset(("gguf", "runai_streamer_sharded", "sharded_state"))
+ANY_FILE_FORMATS: Final = frozenset(("gguf", "runai_streamer_sharded", "sharded_state"))
 """Load formats that may read any file of the folder.
 
 With any other format the weights have no name. ``ipc_cache``, ``modelexpress`` and ``tensorizer``
@@ -103,7 +103,7 @@ class LocalWeights:
         if self.root.is_file():
             return {"": self.root}
         found = _files(self.root)
-        if self.load_format in ANY_FILE:
+        if self.load_format in ANY_FILE_FORMATS:
             return found
         only_safetensors = self.load_format in SAFETENSORS_FIRST and any(
             fnmatch(name, "*.safetensors") and "/" not in name for name in found
@@ -135,7 +135,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def sources(vllm_config: Any, model_id: str) -> tuple[Source, ...]:
-    """The weights of the model, and of its drafter, whose layers are in the same KV cache.
+    """The weights of the model and of its drafter. Layers of both are in the same KV cache.
 
     ``model_id`` is the user's name for all of these weights. If there is one, no file is inspected.
     Raises ``Indescribable`` for weights that cannot be found without the network.
@@ -155,7 +155,7 @@ def _sources_of(model: Any, load: Any) -> Iterator[Source]:
     if load_format == "dummy":
         yield "dummy"  # their seed is a field of the namespace
         return
-    if load_format not in KNOWN | ANY_FILE or _is_replaced(load_format):
+    if load_format not in KNOWN_FORMATS | ANY_FILE_FORMATS or _is_replaced(load_format):
         raise Indescribable(f"what load format {load_format} reads is not known: {NAME_IT}")
     if "://" in model.model_weights:
         raise Indescribable(
@@ -181,7 +181,10 @@ def _is_replaced(load_format: str) -> bool:
     """Whether a plug-in has replaced vLLM's own loader of this format."""
     loaders = getattr(sys.modules.get(LOADER_MODULE), "_LOAD_FORMAT_TO_MODEL_LOADER", {})
     loader = loaders.get(load_format)
-    return load_format in KNOWN and getattr(loader, "__module__", "vllm").split(".")[0] != "vllm"
+    return (
+        load_format in KNOWN_FORMATS
+        and getattr(loader, "__module__", "vllm").split(".")[0] != "vllm"
+    )
 
 
 # ---------------------------------------------------------------- files beside the weights
@@ -284,5 +287,5 @@ class Hub:
             commit, changed_ns = note.read_text().strip(), note.stat().st_ctime_ns
         except OSError:
             return None
-        ours = commit == getattr(configuration, "_commit_hash", None)
-        return commit if ours or changed_ns <= weights.started_ns() else None
+        agrees = commit == getattr(configuration, "_commit_hash", None)
+        return commit if agrees or changed_ns <= weights.started_ns() else None
