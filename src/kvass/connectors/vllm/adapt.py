@@ -132,22 +132,19 @@ class HashedTexts:
 
 
 def hashed_texts(vllm_config: Any) -> HashedTexts | None:
-    """The texts of this engine's requests, or None if equal block hashes always mean equal
-    content."""
+    """The texts of requests, or None if equal block hashes always mean equal content."""
     return None if TAGGED_HASHES or vllm_config.lora_config is None else HashedTexts()
 
 
 class VllmRequest:
-    """The adapter of vLLM's request to ``kvass.engine.protocols.Request``, which documents the
-    members."""
+    """The adapter of vLLM's request to ``protocols.Request``, which documents the members."""
 
     def __init__(self, request: Any, setup: VllmSetup, texts: HashedTexts | None = None) -> None:
         self._request = request
         self._setup = setup
         self._texts = texts
         self.exact_blocks: int | None = None
-        """The number of blocks with exact KV; None: all. Blend approximates KV
-        (``blend_planner.py``)."""
+        """The number of blocks with exact KV (``blend_planner.py``); None: all."""
         if texts is not None:
             texts.note(request)
 

@@ -41,8 +41,7 @@ class BlendScheduler(Scheduler):
         blends = isinstance(self.connector, BlendConnector)
         self._blender = self.connector.blender if blends else None
         self._unplanned = WeakSet[Request]()
-        """Requests for which the planner raised. vLLM computes their remaining tokens without
-        skips."""
+        """Requests for which the planner raised. Their remaining tokens are all computed."""
         if self._blender is not None:
             coordinator = self.kv_cache_manager.coordinator
             vars(coordinator)["cache_blocks"] = partial(self._cache_exact, coordinator.cache_blocks)
@@ -112,8 +111,7 @@ class BlendScheduler(Scheduler):
 
 
 def _add_cached_tokens(request: Request, tokens: int) -> None:
-    """Add ``tokens``, which may be negative, to vLLM's count of prompt tokens from an external
-    cache."""
+    """Add ``tokens``, which may be negative, to vLLM's count of externally cached tokens."""
     if tokens and (stats := request.prefill_stats) is not None and not request.num_preemptions:
         local, external = stats.num_local_cached_tokens, stats.num_external_cached_tokens
         stats.set(stats.num_prompt_tokens, local, external + tokens)

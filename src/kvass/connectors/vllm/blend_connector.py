@@ -53,8 +53,7 @@ class BlendConnector(KvassConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The base class's result. With segments, the tokens to load reach to the end of the last
-        one."""
+        """The base class's result. With segments, the load reaches to the end of the last one."""
         name = request.request_id
         tokens = self._run(self.blender, 0, BlendPlanner.match, name, num_computed_tokens)
         return tokens, bool(tokens)
@@ -101,8 +100,7 @@ class BlendConnector(KvassConnector):
         return self._placer is not None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """With ``kvass.blend_oracle``, replace K and V of this layer before attention reads
-        them."""
+        """With ``kvass.blend_oracle``, replace this layer's K and V before attention."""
         if self._placer is not None:
             self._boundary.run(None, self._placer.oracle.replace, layer_name)
 

@@ -62,8 +62,7 @@ class KeptSegments:
             self.choose(plan(self.prompt, self.choice))
 
     def choose(self, computed: I64Array) -> None:
-        """Set the replaced tokens: those that are not among ``computed``, the positions that blend
-        would compute."""
+        """Set the replaced tokens: all but ``computed``, which blend would compute."""
         self.replaced = torch.from_numpy(np.flatnonzero(~np.isin(self.at, computed)))
 
     def choose_deviating(self, k: Any, v: Any) -> None:
@@ -77,8 +76,7 @@ class KeptSegments:
 
 
 class Oracle:
-    """The part of blend that replaces K and V in the pages of one rank. Used from the engine's
-    thread."""
+    """The part of blend that replaces K and V in pages. Used from the engine's thread."""
 
     def __init__(self, layers: Sequence[Pages]) -> None:
         self._layers = {layer.name: (number, layer) for number, layer in enumerate(layers)}
@@ -100,8 +98,7 @@ class Oracle:
             self._kept.pop(name, None)
 
     def replace(self, name: str) -> None:
-        """Replace K and V in the pages of the layer ``name``, which has just written what it
-        computed."""
+        """Replace K and V in the pages of the layer ``name``, which has just written them."""
         number, layer = self._layers.get(name, (0, None))
         if layer is None:  # it has no pages of its own
             return

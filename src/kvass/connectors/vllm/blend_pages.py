@@ -197,8 +197,7 @@ class Placer:
 
 
 def _model() -> Any:
-    """The model of this worker. It is found in the stack frames of our callers, because nothing
-    else refers to it."""
+    """The model of this worker, found in the stack frames of our callers."""
     frame = inspect.currentframe()
     while frame is not None:
         get_model = getattr(frame.f_locals.get("self"), "get_model", None)

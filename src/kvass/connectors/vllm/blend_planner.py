@@ -92,8 +92,7 @@ class BlendPlanner:
         self._drop_search(name)
 
     def _drop_search(self, name: str) -> None:
-        """Give back what the daemon holds for the request's segments, and ignore pending
-        answers."""
+        """Give back the lease on the request's segments and drop pending searches."""
         self._segments.settle(name)
         self._client.settle(_segments_name(name))
 
@@ -191,8 +190,7 @@ class BlendPlanner:
         return prefix
 
     def _salt(self, request: VllmRequest, first: int) -> None:
-        """Replace the hashes of the request's blocks from ``first`` on by hashes that no other
-        request has."""
+        """Give the blocks of ``request`` from ``first`` on hashes that no other has."""
         request.exact_blocks = first
         hashes = request.vllm.block_hashes
         width = len(hashes[0])
@@ -284,8 +282,7 @@ class BlendPlanner:
         return state.runs[0][0]
 
     def next_token(self, name: str, computed: int) -> int:
-        """The next token to compute, if all tokens before token ``computed`` are computed or
-        loaded."""
+        """The next token to compute. Those before ``computed`` are computed or loaded."""
         state = self._requests.get(name)
         if state is None or not state.runs:
             return computed
@@ -301,8 +298,7 @@ class BlendPlanner:
         return min([tokens, *(end - computed for begin, end in runs if begin <= computed < end)])
 
     def cacheable(self, name: str, tokens: int) -> int:
-        """How many of the first ``tokens`` of a request have exact KV, so that vLLM may cache
-        them."""
+        """How many of the first ``tokens`` tokens have exact KV, so that vLLM may cache them."""
         state = self._requests.get(name)
         blocks = None if state is None else state.request.exact_blocks
         return tokens if blocks is None else min(tokens, blocks * self._block)

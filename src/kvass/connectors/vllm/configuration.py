@@ -62,8 +62,7 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     fixed_weights: bool = False
     gpu: bool = False
     gpu_copies: Literal["batch", "single"] = "batch"
-    """``single`` makes one driver call for each copy. Use it if the driver does not support
-    batches."""
+    """``single`` makes one driver call per copy, for drivers that cannot take batches."""
     global_media_ids: bool = False
     untested_vllm: bool = False
     """Use the cache with a version of vLLM that is on trial (``served.py``)."""

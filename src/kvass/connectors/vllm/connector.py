@@ -147,8 +147,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     # ------------------------------------------------------------ statistics
 
     def get_kv_connector_stats(self) -> Stats | None:
-        """The counts of this process since the last call, or None if there are none. vLLM calls
-        this after each step."""
+        """The counts since the last call, or None if there are none. Called after each step."""
         counter = self._planner or self._copier
         counts = {} if counter is None else counter.traffic.take()
         return Stats(counts) if counts else None
@@ -173,8 +172,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: vLLM need not wait for stores. A store that is dropped only causes a later
-        miss."""
+        """False: vLLM need not wait for stores. A dropped store only causes a later miss."""
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -253,18 +251,15 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether the end of running stores will free blocks, so that vLLM may wait instead of
-        preempting a request."""
+        """Whether waiting for stores would free blocks, so that vLLM need not preempt."""
         return self._run(self._planner, False, Planner.frees_blocks)
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep running steps, because only then do workers report their
-        stores."""
+        """Whether the engine must keep running steps until the workers report their stores."""
         return self._run(self._planner, False, Planner.storing)
 
     def take_events(self) -> list[Any]:
-        """The KV events for this engine's rows since the last call. vLLM publishes them with its
-        own."""
+        """The KV events for rows since the last call. vLLM publishes them with its own."""
         if self._planner is None or self._planner.events is None:
             return []
         return self._run(self._planner, [], Planner.take_events)
@@ -315,8 +310,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to do: ``bind_connector_metadata`` has begun the loads. vLLM calls this after it
-        launched the forward pass."""
+        """Nothing to do: ``bind_connector_metadata`` has begun the loads."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: vLLM schedules a request only after its load has ended."""

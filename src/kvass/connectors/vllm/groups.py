@@ -33,8 +33,7 @@ KINDS: Final[dict[str, GroupKind]] = {
 
 
 class Unsupported(Exception):
-    """The error for a KV cache group that kvass does not support. Its text says which group, and
-    why."""
+    """The error for a KV cache group that kvass does not support."""
 
 
 def read_groups(
@@ -69,8 +68,7 @@ def read_groups(
 
 
 def _window(number: int, spec: Any) -> int:
-    """The value of ``GroupLayout.window_tokens`` for ``spec``, a spec of group ``number``. Raises
-    ``Unsupported``."""
+    """``GroupLayout.window_tokens`` of a spec in group ``number``. Raises ``Unsupported``."""
     kind = KINDS[type(spec).__name__]
     if kind == "sliding_window":
         return int(spec.sliding_window + spec.extra_retained_tokens)
@@ -93,8 +91,7 @@ def any_non_causal(kv_cache_config: Any) -> bool:
 
 
 def all_specs(kv_cache_config: Any) -> list[Any]:
-    """The specs of the layers of all groups. For a group of which this pipeline stage has no layer,
-    the group's own spec."""
+    """The specs of all layers, or a group's own if this stage has no layer of it."""
     return [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group)]
 
 

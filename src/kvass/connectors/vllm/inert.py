@@ -44,15 +44,13 @@ class EmptyMetadata(METADATA):
 
 
 class InertConnector(BASE, HYBRID):
-    """A connector that never loads and never stores. ``reason``: why ``KvassConnector`` cannot
-    run."""
+    """A connector that never loads or stores, because of ``reason``."""
 
     reason: ClassVar[str]
     requires_kv_delivery = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Log the reason: as an error in the scheduler's process, as a warning in the first
-        worker's."""
+        """Log the reason: an error in the scheduler, a warning in the first worker."""
         super().__init__(*args, **kwargs)
         log_as_vllm()
         values = [*args, *kwargs.values()]

@@ -6,8 +6,7 @@ import logging
 
 
 def log_as_vllm() -> None:
-    """Give kvass's logger the handlers and the level of vLLM's logger, unless the process has
-    configured logging itself."""
+    """Give kvass's logger vLLM's handlers and level, unless the process configured logging."""
     kvass_log, vllm_log = logging.getLogger("kvass"), logging.getLogger("vllm")
     if vllm_log.handlers and not kvass_log.handlers and not logging.getLogger().handlers:
         kvass_log.handlers = list(vllm_log.handlers)

@@ -93,8 +93,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, 
 
 
 def adapter_settings(lora: Any) -> str:
-    """The settings that change what LoRA adapters compute, as text; "" without LoRA. ``lora`` is
-    vLLM's ``LoRAConfig`` or None."""
+    """The settings in ``lora``, vLLM's ``LoRAConfig`` or None, that change KV; "" if none."""
     settings = settings_of(lora, "lora_config") if lora is not None else {}
     return identity.canonical(settings, "lora_config") if settings else ""
 
@@ -118,8 +117,7 @@ def _positions(model: Any) -> str:
 
 
 def _variables() -> str:
-    """The environment variables that go into a namespace, with the values that vLLM reads from
-    them."""
+    """The environment variables that go into a namespace, with the values vLLM reads."""
     from vllm import envs
 
     names = envs.environment_variables.keys() & os.environ.keys() - VARIABLES
@@ -224,8 +222,7 @@ def settings_of(config: Any, name: str) -> dict[str, Any]:
 
 
 def _is_default(field: Any, value: Any) -> bool:
-    """Whether ``value`` is the field's default. vLLM's settings are pydantic classes, which may
-    wrap a default."""
+    """Whether ``value`` is the field's default, which pydantic may wrap."""
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
@@ -267,8 +264,7 @@ def _file(path: str | None) -> str:
 
 
 def _overrides(overrides: Any) -> Any:
-    """The overrides of the model's configuration. The name of a quantization file is replaced by a
-    digest of its content."""
+    """Overrides of the model's configuration, with a digest for a quantization file."""
     if isinstance(overrides, Mapping) and QUANTIZATION_FILE in overrides:
         return {**overrides, QUANTIZATION_FILE: _file(overrides[QUANTIZATION_FILE])}
     return overrides

@@ -55,8 +55,7 @@ keeps the weights in host memory until the engine wakes up; other levels drop th
 
 
 def calling_engine_core() -> Any:
-    """The ``EngineCore`` whose constructor is among our callers and has made its executor, or
-    None."""
+    """The ``EngineCore`` whose constructor called us after it made the executor, or None."""
     cores = (core for _, core in _calling_cores() if hasattr(core, "model_executor"))
     return next(cores, None)
 

@@ -24,8 +24,7 @@ PREFIX: Final = "vllm:kvass_"
 
 
 class Stats(KVConnectorStats):
-    """Counts since the last step. ``data`` maps a name of ``MEANINGS`` to a number; zeros are left
-    out."""
+    """Counts since the last step: ``data`` by name of ``MEANINGS``, without zeros."""
 
     def reset(self) -> None:
         """Drop all counts."""

@@ -58,8 +58,7 @@ NOT_COUNTED: Final = ("*tokenizer_config.json",)
 """Tokenizers do not count, because requests are token ids. Mistral's ``tekken.json`` does count: it
 also has the settings for the preprocessing of images."""
 TOKENIZER: Final = ("*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py")
-"""Files of a tokenizer. They count for models that compute with the text of tokens
-(``_reads_text``)."""
+"""Files of a tokenizer. They count only for some models (``_reads_text``)."""
 NOT_COUNTED_FOLDERS: Final = ("original", "metal", "onnx", "openvino")
 """Folders with the same weights for other programs."""
 NOT_COUNTED_WITH_SAFETENSORS: Final = (
@@ -78,8 +77,7 @@ COMMIT: Final = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """The files of a folder that match ``patterns`` and hold no weights. Implements
-    ``weights.WeightFiles``."""
+    """A ``weights.WeightFiles`` of files that match ``patterns`` and hold no weights."""
 
     root: Path
     patterns: tuple[str, ...]
@@ -92,8 +90,7 @@ class LocalFiles:
 
 @dataclass(frozen=True)
 class LocalWeights:
-    """The weights in a folder or in one file, with vLLM's ``load_format``. Implements
-    ``weights.WeightFiles``."""
+    """A ``weights.WeightFiles`` of a folder or of one file, with vLLM's ``load_format``."""
 
     root: Path
     load_format: str
@@ -204,8 +201,7 @@ def _other_files(model: Any, folder: Path) -> Iterator[Source]:
 
 
 def _reads_text(model: Any) -> bool:
-    """Whether the model treats tokens with similar texts as equal (the engrams of
-    DeepSeek-V4.1)."""
+    """Whether tokens with similar texts are equal to the model (DeepSeek-V4.1's engrams)."""
     return bool(getattr(model.hf_text_config, "engram_layer_ids", None))
 
 
