@@ -6,8 +6,8 @@ overrides internals of vLLM's scheduler, so it works only with the versions in
 
 When a blended request is admitted it gets its blocks up to the end of the last segment. It waits
 until the segments are in these blocks. Then vLLM computes the tokens that blend does not take from
-segments. They form runs of consecutive tokens, and each step computes one run. Before a step, this
-class raises the request's ``num_computed_tokens`` to the start of the next run.
+segments. They form runs of consecutive tokens, and a step computes tokens of one run at most.
+Before a step, this class raises the request's ``num_computed_tokens`` to the start of the next run.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ vLLM's scheduler follow the plan. ``blend_pages.py`` writes K and V of the segme
 
 Laws of this file:
 
-- A request is blended at most once. After a preemption or a failed load all its tokens are
-  computed.
+- A request is blended at most once. After a preemption or a failed load vLLM computes the tokens of
+  its segments.
 - From the block in which its first segment begins, a blended request has block hashes that no other
   request has. vLLM's cache never contains these blocks. So neither vLLM nor kvass uses their KV for
   another prompt or announces it to routers.
@@ -190,7 +190,7 @@ class BlendPlanner:
         return prefix
 
     def _salt(self, request: VllmRequest, first: int) -> None:
-        """Give the blocks of ``request`` from ``first`` on hashes that no other has."""
+        """Give the blocks of ``request`` from ``first`` on hashes that no other request has."""
         request.exact_blocks = first
         hashes = request.vllm.block_hashes
         width = len(hashes[0])

@@ -44,7 +44,7 @@ class EmptyMetadata(METADATA):
 
 
 class InertConnector(BASE, HYBRID):
-    """A connector that never loads or stores, because of ``reason``."""
+    """A connector that never loads or stores. ``reason`` says why."""
 
     reason: ClassVar[str]
     requires_kv_delivery = False

@@ -201,7 +201,7 @@ def _other_files(model: Any, folder: Path) -> Iterator[Source]:
 
 
 def _reads_text(model: Any) -> bool:
-    """Whether tokens with similar texts are equal to the model (DeepSeek-V4.1's engrams)."""
+    """Whether the model treats tokens with similar texts as equal (DeepSeek-V4.1's engrams)."""
     return bool(getattr(model.hf_text_config, "engram_layer_ids", None))
 
 
