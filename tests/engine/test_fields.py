@@ -124,7 +124,7 @@ def test_what_is_in_changes_the_identity_and_what_is_out_does_not() -> None:
             if field.name not in rules:
                 object.__setattr__(config, field.name, "another value")
                 goes_in = field.name in SAID[kind.__name__]["in"]
-                assert (field.name in namespace.taken_of(config, "x")) is goes_in
+                assert (field.name in namespace.settings_of(config, "x")) is goes_in
 
 
 def test_a_field_that_no_list_names_goes_in() -> None:

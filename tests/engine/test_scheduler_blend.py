@@ -260,7 +260,7 @@ def test_kv_dev_computes_the_tokens_that_deviate_most() -> None:
     k, v = torch.rand(10, 2, 4), torch.rand(10, 2, 4)
     k[3, 1, 2], v[7, 0, 0], k[8, 0, 0] = 5, 6, 7
     one.choose_deviating(k, v)
-    assert one.stays.tolist() == [0, 1, 2, 4, 5, 6, 9]
+    assert one.replaced.tolist() == [0, 1, 2, 4, 5, 6, 9]
 
 
 def test_prompt_embeddings_are_neither_indexed_nor_searched(

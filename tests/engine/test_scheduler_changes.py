@@ -324,7 +324,7 @@ def test_controls_a_call_that_is_not_noted_or_late_is_seen(
         with pytest.raises(AssertionError):
             test_any_other_call_is_noted_before_it_runs("reload_weights", {})
     with monkeypatch.context() as mutant:
-        mutant.setattr(rpcs, "owned", lambda core, plugins: True)
+        mutant.setattr(rpcs, "only_vllm_reaches_weights", lambda core, plugins: True)
         with pytest.raises(AssertionError):
             test_a_reset_is_a_change_in_the_callers_own_process(DEFAULT, 1)
 
@@ -586,4 +586,4 @@ def test_vllm_owns_the_workers_of(
     one.vllm_config = make_configs()[0]
     for name, value in parallel.items():
         setattr(one.vllm_config.parallel_config, name, value)
-    assert rpcs.owned(one, plugins) is owned
+    assert rpcs.only_vllm_reaches_weights(one, plugins) is owned

@@ -510,11 +510,12 @@ def test_vllms_own_configuration_says_what_its_parts_are(tmp_path: Path, model: 
     parts = UltravoxConfig(audio_model_id=str(tower), text_model_id=str(model))
     found = weight_files.sources(config(model=str(model), hf_config=parts), "")
     assert {one.root for one in found if not isinstance(one, str)} == {model, tower}
-    assert all(hasattr(parts, name) for name in weight_files.SECOND.values())
+    assert all(hasattr(parts, name) for name in weight_files.INNER_MODELS.values())
 
 
 def test_no_other_model_of_vllm_reads_a_second_repository() -> None:
-    """If this fails: name what the model reads (``weight_files.SECOND``), or give it no name."""
+    """If this fails: name what the model reads (``weight_files.INNER_MODELS``), or give it no
+    name."""
     named = r"(?:DefaultModelLoader\.Source|hf_hub_download|snapshot_download)\(\s*\w*=?([\w.]+)"
     files = r"get_hf_file_(?:bytes|to_dict)\(\s*[^,()]+,\s*([\w.]+),"
     found = set()
@@ -526,7 +527,7 @@ def test_no_other_model_of_vllm_reads_a_second_repository() -> None:
         name for name in found if re.fullmatch(r"(\w+\.)*\w*model_config\.model|model|path", name)
     }
     assert own
-    assert found - own == {f"config.{name}" for name in weight_files.SECOND}
+    assert found - own == {f"config.{name}" for name in weight_files.INNER_MODELS}
 
 
 def test_code_from_another_repository_counts(

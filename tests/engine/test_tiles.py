@@ -39,9 +39,9 @@ def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     fake = FakeCPU(*request.param)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: fake.has_tiles)
     monkeypatch.setattr(torch.cpu, "_init_amx", fake.ask)
-    tiles._granted.cache_clear()
+    tiles._tiles_permitted.cache_clear()
     yield fake
-    tiles._granted.cache_clear()
+    tiles._tiles_permitted.cache_clear()
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -17,7 +17,7 @@ from examples.tiny import transfer_config
 from kvass._version import TESTED_VLLM
 from kvass.connectors import vllm as vllm_connector
 from kvass.connectors.vllm import configuration
-from kvass.connectors.vllm.inert import Off, connector_off
+from kvass.connectors.vllm.inert import InertConnector, inert_connector
 from kvass.connectors.vllm.served import Served, judge
 from kvass.testing.daemon import Daemon
 from tests.engine.conftest import Starter, store
@@ -63,15 +63,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 def test_how_a_version_is_served() -> None:
     for version in TESTED_VLLM:
-        assert judge(version, ["whatever"]) == judge(version, (), tried=True)
+        assert judge(version, ["whatever"]) == judge(version, (), allow_untested=True)
         assert (judge(version, ()).served, judge(version, ()).caches) == (Served.TESTED, True)
     for version in (UNTESTED, f"{min(TESTED_VLLM)}+ourfork"):
-        trial, tried = judge(version, ()), judge(version, (), tried=True)
+        trial, tried = judge(version, ()), judge(version, (), allow_untested=True)
         assert (trial.served, trial.caches) == (tried.served, False) == (Served.ON_TRIAL, False)
         assert tried.caches
-        refused = judge(version, [f"name{n} is gone" for n in range(5)], tried=True)
+        refused = judge(version, [f"name{n} is gone" for n in range(5)], allow_untested=True)
         assert (refused.served, refused.caches) == (Served.REFUSED, False)
-        assert "name0 is gone; name1 is gone; name2 is gone and 2 more" in refused.said
+        assert "name0 is gone; name1 is gone; name2 is gone and 2 more" in refused.message
 
 
 def test_it_is_inert_unless_asked_for_and_as_expected(
@@ -126,7 +126,7 @@ def test_where_it_differs_nothing_of_the_connector_runs(
 ) -> None:
     pretend(fake_vllm(tmp_path, CHANGED))
     run_uncached(make_multi_configs(TRY) if inside == "MultiConnector" else make_configs(TRY))
-    assert issubclass(vllm_connector.KvassConnector, Off)
+    assert issubclass(vllm_connector.KvassConnector, InertConnector)
     (line,) = [r.getMessage() for r in caplog.records if "kvass is off" in r.getMessage()]
     assert "BlockPool.touch(self, *, blocks_of=0, blocks)" in line
 
@@ -136,7 +136,7 @@ def test_an_import_that_fails_turns_it_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvass.connectors.vllm.connector", None)
-    assert issubclass(run_uncached(), Off)
+    assert issubclass(run_uncached(), InertConnector)
     (line,) = [r for r in caplog.records if "kvass is off" in r.getMessage()]
     assert "ModuleNotFoundError: import of kvass.connectors.vllm.connector" in line.getMessage()
     assert line.levelno == logging.ERROR
@@ -146,7 +146,7 @@ def test_of_the_workers_the_first_one_says_it(caplog: pytest.LogCaptureFixture) 
     for rank in (0, 1):
         config, caches = make_configs()
         config.parallel_config.rank = rank
-        connector_off("its reason")(config, KVConnectorRole.WORKER, kv_cache_config=caches)
+        inert_connector("its reason")(config, KVConnectorRole.WORKER, kv_cache_config=caches)
     (line,) = [r for r in caplog.records if "kvass is off" in r.getMessage()]
     assert line.getMessage().endswith("its reason")
     assert line.levelno == logging.WARNING

@@ -1,11 +1,12 @@
-"""kvass in vLLM::
+"""The connector of vLLM: ``KvassConnector``, which an engine loads with::
 
     --kv-transfer-config '{"kv_connector": "KvassConnector", "kv_role": "kv_both"}'
 
-Where ``VLLM_PLUGINS`` leaves out kvass, ``kv_connector_module_path`` names this package.
+If ``VLLM_PLUGINS`` leaves out kvass, the option ``kv_connector_module_path`` must name this
+package.
 
-Importing this package imports nothing of vLLM. Who asks for ``KvassConnector`` gets the connector,
-or, where this vLLM may not run it, ``inert.py``'s.
+Importing this package imports nothing of vLLM. The attribute ``KvassConnector`` is the class in
+``connector.py``, or the inert class of ``inert.py`` if the installed vLLM cannot run the connector.
 """
 
 from functools import cache
@@ -29,18 +30,19 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _connector() -> type:
-    """The contract is checked first: where it is broken, importing may already raise."""
+    """The class that vLLM gets. The version is judged first: in a vLLM that differs from the
+    contract, importing the connector may raise."""
     import vllm
 
-    from kvass.connectors.vllm.inert import connector_off
+    from kvass.connectors.vllm.inert import inert_connector
 
     register()
     verdict = verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__)
     if verdict.served is Served.REFUSED:
-        return connector_off(verdict.said)
+        return inert_connector(verdict.message)
     try:
         from kvass.connectors.vllm.connector import KvassConnector
-    except Exception as error:  # noqa: BLE001 - what the contract does not name may be gone, too
-        said = f"importing it failed: {type(error).__name__}: {error}"
-        return connector_off(f"{said} (python -c 'import {__name__}.connector' shows where)")
+    except Exception as error:  # noqa: BLE001 - the contract does not name everything
+        reason = f"importing it failed: {type(error).__name__}: {error}"
+        return inert_connector(f"{reason} (python -c 'import {__name__}.connector' shows where)")
     return KvassConnector

@@ -1,20 +1,24 @@
-"""vLLM's base classes, and its requests, steps and block pool as ``kvass.engine`` sees them.
+"""Adapters of vLLM's requests, steps and block pool to the protocols of ``kvass.engine``.
 
-These files know vLLM's version: this one, ``configuration.py``, ``namespace.py`` and ``fields.py``
-(what is in a namespace), ``weight_files.py`` (which files it loads), ``rpcs.py`` (what may replace
-weights later), ``lora.py`` (the adapters that a worker holds), ``groups.py`` (cache groups),
-``kv_caches.py`` (pages), ``tiles.py`` (what its kernels need of the CPU), ``stats.py`` (its
-metrics), ``events.py`` (KV events), ``plugin.py`` (its plug-ins), ``inert.py`` and those of blend
-(``blend*.py``). ``connector.py`` knows the hooks of the base class, ``contract.py`` lists
-what all but blend use, and no other file knows vLLM. For another version change these, then
-add it to ``TESTED_VLLM`` (CONTRIBUTING.md has the recipe).
+This is a file of vLLM's version: it may have to change for a new version of vLLM. The others are
+``configuration.py``, ``namespace.py`` and ``fields.py`` (the fields of a namespace),
+``weight_files.py`` (the files that vLLM loads), ``rpcs.py`` (calls that may replace weights),
+``lora.py`` (the adapters that a worker holds), ``groups.py`` (KV cache groups), ``kv_caches.py``
+(pages), ``tiles.py`` (what vLLM's kernels need of the CPU), ``stats.py`` (metrics), ``events.py``
+(KV events), ``plugin.py`` (plug-ins), ``inert.py``, and ``blend*.py``. ``connector.py`` overrides
+the hooks of vLLM's base class. ``contract.py`` lists the names in vLLM that all these files use,
+except those of blend. No other file depends on vLLM. CONTRIBUTING.md says how to support another
+version.
 
-Facts relied on: block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``;
-``touch`` and ``free_blocks`` hold and free a block; a block that is given out has lost its hash;
-``reset_prefix_cache`` replaces the map of cached blocks, and nothing else does (its ``__len__`` is
-0 if none is cached); it refuses while a block is in use. vLLM calls it on the pool object. While a
-step's metadata is built, a request's ``num_computed_tokens`` is still that before the step, and
-counts drafts and placeholders in flight.
+Facts relied on:
+
+- Block i of a group ends at ``block_hashes[(i+1)*block/hash_block - 1]``.
+- ``touch`` holds a block and ``free_blocks`` frees it. A block that is allocated has no hash.
+- ``reset_prefix_cache`` replaces the map of cached blocks, and nothing else replaces it. vLLM calls
+  it on the pool object. It fails while a block is in use. The map's ``__len__`` is 0 if no block is
+  cached.
+- While vLLM builds a step's metadata, a request's ``num_computed_tokens`` still has its value from
+  before the step. It counts drafts and placeholders that are in flight.
 """
 
 from __future__ import annotations
@@ -61,86 +65,92 @@ __all__ = [
 ]
 
 TENANT: Final = "kvass.tenant"
-"""The name under which a request's ``kv_transfer_params`` say its tenant."""
+"""The key of a request's ``kv_transfer_params`` that names its tenant."""
 TAGGED_HASHES: Final = release(vllm_version) >= (0, 31)
-"""Whether a block's hash tells an adapter's name, its path and a salt apart."""
+"""Whether block hashes tag their texts: as an adapter's name, an adapter's path or a salt."""
 MAX_TEXTS: Final = 10_000
+"""The maximum number of texts that ``HashedTexts`` remembers."""
 
 CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
-"""vLLM's hash of an item's content: BLAKE3 or SHA-256, or SHA-512, in hex."""
+"""The form of vLLM's content hash of an image or the like: BLAKE3, SHA-256 or SHA-512, in hex."""
 
 
 @dataclass
 class StepMetadata(StepWork, KVConnectorMetadata):
-    """Scheduler to workers: one step's loads and stores. vLLM's transport pickles it."""
+    """A step's loads and stores, sent from the scheduler to the workers. vLLM pickles it."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Workers to scheduler: ``steps[s]`` ranks have ended every store of step ``s``, and by rank
-    which LoRA adapters it holds that it did not hold before."""
+    """The workers' report to the scheduler.
+
+    ``steps[s]``: the number of ranks that have ended all stores of step ``s``. ``adapters``: for
+    each rank, the LoRA adapters that it holds since its last report.
+    """
 
     steps: dict[int, int] = field(default_factory=dict)
     adapters: dict[int, News] = field(default_factory=dict)
 
     def aggregate(self, other: StepReport) -> StepReport:
-        """Both reports in one."""
+        """The sum of this report and ``other``."""
         steps = dict(Counter(self.steps) + Counter(other.steps))
         return StepReport(steps, self.adapters | other.adapters)
 
 
 class HashedTexts:
-    """What the texts mean that vLLM 0.30 puts into block hashes: an adapter's name without its
-    path, and a salt. vLLM's own cache takes two adapters of one name, or an adapter and a salt, for
-    one. So a text that was seen with a second meaning is uncached from then on, and so is one that
-    is new when ``MAX_TEXTS`` are known."""
+    """The meanings of the texts in the block hashes of vLLM before 0.31.
+
+    Such a text is an adapter's name without its path, or a salt. vLLM's own cache confuses two
+    adapters of one name, and an adapter with a salt of equal text. So requests with a text that has
+    had two meanings run uncached. So do requests with a new text once ``MAX_TEXTS`` are known.
+    """
 
     def __init__(self) -> None:
         self._meanings: dict[str, str] = {}
 
     def note(self, request: Any) -> None:
-        """A request begins: nothing of it was computed yet."""
-        text, meaning = self._of(request)
-        known = self._meanings.setdefault(text, meaning) if self._room(text) else meaning
+        """Record the meaning of the request's text. Called before vLLM computes anything for it."""
+        text, meaning = self._text_and_meaning(request)
+        known = self._meanings.setdefault(text, meaning) if self._has_room(text) else meaning
         if known not in (meaning, ""):
             self._meanings[text] = ""
             why = "this vLLM's cache takes %s and %s for one; 0.31 does not"
             log.warning(f"requests with %r run uncached: {why}", text, known, meaning)
 
     def ambiguous(self, request: Any) -> bool:
-        """Whether the hashes of ``request`` may be those of other content."""
-        text, meaning = self._of(request)
+        """Whether requests with different content may have the block hashes of ``request``."""
+        text, meaning = self._text_and_meaning(request)
         return bool(text) and self._meanings.get(text) != meaning
 
-    def _room(self, text: str) -> bool:
+    def _has_room(self, text: str) -> bool:
         return bool(text) and (text in self._meanings or len(self._meanings) < MAX_TEXTS)
 
-    def _of(self, request: Any) -> tuple[str, str]:
+    def _text_and_meaning(self, request: Any) -> tuple[str, str]:
         if (lora := request.lora_request) is not None:
             return str(lora.lora_name), f"the adapter {lora.lora_path}"
         return request.cache_salt or "", "a salt"
 
 
 def hashed_texts(vllm_config: Any) -> HashedTexts | None:
-    """None: block hashes are never those of other content."""
+    """The texts of requests, or None if equal block hashes always mean equal content."""
     return None if TAGGED_HASHES or vllm_config.lora_config is None else HashedTexts()
 
 
 class VllmRequest:
-    """A request of vLLM as ``kvass.engine.protocols.Request``, which says what its members mean."""
+    """The adapter of vLLM's request to ``protocols.Request``, which documents the members."""
 
     def __init__(self, request: Any, setup: VllmSetup, texts: HashedTexts | None = None) -> None:
         self._request = request
         self._setup = setup
         self._texts = texts
         self.exact_blocks: int | None = None
-        """After so many blocks its KV is an approximation (``blend_planner.py``)."""
+        """The number of blocks with exact KV (``blend_planner.py``); None: all."""
         if texts is not None:
             texts.note(request)
 
     @property
     def vllm(self) -> Any:
-        """The request itself."""
+        """vLLM's request object."""
         return self._request
 
     @property
@@ -169,7 +179,7 @@ class VllmRequest:
 
     @property
     def reads_cache(self) -> bool:
-        return not self._request.skip_reading_prefix_cache  # set for prompt logprobs
+        return not self._request.skip_reading_prefix_cache  # vLLM sets it for prompt logprobs
 
     @property
     def known_tokens(self) -> int:
@@ -185,7 +195,7 @@ class VllmRequest:
 
     @property
     def hashed_blocks(self) -> int:
-        if not self._setup.global_media_ids and _chooses_media_ids(self._request):
+        if not self._setup.global_media_ids and _has_local_media_ids(self._request):
             return 0
         if self._texts is not None and self._texts.ambiguous(self._request):
             return 0
@@ -202,11 +212,14 @@ class VllmRequest:
         return hashes[first:end]
 
 
-def _chooses_media_ids(request: Any) -> bool:
-    """Whether the hashes of ``request`` depend on an id of an image, a video or a sound that is not
-    a hash of its content: a client gave it (``multi_modal_uuids``), or vLLM numbered the item. The
-    id may stand for other content in another engine. It is known by its form; vLLM may put the name
-    of a LoRA adapter before a hash. A client's id that vLLM hashed is not noticed."""
+def _has_local_media_ids(request: Any) -> bool:
+    """Whether the hashes of ``request`` depend on an id of a media item that is no content hash.
+
+    A client chose such an id (``multi_modal_uuids``), or vLLM numbered the item. The id may stand
+    for another image, video or sound in another engine. Every id that does not have the form of a
+    content hash counts. The name of a LoRA adapter, which vLLM may put before a hash, is ignored. A
+    client's id that vLLM has hashed is not recognized.
+    """
     for feature in request.mm_features:
         content = getattr(feature, "mm_hash", None) or feature.identifier
         prefix = feature.identifier.removesuffix(content)
@@ -216,7 +229,7 @@ def _chooses_media_ids(request: Any) -> bool:
 
 
 class VllmStep:
-    """A ``SchedulerOutput`` of vLLM as ``kvass.engine.protocols.Step``."""
+    """The adapter of vLLM's ``SchedulerOutput`` to ``kvass.engine.protocols.Step``."""
 
     def __init__(self, output: Any) -> None:
         self._output = output
@@ -225,7 +238,7 @@ class VllmStep:
 
     def requests(self) -> Iterable[tuple[str, int]]:
         scheduled: dict[str, int] = self._output.num_scheduled_tokens
-        if states := self.boundary_states:  # of requests that may compute nothing in this step
+        if states := self.boundary_states:  # also of requests that compute nothing in this step
             scheduled = dict.fromkeys(states, 0) | scheduled
         return scheduled.items()
 
@@ -236,23 +249,25 @@ class VllmStep:
 
     @property
     def boundary_states(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
-        # Under asynchronous scheduling vLLM hands states over between two steps. Drafts that were
-        # accepted may have moved the request on since.
+        # With asynchronous scheduling vLLM reports a state between two steps. Accepted drafts may
+        # have advanced the request since then.
         states: Mapping[str, list[tuple[int, int, int]]]
         states = self._output.kv_connector_block_state.boundary_state_offloads
         return states
 
 
 def block_table(blocks: Any) -> Table:
-    """The block ids, by group, that ``update_state_after_alloc`` brings."""
+    """The block ids of each group, from the ``blocks`` that ``update_state_after_alloc`` gets."""
     table: Table = blocks.get_block_ids()
     return table
 
 
 class VllmBlockPool:
-    """vLLM's block pool as ``kvass.engine.protocols.BlockPool``. ``before_reset`` is called before
-    vLLM resets its prefix cache, which fails while blocks are held, and ``after_reset`` after it
-    succeeded. They must not raise."""
+    """The adapter of vLLM's block pool to ``kvass.engine.protocols.BlockPool``.
+
+    ``before_reset`` is called before vLLM resets its prefix cache; a reset fails while blocks are
+    held. ``after_reset`` is called after a reset that succeeded. Neither may raise.
+    """
 
     def __init__(
         self, block_pool: Any, before_reset: Callable[[], None], after_reset: Callable[[], None]
@@ -260,13 +275,13 @@ class VllmBlockPool:
         self._pool = block_pool
         self._before_reset, self._after_reset = before_reset, after_reset
         self._reset = block_pool.reset_prefix_cache
-        block_pool.reset_prefix_cache = self._attempt
+        block_pool.reset_prefix_cache = self._attempt_reset
         self._attempted = False
         self._map = block_pool.cached_block_hash_to_block
-        """At the last ``was_reset``. A reset makes a new map."""
+        """The pool's map at the last call of ``was_reset``. A reset makes a new map."""
 
-    def _attempt(self) -> bool:
-        """In the place of the pool's ``reset_prefix_cache``, which may refuse."""
+    def _attempt_reset(self) -> bool:
+        """The replacement of the pool's ``reset_prefix_cache``. False if the reset failed."""
         self._attempted = True
         self._before_reset()
         done = bool(self._reset())
@@ -289,7 +304,8 @@ class VllmBlockPool:
         return blocks
 
     def free(self, held: list[Any]) -> None:
-        self._pool.free_blocks(reversed(held))  # as vLLM: the tail of a request is reused first
+        # Like vLLM: the last blocks of a request are reused first.
+        self._pool.free_blocks(reversed(held))
 
     def caches(self, block: int, digest: bytes, group: int) -> bool:
         return bool(

@@ -1,8 +1,8 @@
-"""``BlendConnector``, vLLM's connector with ``kvass.blend``: hooks that also load segments.
+"""``BlendConnector``, the connector that also loads segments: vLLM gets it with ``kvass.blend``.
 
-A file of vLLM's version (see ``adapt.py``). It is imported only where blend is on.
-``KvassConnector`` does all that a request without segments needs. Here each hook adds what segments
-need: the scheduler's half has a ``BlendPlanner``, the worker's half a ``Placer``.
+A file of vLLM's version (see ``adapt.py``). It is imported only if blend is on. The base class
+``KvassConnector`` handles requests without segments. Each hook here adds what segments need. The
+scheduler's connector has a ``BlendPlanner``, a worker's has a ``Placer``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from kvass.layout.spans import Table
 
 @dataclass
 class BlendMetadata(StepMetadata):
-    """A step's work, with segments. ``placements``: to be placed once they are loaded.
-    ``replaced``: requests in which K and V are replaced in this step (``blend_oracle.py``)."""
+    """A step's loads and stores with its segments. ``placements``: the segments to place once they
+    are loaded. ``replaced``: the requests whose K and V are replaced in this step
+    (``blend_oracle.py``)."""
 
     placements: list[Placement] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
 
 
 class BlendConnector(KvassConnector):
-    """Raises :class:`kvass.errors.ConfigError` at start for an engine that cannot be blended."""
+    """vLLM's connector with blend. Raises :class:`kvass.errors.ConfigError` at start for an engine
+    that blend does not support."""
 
     _metadata = BlendMetadata
 
@@ -51,7 +53,7 @@ class BlendConnector(KvassConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As the base class; the tokens end with the last segment."""
+        """The base class's result. With segments, the load reaches to the end of the last one."""
         name = request.request_id
         tokens = self._run(self.blender, 0, BlendPlanner.match, name, num_computed_tokens)
         return tokens, bool(tokens)
@@ -61,7 +63,7 @@ class BlendConnector(KvassConnector):
         super()._allocated(name, table, left)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """As the base class, with the segments to place."""
+        """The base class's metadata with the segments to place."""
         work = super().build_connector_meta(scheduler_output)
         assert isinstance(work, BlendMetadata)
         work.placements = self._run(self.blender, [], BlendPlanner.take_placements)
@@ -72,7 +74,7 @@ class BlendConnector(KvassConnector):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As the base class."""
+        """Forget the request, as in the base class."""
         answer = super().request_finished_all_groups(request, block_ids)
         self._run(self.blender, None, BlendPlanner.forget, request.request_id)
         return answer
@@ -80,33 +82,36 @@ class BlendConnector(KvassConnector):
     # ------------------------------------------------------------ worker side
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """The layout of the pages and the rotation of K are measured."""
+        """Measure the layout of the pages and the rotation of K, then attach the copier."""
         if self._setup is not None and self._copier is not None:
             block = self._setup.hash_tokens
             self._placer = Placer(self._vllm_config, kv_caches, block, self._boundary)
         super().register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Begin the step's loads."""
+        """Begin the step's loads, and prepare the placer for the step."""
         super().bind_connector_metadata(connector_metadata)
         if self._placer is not None:
             self._placer.expect(connector_metadata.placements)
             self._boundary.run(None, self._placer.oracle.begin, connector_metadata.replaced)
 
     def has_connector_metadata(self) -> bool:
-        """Whether attention layers call ``wait_for_layer_load``."""
+        """Whether attention layers must call ``wait_for_layer_load``."""
         return self._placer is not None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """With ``kvass.blend_oracle``, K and V are replaced before attention reads them."""
+        """With ``kvass.blend_oracle``, replace this layer's K and V before attention."""
         if self._placer is not None:
             self._boundary.run(None, self._placer.oracle.replace, layer_name)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Loads that ended; a request's segments are placed when all its loads have ended."""
+        """The requests whose loads have ended. If all loads of a request have ended, its segments
+        are placed first."""
         results = super().get_transfer_results(finished_req_ids)
         if self._placer is None:
             return results
-        ended = self._placer.ended(results.finished_recving, results.failed_recving)
+        finished, failed = self._placer.place_loaded(
+            results.finished_recving, results.failed_recving
+        )
         self._placer.oracle.forget(finished_req_ids)
-        return adapt.KVConnectorTransferResults(finished_recving=ended[0], failed_recving=ended[1])
+        return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)

@@ -1,12 +1,14 @@
-"""An instrument: the answers of blend while the whole prompt is computed (``kvass.blend_oracle``).
+"""``Oracle``, which shows what blend would answer while vLLM computes the whole prompt.
 
-A file of vLLM's version (see ``adapt.py``). Facts relied on: a layer writes K and V of the tokens
-that a step computes to their pages; then it calls ``wait_for_layer_load``; then attention reads K
-and V from the pages alone.
+It is for measurements: the option ``kvass.blend_oracle`` turns it on. It saves no time.
+A file of vLLM's version (see ``adapt.py``).
+
+Fact relied on: a layer first writes K and V of the step's tokens to their pages, then calls
+``wait_for_layer_load``. Then attention reads K and V from the pages only.
 
 Law of this file: between the write and attention, K and V of the tokens that blend would not
-compute are replaced by those that it would load. So any other token is computed as blend would
-compute it. What is computed of the replaced tokens is read by nobody.
+compute are replaced by the K and V that blend would load. So every other token is computed as blend
+would compute it. Nothing reads what is computed for the replaced tokens.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from kvass.blend.plan import Choice, KvDev, Prompt, plan
 from kvass.types import I64Array
 
 DEVIATING: Final = 1
-"""The layer whose K and V are compared for ``kv_dev``: the first that depends on other tokens. So
-what the layers before it have in their pages does not depend on the choice."""
+"""The index of the layer whose K and V are compared for ``kv_dev``: the first whose K and V depend
+on other tokens. In the layer before it, it does not matter which tokens are replaced."""
 
 
 class Pages(Protocol):
-    """Those of a layer: ``blend_pages.LayerPages``."""
+    """The pages of a layer, as in ``blend_pages.LayerPages``."""
 
     name: str
 
@@ -40,28 +42,32 @@ class Pages(Protocol):
 
 @dataclass
 class KeptSegments:
-    """The segments of a request: the moved K and V ``kv`` by layer, of the tokens ``at`` [tokens],
-    which belong to ``slots``. ``stays``: indices of those that blend would not compute; None: they
-    are chosen in layer ``DEVIATING``."""
+    """The segments of a request that the oracle replaces.
+
+    ``at``: the positions of their tokens in the prompt [tokens]. ``slots``: their slots in the
+    pages. ``kv``: for each layer, K and V at these positions. ``replaced``: the indices in ``at``
+    of the tokens that blend would not compute. If ``choice`` is a ratio, it is None until layer
+    ``DEVIATING`` is computed.
+    """
 
     prompt: Prompt
     choice: Choice
     at: I64Array
     slots: Any
     kv: Sequence[tuple[Any, Any]]
-    stays: Any = None
+    replaced: Any = None
 
     def __post_init__(self) -> None:
         if callable(self.choice):
             self.choose(plan(self.prompt, self.choice))
 
     def choose(self, computed: I64Array) -> None:
-        """Blend would compute the tokens ``computed``."""
-        self.stays = torch.from_numpy(np.flatnonzero(~np.isin(self.at, computed)))
+        """Set the replaced tokens: all but ``computed``, which blend would compute."""
+        self.replaced = torch.from_numpy(np.flatnonzero(~np.isin(self.at, computed)))
 
     def choose_deviating(self, k: Any, v: Any) -> None:
-        """Blend would compute the ratio ``choice`` of tokens, those whose ``k`` and ``v`` differ
-        most."""
+        """Choose the tokens that blend would compute: the ratio ``choice`` of all, those whose
+        computed ``k`` and ``v`` differ most from the loaded ones."""
         off = np.zeros(self.prompt.tokens)
         for fresh, stored in zip((k, v), self.kv[DEVIATING], strict=True):
             off[self.at] += (fresh.double() - stored.double()).square().sum((1, 2)).numpy()
@@ -70,7 +76,7 @@ class KeptSegments:
 
 
 class Oracle:
-    """Replaces K and V in the pages ``layers`` of one rank. Used from the engine's thread."""
+    """The part of blend that replaces K and V in pages. Used from the engine's thread."""
 
     def __init__(self, layers: Sequence[Pages]) -> None:
         self._layers = {layer.name: (number, layer) for number, layer in enumerate(layers)}
@@ -78,28 +84,29 @@ class Oracle:
         self._step: list[KeptSegments] = []
 
     def keep(self, name: str, segments: KeptSegments) -> None:
-        """The request ``name`` has them."""
+        """Keep the segments of the request ``name`` until it ends."""
         self._kept[name] = segments
 
     def begin(self, names: Iterable[str]) -> None:
-        """A step computes tokens of the requests ``names``, which are in their blocks."""
-        self._step = []  # nothing, if this raises
+        """Begin a step in which K and V of the requests ``names`` are replaced."""
+        self._step = []  # if the next line raises, nothing is replaced
         self._step = [self._kept[name] for name in names]
 
     def forget(self, names: Iterable[str]) -> None:
-        """These requests ended."""
+        """Drop the segments of requests that ended."""
         for name in names:
             self._kept.pop(name, None)
 
     def replace(self, name: str) -> None:
-        """The layer ``name`` wrote what it computed."""
+        """Replace K and V in the pages of the layer ``name``, which has just written them."""
         number, layer = self._layers.get(name, (0, None))
         if layer is None:  # it has no pages of its own
             return
         with torch.inference_mode():
-            for one in self._step:
-                if one.stays is None and number == DEVIATING:
-                    one.choose_deviating(*layer.read_slots(one.slots))
-                if one.stays is not None:
-                    k, v = one.kv[number]
-                    layer.write(k[one.stays], v[one.stays], one.slots[one.stays])
+            for segments in self._step:
+                if segments.replaced is None and number == DEVIATING:
+                    k, v = layer.read_slots(segments.slots)
+                    segments.choose_deviating(k, v)
+                if (where := segments.replaced) is not None:
+                    k, v = segments.kv[number]
+                    layer.write(k[where], v[where], segments.slots[where])

@@ -1,14 +1,14 @@
-"""``Placer``, blend in vLLM's worker: writes K and V of segments where they stand in a prompt.
+"""``Placer``, which writes K and V of segments to their places in a prompt, in vLLM's worker.
 
-A file of vLLM's version (see ``adapt.py``). Rows of segments are copied, as they were stored, into
-blocks of the request. Here their K is moved to the new positions, and both are written where vLLM
-would have written them: by vLLM itself.
+A file of vLLM's version (see ``adapt.py``). A load first copies the rows of segments unchanged into
+blocks of the request. Then the placer reads K and V from these blocks, rotates K to the new
+positions, and has vLLM's own code write both to the slots of their tokens.
 
 Laws of this file:
 
-- How a page is laid out and how K is rotated is measured when the engine starts, layer by layer.
-  A model for which the measurement fails is refused.
-- Whatever raises while segments are placed fails the load: vLLM computes the prompt.
+- The layout of a page and the rotation of K are measured for each layer when the engine starts. A
+  model for which the measurement fails is refused.
+- An exception while segments are placed makes the load fail. Then vLLM computes the prompt.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from kvass.engine.boundary import Boundary
 from kvass.errors import ConfigError
 
 BASE: Final = 256
-"""All integers up to it are exact in each of ``rope.DTYPES``."""
+"""The base of the digits in ``LayerPages._measure``. All integers up to it are exact in each of
+``rope.DTYPES``."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A segment, stored from position ``old`` on, that stands at ``new``. ``blocks`` hold it."""
+    """A loaded segment. It was stored at position ``old`` and begins at ``new`` in the prompt.
+    ``blocks`` are the blocks that its rows were copied into."""
 
     blocks: tuple[int, ...]
     old: int
@@ -44,24 +46,25 @@ class Span:
 
 @dataclass(frozen=True)
 class Placement:
-    """The segments of ``request``, to be placed once all ``loads`` have ended. ``table``: its
-    blocks, in the order of its tokens."""
+    """The segments of ``request``, which are placed once all ``loads`` have ended. ``table``: the
+    request's blocks in the order of its tokens."""
 
     request: str
     loads: tuple[str, ...]
     table: tuple[int, ...]
     spans: tuple[Span, ...]
     oracle: tuple[Prompt, Choice] | None = None
-    """The segments are kept for the oracle (``blend_oracle.py``), not placed."""
+    """If set, the segments are not placed but kept for the oracle (``blend_oracle.py``)."""
 
 
 class _Measured(Exception):
-    """The K of a layer, [positions, heads, numbers]."""
+    """Raised by a hook to end a layer's forward pass. Its argument is K of that layer, [positions,
+    heads, numbers]."""
 
 
 class LayerPages:
-    """The pages ``cache`` [blocks, ...] of one attention ``layer``. Raises ``ConfigError`` if its
-    numbers are not found in them."""
+    """The pages of one attention layer. ``cache`` [blocks, ...] is their tensor. Raises
+    ``ConfigError`` if the place of K and V in a page cannot be measured."""
 
     def __init__(self, name: str, layer: Any, cache: Any, rope: Rope, block: int) -> None:
         self._layer, self._cache, self._block, self.rope = layer, cache, block, rope
@@ -73,8 +76,11 @@ class LayerPages:
         self._order = self._measure(name)
 
     def _measure(self, name: str) -> Any:
-        """Where each number of K, then of V, lies in a page. Each is written as its own number, one
-        digit at a time."""
+        """The index in a page of each number of K, then of V.
+
+        vLLM writes test values for which each number's value is its own index. They are written
+        digit by digit in base ``BASE``, because a dtype may not represent large indices.
+        """
         page = self._cache.new_zeros((1, *self._cache.shape[1:]))
         numbers = torch.arange(sum(self._sizes))
         found, unit = torch.zeros(page.numel(), dtype=torch.long), 1
@@ -104,14 +110,14 @@ class LayerPages:
         return k, v
 
     def read_slots(self, slots: Any) -> tuple[Any, Any]:
-        """K and V in ``slots`` [tokens]."""
+        """K and V of the tokens in ``slots`` [tokens], each [tokens, heads, numbers]."""
         blocks, at = (slots // self._block).unique(return_inverse=True)
         k, v = self.read(blocks)
         at = at * self._block + slots % self._block
         return k[at], v[at]
 
     def moved(self, blocks: Any, move: Move) -> tuple[Any, Any]:
-        """``read``, with K moved."""
+        """K and V as ``read`` returns them, with K rotated to its new positions."""
         k, v = self.read(blocks)
         return (move(k, tokens=-3) if self.rope.inv_freq else k), v
 
@@ -121,8 +127,8 @@ class LayerPages:
 
 
 class Placer:
-    """Places segments in the pages of one rank. Raises ``ConfigError`` or ``RopeRefused`` for a
-    model that cannot be blended. Used from the engine's thread."""
+    """The writer of segments into the pages of one rank. Raises ``ConfigError`` or ``RopeRefused``
+    for a model that blend does not support. Used from the engine's thread."""
 
     def __init__(
         self, vllm_config: Any, caches: Mapping[str, Any], block: int, boundary: Boundary
@@ -130,56 +136,68 @@ class Placer:
         self._boundary, self._block = boundary, block
         self._waiting: dict[str, Placement] = {}
         self._ended: dict[str, bool] = {}
-        """By load: whether it failed."""
+        """The loads that have ended, and whether each failed."""
         model, layers = _model(), vllm_config.compilation_config.static_forward_context
         self._layers = []
         for name, cache in caches.items():
             if layers[name].kv_sharing_target_layer_name is not None:
-                continue  # it has no pages of its own: in another layer's K would be moved twice
+                continue  # it shares another layer's pages, whose K would be moved twice
             rope = _rope(vllm_config, model, name, layers[name], cache.dtype)
             self._layers.append(LayerPages(name, layers[name], cache, rope, block))
         self.oracle = Oracle(self._layers)
 
     def expect(self, placements: Iterable[Placement]) -> None:
-        """These were planned in this step."""
-        self._waiting |= {one.request: one for one in placements}
+        """Add placements that the scheduler planned in this step."""
+        self._waiting |= {placement.request: placement for placement in placements}
 
-    def ended(self, finished: set[str], failed: set[str]) -> tuple[set[str], set[str]]:
-        """Of loads that ended the requests that are complete, and those of them that failed."""
+    def place_loaded(self, finished: set[str], failed: set[str]) -> tuple[set[str], set[str]]:
+        """Place the segments whose loads have all ended. Returns the requests that are complete,
+        and those of them that failed.
+
+        ``finished``: loads that have ended. ``failed``: those of them that failed. The load of an
+        exact prefix has the name of its request, so a request without segments is complete with
+        that load.
+        """
         if not self._waiting:
             return finished, failed
-        ours = {load for one in self._waiting.values() for load in one.loads} & finished
-        self._ended |= {load: load in failed for load in ours}
-        finished, failed = finished - ours, failed - ours
-        for name, one in list(self._waiting.items()):
-            if all(load in self._ended for load in one.loads):
+        awaited = {load for waiting in self._waiting.values() for load in waiting.loads} & finished
+        self._ended |= {load: load in failed for load in awaited}
+        finished, failed = finished - awaited, failed - awaited
+        for name, placement in list(self._waiting.items()):
+            if all(load in self._ended for load in placement.loads):
                 del self._waiting[name]
-                lost = sum(self._ended.pop(load) for load in one.loads)
+                failures = sum(self._ended.pop(load) for load in placement.loads)
                 finished.add(name)
-                if lost or not self._boundary.run(False, self._place, one):
+                if failures or not self._boundary.run(False, self._place, placement):
                     failed.add(name)
         return finished, failed
 
-    def _place(self, one: Placement) -> bool:
+    def _place(self, placement: Placement) -> bool:
+        """Write K and V of the segments to their slots, or keep them for the oracle. Returns True,
+        so that the boundary's False means a failure."""
         size, moves, kept = self._block, dict[Rope, Move](), list[tuple[Any, Any]]()
-        spans = [np.arange(len(span.blocks) * size) for span in one.spans]
-        old = np.concatenate([a + s.old for a, s in zip(spans, one.spans, strict=True)])
-        new = np.concatenate([a + s.new for a, s in zip(spans, one.spans, strict=True)])
-        blocks = torch.tensor([block for span in one.spans for block in span.blocks])
-        slots = torch.from_numpy(np.asarray(one.table)[new // size] * size + new % size)
+        spans = placement.spans
+        offsets = [np.arange(len(span.blocks) * size) for span in spans]
+        old = np.concatenate([at + span.old for at, span in zip(offsets, spans, strict=True)])
+        new = np.concatenate([at + span.new for at, span in zip(offsets, spans, strict=True)])
+        blocks = torch.tensor([block for span in spans for block in span.blocks])
+        slots = torch.from_numpy(np.asarray(placement.table)[new // size] * size + new % size)
         with torch.inference_mode():
             for layer in self._layers:
                 move = moves.setdefault(layer.rope, Move(layer.rope, old, new))
-                kept.append(layer.moved(blocks, move))
-                if one.oracle is None:
-                    layer.write(*kept.pop(), slots)
-        if one.oracle is not None:
-            self.oracle.keep(one.request, KeptSegments(*one.oracle, new, slots, kept))
+                k, v = layer.moved(blocks, move)
+                if placement.oracle is None:
+                    layer.write(k, v, slots)
+                else:
+                    kept.append((k, v))
+        if placement.oracle is not None:
+            prompt, choice = placement.oracle
+            self.oracle.keep(placement.request, KeptSegments(prompt, choice, new, slots, kept))
         return True
 
 
 def _model() -> Any:
-    """The model of this worker. Only the frames of our callers refer to it."""
+    """The model of this worker, found in the stack frames of our callers."""
     frame = inspect.currentframe()
     while frame is not None:
         get_model = getattr(frame.f_locals.get("self"), "get_model", None)
@@ -190,8 +208,9 @@ def _model() -> Any:
 
 
 def _rope(vllm_config: Any, model: Any, name: str, layer: Any, dtype: torch.dtype) -> Rope:
-    """The rope of the attention layer ``name``: the module that has it computes one token at
-    several positions, and K that reaches the layer is compared."""
+    """The rope of the attention layer ``name``, measured. The layer's parent module computes one
+    token at several positions, and the rope is the one that explains the K that reaches the
+    layer."""
 
     def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _Measured(kwargs["key"] if "key" in kwargs else args[1])

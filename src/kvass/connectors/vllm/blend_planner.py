@@ -1,14 +1,15 @@
-"""``BlendPlanner``, blend in vLLM's scheduler: a prompt's segments, and the tokens to compute.
+"""``BlendPlanner``, which plans the segments of a prompt and the tokens to compute.
 
-A file of vLLM's version (see ``adapt.py``). ``blend.py`` has vLLM's scheduler compute what is
-planned here, ``blend_pages.py`` puts K and V where they belong.
+A file of vLLM's version (see ``adapt.py``). The planner runs in the scheduler. ``blend.py`` makes
+vLLM's scheduler follow the plan. ``blend_pages.py`` writes K and V of the segments in the worker.
 
 Laws of this file:
 
-- A request is blended once in its life: after a preemption or a failed load it is computed.
+- A request is blended at most once. After a preemption or a failed load vLLM computes the tokens of
+  its segments.
 - From the block in which its first segment begins, a blended request has block hashes that no other
-  request has, and vLLM's cache never has these blocks. So neither vLLM nor kvass ever gives its KV
-  to another prompt, or announces it to routers.
+  request has. vLLM's cache never contains these blocks. So neither vLLM nor kvass uses their KV for
+  another prompt or announces it to routers.
 - Only chunks that were computed without a segment before them are indexed.
 """
 
@@ -38,10 +39,16 @@ from kvass.types import U32Array
 
 @dataclass
 class BlendRequest:
-    """``prefix``: tokens of the exact prefix, of which vLLM has ``local``. ``rows``: of each of the
-    ``segments``, where its chunks stand in the match. ``runs``: what is still to be computed, in
-    tokens ``[begin, end)``. ``blended``: its segments were, or are being, loaded, after so many
-    ``preemptions``. ``searches``: it had no blocks yet."""
+    """The state of a request that may be blended.
+
+    ``tokens``: the prompt. ``space``: as in ``messages.FindSegments``. ``prefix``: the number of
+    tokens of the exact prefix; vLLM itself has the first ``local`` of them. ``found``: the daemon's
+    answer. ``rows[i]``: the rows of the match that hold the chunks of ``segments[i]``. ``runs``:
+    the tokens that are still to be computed, as ranges ``[begin, end)``. ``blended``: whether its
+    segments were loaded or are being loaded. ``preemptions``: how often vLLM had preempted it when
+    the load was planned. ``searches``: True until vLLM allocates its blocks; segments are searched
+    only until then.
+    """
 
     request: VllmRequest
     space: bytes
@@ -59,8 +66,8 @@ class BlendRequest:
 
 
 class BlendPlanner:
-    """Plans the blended requests of one engine, around its ``planner``. Used from the scheduler's
-    thread only."""
+    """The planner of an engine's blended requests. It calls ``planner`` for their exact prefixes.
+    Used from the scheduler's thread only."""
 
     def __init__(self, setup: VllmSetup, planner: Planner, choice: Choice) -> None:
         self._planner, self._choice, self._oracle = planner, choice, setup.blend_oracle
@@ -74,102 +81,111 @@ class BlendPlanner:
     # ------------------------------------------------------------ requests
 
     def track(self, request: VllmRequest) -> None:
-        """A request begins."""
+        """Begin to track a new request."""
         if (space := _space(request)) is not None:
             tokens = np.asarray(request.vllm.prompt_token_ids, "<u4")
             self._requests[request.name] = BlendRequest(request, space, tokens)
 
     def forget(self, name: str) -> None:
-        """A request ended."""
+        """Forget a request that ended."""
         self._requests.pop(name, None)
-        self._settle(name)
+        self._drop_search(name)
 
-    def _settle(self, name: str) -> None:
+    def _drop_search(self, name: str) -> None:
+        """Give back the lease on the request's segments and drop pending searches."""
         self._segments.settle(name)
-        self._client.settle(_second(name))
+        self._client.settle(_segments_name(name))
 
     def match(self, name: str, local: int) -> int | None:
-        """As ``Planner.match``, with segments: then what is loaded ends with the last of them, and
-        has tokens in it that are to be computed."""
-        one = self._requests.get(name)
-        if one is not None and one.blended:
-            if one.request.vllm.num_preemptions > one.preemptions:
-                one.runs = []  # its blocks are gone
+        """The number of tokens to load after ``local``, or None to call again later, as
+        ``Planner.match``.
+
+        With segments it reaches to the end of the last one, and includes tokens that vLLM must
+        compute.
+        """
+        state = self._requests.get(name)
+        if state is not None and state.blended:
+            if state.request.vllm.num_preemptions > state.preemptions:
+                state.runs = []  # the preemption freed its blocks
             return 0
         external = self._planner.match(name, local)
-        if external is None or one is None or not (one.searches and one.request.reads_cache):
+        if external is None or state is None or not (state.searches and state.request.reads_cache):
             return external
-        if one.prefix != local + external:
-            self._settle(name)
-            one.found, one.prefix = None, local + external
-        one.local = local
-        if (ready := self._find(one)) is None:
+        if state.prefix != local + external:
+            self._drop_search(name)
+            state.found, state.prefix = None, local + external
+        state.local = local
+        if (ready := self._find(state)) is None:
             return None
-        return one.segments[-1].new_end - local if ready else external
+        return state.segments[-1].new_end - local if ready else external
 
-    def _find(self, one: BlendRequest) -> bool | None:
-        """Whether it has segments: then these and the runs are known, and the rows are leased.
-        None: ask again later."""
-        name, one.segments = one.request.name, []
-        width = len(one.request.block_hashes(0, 1)[0]) if one.request.hashed_blocks else 0
+    def _find(self, state: BlendRequest) -> bool | None:
+        """Whether the request has segments; None: call again later. If it has, its segments and
+        runs are set and a lease on their rows is held."""
+        name, state.segments = state.request.name, []
+        width = len(state.request.block_hashes(0, 1)[0]) if state.request.hashed_blocks else 0
         if not width:
             return False
-        if one.found is None:
-            searched = one.tokens[:-1].tobytes()  # the last token is computed in every case
-            found = self._segments.find_segments(name, one.space, searched, width, one.prefix)
+        if state.found is None:
+            searched = state.tokens[:-1].tobytes()  # the last token is computed in every case
+            found = self._segments.find_segments(name, state.space, searched, width, state.prefix)
             if isinstance(found, Pending):
                 return None
-            one.found = found
-        keys = chunk_keys(one.found, width)
+            state.found = found
+        keys = chunk_keys(state.found, width)
         if not keys:
             return False
-        tenant = one.request.tenant
-        match = self._client.match(_second(name), b"".join(keys), width, 0, 0.0, tenant)
+        tenant = state.request.tenant
+        match = self._client.match(_segments_name(name), b"".join(keys), width, 0, 0.0, tenant)
         if isinstance(match, Pending):
             return None
         rows = 0 if match is None else match.chunks
-        segments, one.rows = place(one.found, width, self._chunk, rows)
-        self._plan(one, segments)
-        if not one.segments:
-            self._settle(name)
-        return bool(one.segments)
+        segments, state.rows = place(state.found, width, self._chunk, rows)
+        self._plan(state, segments)
+        if not state.segments:
+            self._drop_search(name)
+        return bool(state.segments)
 
-    def _plan(self, one: BlendRequest, segments: list[PlacedSegment]) -> None:
-        """What is computed of a request with these segments: its runs."""
-        chunks, rest = divmod(one.prefix, self._chunk)
-        last = one.request.chunk_hashes(chunks - 1, chunks)[0] if chunks and not rest else b""
-        one.prompt = Prompt(len(one.tokens), one.prefix, tuple(segments), last)
+    def _plan(self, state: BlendRequest, segments: list[PlacedSegment]) -> None:
+        """Set the request's segments, and the runs of tokens that are computed with them."""
+        chunks, rest = divmod(state.prefix, self._chunk)
+        last = state.request.chunk_hashes(chunks - 1, chunks)[0] if chunks and not rest else b""
+        state.prompt = Prompt(len(state.tokens), state.prefix, tuple(segments), last)
         select = all_tokens if self._oracle else self._choice
         assert callable(select)
-        positions = plan(one.prompt, select)
+        positions = plan(state.prompt, select)
         cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-        one.runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(positions, cuts)]
-        one.segments = segments  # last: nothing above raised
+        state.runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(positions, cuts)]
+        state.segments = segments  # set last, so that they stay empty if anything above raises
 
     # ------------------------------------------------------------ blocks
 
     def allocated(self, name: str, table: Table, external: int) -> int:
-        """The request has the blocks of ``table``: plan the load of its segments. Returns how many
-        of the ``external`` tokens are left to ``Planner.allocated``: those of the exact prefix."""
-        one = self._requests.get(name)
-        if one is None:
+        """Plan the load of the request's segments into the blocks of ``table``, which vLLM
+        allocated.
+
+        Returns the number of ``external`` tokens for which ``Planner.allocated`` must plan a load:
+        with segments, those of the exact prefix.
+        """
+        state = self._requests.get(name)
+        if state is None:
             return external
-        blends, one.searches = one.searches and external > 0 and bool(one.segments), False
+        blends, state.searches = state.searches and external > 0 and bool(state.segments), False
         if external:
-            self._index(one.request, 0, one.prefix // self._chunk)
+            self._index(state.request, 0, state.prefix // self._chunk)
         if not blends:
-            self._settle(name)
+            self._drop_search(name)
             return external
-        one.blended, one.preemptions = True, one.request.vllm.num_preemptions
-        self._salt(one.request, one.segments[0].new_start // self._block)
-        match = self._client.take(_second(name))
-        load, spans = self._load(one, match, table[0])
-        prefix = one.prefix - one.local
+        state.blended, state.preemptions = True, state.request.vllm.num_preemptions
+        self._salt(state.request, state.segments[0].new_start // self._block)
+        match = self._client.take(_segments_name(name))
+        load, spans = self._load(state, match, table[0])
+        prefix = state.prefix - state.local
         loads = (load.request, name) if prefix else (load.request,)
-        assert one.prompt is not None
-        oracle = (one.prompt, self._choice) if self._oracle else None
+        assert state.prompt is not None
+        oracle = (state.prompt, self._choice) if self._oracle else None
         placement = Placement(name, loads, tuple(table[0]), spans, oracle)
-        self._placements.append(placement)  # from here on nothing may raise
+        self._placements.append(placement)  # nothing may raise from here on
         self._planner.add_load(load)
         return prefix
 
@@ -183,14 +199,19 @@ class BlendPlanner:
         request.vllm.update_block_hashes()
 
     def _load(
-        self, one: BlendRequest, match: Match | None, table: Sequence[int]
+        self, state: BlendRequest, match: Match | None, table: Sequence[int]
     ) -> tuple[Load, tuple[Span, ...]]:
-        """The copy of the rows: each into whole blocks of the place where it comes first. Of a
-        segment that begins inside of a block these are the next ones: the block may have tokens of
-        others before it, and what follows in the last one is written later."""
-        size, name = self._chunk // self._block, _second(one.request.name)
+        """The load of the segments' rows, and where each segment is after the load.
+
+        A row that occurs several times is loaded once, for its first segment. Rows are copied into
+        whole blocks. If a segment begins inside a block, its rows are copied from the next block
+        on, because the first block may contain other tokens before the segment. If the last copied
+        block also contains tokens after the segment, they are written later. Without a match for
+        all rows, the returned load fails.
+        """
+        size, name = self._chunk // self._block, _segments_name(state.request.name)
         blocks, spans = dict[int, Sequence[int]](), list[Span]()
-        for segment, rows in zip(one.segments, one.rows, strict=True):
+        for segment, rows in zip(state.segments, state.rows, strict=True):
             first = -(-segment.new_start // self._block)
             for at, row in enumerate(rows):
                 blocks.setdefault(row, table[first + at * size : first + (at + 1) * size])
@@ -210,76 +231,83 @@ class BlendPlanner:
             slots=match.slots,
             blocks=(copied,),
             skip=(0,),
-            trace=one.request.trace,
+            trace=state.request.trace,
         )
         return load, tuple(spans)
 
     def take_placements(self) -> list[Placement]:
-        """What was planned since the last call, for the step's metadata."""
+        """The placements since the last call. They go into the step's metadata."""
         placements, self._placements = self._placements, []
         return placements
 
     def replaced(self, scheduled: Mapping[str, int]) -> list[str]:
-        """In which of the requests of a step the oracle replaces K and V. ``kv_dev`` chooses among
-        all tokens at once: a prompt that is not computed in one step is left as it is."""
+        """The requests of a step in which the oracle replaces K and V.
+
+        ``kv_dev`` compares all tokens of a prompt at once. So it skips a prompt that is not
+        computed in a single step.
+        """
         names = []
         for name in scheduled if self._oracle else ():
-            one = self._requests.get(name)
-            if one is None or not one.runs:
+            state = self._requests.get(name)
+            if state is None or not state.runs:
                 continue
-            begin, last = one.request.vllm.num_computed_tokens, one.segments[-1].new_end
-            whole = begin == one.prefix and begin + scheduled[name] >= last
+            begin, last = state.request.vllm.num_computed_tokens, state.segments[-1].new_end
+            whole = begin == state.prefix and begin + scheduled[name] >= last
             if begin < last and (callable(self._choice) or whole):
                 names.append(name)
             elif begin < last:
-                one.runs = []
+                state.runs = []
                 self._planner.traffic.count("blends_failed")
         return names
 
     # ------------------------------------------------------------ steps
 
     def loaded(self, name: str, tokens: int, failed: bool) -> int:
-        """The load of a request ended: the token at which it is computed on. Without segments, or
-        if they are lost, that is after the ``tokens`` that vLLM takes for loaded."""
-        one = self._requests.get(name)
-        if one is None or not one.blended:
+        """The first token to compute after the load of a request has ended.
+
+        Without segments, or if their load failed, that is the token after the ``tokens`` that vLLM
+        assumes to be loaded.
+        """
+        state = self._requests.get(name)
+        if state is None or not state.blended:
             return tokens
         if failed:
-            one.runs = []
+            state.runs = []
             self._planner.traffic.count("blends_failed")
             return tokens
-        spared = one.segments[-1].new_end - one.prefix
-        spared -= sum(min(end, one.segments[-1].new_end) - begin for begin, end in one.runs)
+        spared = state.segments[-1].new_end - state.prefix
+        spared -= sum(min(end, state.segments[-1].new_end) - begin for begin, end in state.runs)
         self._planner.traffic.count("blends")
         self._planner.traffic.count("blended_tokens", spared)
-        return one.runs[0][0]
+        return state.runs[0][0]
 
     def next_token(self, name: str, computed: int) -> int:
-        """Where a request is computed on that is computed up to token ``computed``."""
-        one = self._requests.get(name)
-        if one is None or not one.runs:
+        """The next token to compute. Those before ``computed`` are computed or loaded."""
+        state = self._requests.get(name)
+        if state is None or not state.runs:
             return computed
-        while one.runs and one.runs[0][1] <= computed:
-            one.runs.pop(0)
-        return max(computed, one.runs[0][0]) if one.runs else computed
+        while state.runs and state.runs[0][1] <= computed:
+            state.runs.pop(0)
+        return max(computed, state.runs[0][0]) if state.runs else computed
 
     def limit(self, name: str, computed: int, tokens: int) -> int:
-        """How many of ``tokens`` may be computed from token ``computed`` on in one step."""
-        one = self._requests.get(name)
-        runs = one.runs if one is not None and one.blended else []
+        """How many tokens from token ``computed`` on one step may compute: at most ``tokens``, and
+        only to the end of a run."""
+        state = self._requests.get(name)
+        runs = state.runs if state is not None and state.blended else []
         return min([tokens, *(end - computed for begin, end in runs if begin <= computed < end)])
 
     def cacheable(self, name: str, tokens: int) -> int:
-        """How many of the first ``tokens`` of a request are exact, and may be in vLLM's cache."""
-        one = self._requests.get(name)
-        blocks = None if one is None else one.request.exact_blocks
+        """How many of the first ``tokens`` tokens have exact KV, so that vLLM may cache them."""
+        state = self._requests.get(name)
+        blocks = None if state is None else state.request.exact_blocks
         return tokens if blocks is None else min(tokens, blocks * self._block)
 
     # ------------------------------------------------------------ index
 
     def _index(self, request: Request, first: int, end: int) -> None:
-        """Have chunks ``[first, end)`` found in other prompts; the daemon leaves out those that it
-        does not have."""
+        """Ask the daemon to index chunks ``[first, end)``, so that other prompts find them. It
+        ignores chunks that it does not store."""
         assert isinstance(request, VllmRequest)
         space, end = _space(request), min(end, request.hashed_chunks)
         if space is None or first >= end:
@@ -293,15 +321,15 @@ class BlendPlanner:
 
 
 def _space(request: VllmRequest) -> bytes | None:
-    """What else must be alike for its chunks to be found; None: its KV depends on more than its
-    tokens."""
-    theirs = request.vllm
-    embeds = theirs.prompt_embeds is not None or theirs.prompt_token_ids is None
-    if theirs.mm_features or embeds:
+    """The request's space: a digest of its cache salt, which must be equal for chunks to be found.
+    None if its KV depends on more than its tokens."""
+    vllm_request = request.vllm
+    embeds = vllm_request.prompt_embeds is not None or vllm_request.prompt_token_ids is None
+    if vllm_request.mm_features or embeds:
         return None
-    return bytes.fromhex(identity.digest(["vllm", theirs.cache_salt or ""]))
+    return bytes.fromhex(identity.digest(["vllm", vllm_request.cache_salt or ""]))
 
 
-def _second(name: str) -> str:
-    """The name of the lookup and of the load of a request's segments."""
+def _segments_name(name: str) -> str:
+    """The name under which the segments of request ``name`` are looked up and loaded."""
     return f"{name}, segments"

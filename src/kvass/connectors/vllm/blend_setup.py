@@ -1,6 +1,6 @@
-"""The requirements of blend in vLLM: which engines and which values of ``kvass.blend`` it accepts.
+"""The check of the options of blend and of the engine: blend supports few settings of vLLM.
 
-A file of vLLM's version (see ``adapt.py``). It is imported only where blend is on.
+A file of vLLM's version (see ``adapt.py``). It is imported only if blend is on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ BLENDS: Final = frozenset({"0.32.0"})
 def read_choice(
     blend: str, oracle: bool, vllm_config: Any, layouts: Sequence[GroupLayout]
 ) -> Choice:
-    """The value of ``kvass.blend``; ``oracle``: that of ``kvass.blend_oracle``.
-    Raises :class:`ConfigError` with the reason for an engine that cannot be blended."""
+    """The choice of tokens that ``blend``, the value of ``kvass.blend``, asks for. ``oracle`` is
+    the value of ``kvass.blend_oracle``. Raises :class:`ConfigError` for an engine that blend does
+    not support."""
     choice = parse(blend)
     if not callable(choice) and not oracle:
         raise ConfigError(
@@ -37,7 +38,7 @@ def read_choice(
 
 
 def _unblended(vllm_config: Any, layouts: Sequence[GroupLayout]) -> Iterator[str]:
-    """Why segments cannot be reused here."""
+    """The reasons why blend does not support this engine."""
     parallel, schedules = vllm_config.parallel_config, vllm_config.scheduler_config
     if code_version(vllm.__version__) not in BLENDS:
         yield f"it was never tried with vLLM {vllm.__version__}, only {', '.join(sorted(BLENDS))}"
@@ -57,7 +58,7 @@ def _unblended(vllm_config: Any, layouts: Sequence[GroupLayout]) -> Iterator[str
         yield "LoRA adapters are not supported"
     if vllm_config.model_config.runner_type != "generate":
         yield f"models that do not generate ({vllm_config.model_config.runner_type})"
-    kinds = sorted({one.kind for one in layouts} - {"full"})
+    kinds = sorted({layout.kind for layout in layouts} - {"full"})
     if kinds:
         yield f"layers of kind {', '.join(kinds)} are not supported, only full attention"
     if len(layouts) > 1 or vllm_config.model_config.use_mla:

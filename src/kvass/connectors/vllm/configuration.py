@@ -1,11 +1,14 @@
-"""vLLM's configuration, read into a ``VllmSetup``, or the reason why this engine runs uncached.
+"""The reader of vLLM's configuration: a ``VllmSetup``, or the reason to run uncached.
 
 A file of vLLM's version (see ``adapt.py``).
 
-Facts relied on: ``parallel_config.rank`` is a worker's place in its engine, tensor-parallel
-ranks consecutive; ``kv_tp_replicas`` consecutive ones of them hold equal KV. Under decode context
-parallelism a block id stands for ``block_size * dcp`` tokens, of which each rank's page holds its
-share. A data-parallel rank is an engine of its own, with an ``engine_id`` of its own.
+Facts relied on:
+
+- ``parallel_config.rank`` numbers the workers of an engine. Tensor-parallel ranks are consecutive,
+  and each run of ``kv_tp_replicas`` of them holds equal KV.
+- With decode context parallelism a block id stands for ``block_size * dcp`` tokens. Each rank's
+  page holds its share of them.
+- A data-parallel rank is an engine of its own, with its own ``engine_id``.
 """
 
 from __future__ import annotations
@@ -41,8 +44,11 @@ if TYPE_CHECKING:
 
 
 class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
-    """The ``kvass.*`` keys of ``kv_connector_extra_config``. Keys of other prefixes are ignored.
-    Without a socket, it is that of ``KVASS_SOCKET``, else the default one."""
+    """The options of the connector: the ``kvass.*`` keys of ``kv_connector_extra_config``.
+
+    Keys without this prefix are ignored. An empty ``socket`` stands for the value of
+    ``KVASS_SOCKET``, or for the default socket if that is not set.
+    """
 
     socket: str = ""
     daemon_uid: Uid | None = None
@@ -52,27 +58,28 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     blend_oracle: bool = False
     model_id: Annotated[str, Meta(min_length=1)] = ""
     kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
-    """``blocks``: whichever of the others suits the device's kernels."""
+    """``blocks`` chooses the one of the other two layouts that the device's kernels need."""
     fixed_weights: bool = False
     gpu: bool = False
     gpu_copies: Literal["batch", "single"] = "batch"
-    """``single``: a call of the driver per run, for drivers that cannot take batches."""
+    """``single`` makes one driver call per copy, for drivers that cannot take batches."""
     global_media_ids: bool = False
     untested_vllm: bool = False
-    """Serve a version of vLLM that is on trial (``served.py``)."""
+    """Use the cache with a version of vLLM that is on trial (``served.py``)."""
 
 
 def read_options(extra: Mapping[str, object]) -> Options:
-    """Raises :class:`ConfigError` for an unknown ``kvass.*`` key or a wrong type or value."""
-    ours = {key: value for key, value in extra.items() if key.startswith("kvass")}
+    """The options in ``extra``, the connector's extra config. Raises :class:`ConfigError` for an
+    unknown ``kvass.*`` key, a wrong type or a wrong value."""
+    kvass_options = {key: value for key, value in extra.items() if key.startswith("kvass")}
     known = {f.encode_name for f in msgspec.structs.fields(Options)}
     for key in extra:
         if f"kvass.{key}" in known:
             log.warning("option %r is not kvass's: write it 'kvass.%s'", key, key)
-    if unknown := sorted(ours.keys() - known):
+    if unknown := sorted(kvass_options.keys() - known):
         raise ConfigError(f"unknown option {unknown[0]!r}: use one of {', '.join(sorted(known))}")
     try:
-        return msgspec.convert(ours, Options)
+        return msgspec.convert(kvass_options, Options)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"an option in kv_connector_extra_config: {error}; docs/vllm.md lists their values"
@@ -81,10 +88,13 @@ def read_options(extra: Mapping[str, object]) -> Options:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSetup(EngineSetup):
-    """``hash_tokens``: tokens of one of vLLM's block hashes. ``global_media_ids``: whether clients'
-    ids of images and the like stand for the same content in all engines. ``blend``: which tokens of
-    segments are computed again; None: segments are not reused. ``blend_oracle``: everything is
-    computed, and answers are those of blend."""
+    """What both sides of the connector know of a vLLM engine.
+
+    ``hash_tokens``: the number of tokens of one block hash. ``global_media_ids``: whether an id
+    that a client gives to an image or other media item means the same content in all engines.
+    ``blend``: which tokens of segments are computed again; None if segments are not reused.
+    ``blend_oracle``: whether the engine computes all tokens but answers as blend would.
+    """
 
     hash_tokens: int
     global_media_ids: bool = False
@@ -93,15 +103,19 @@ class VllmSetup(EngineSetup):
 
 
 def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
-    """Raises :class:`ConfigError` for what the operator must correct (an option, the role, the hash
-    algorithm); returns :class:`Inert` for a model or environment that is not supported yet."""
+    """The setup of this engine, or :class:`Inert` for a model or an environment that is not
+    supported.
+
+    Raises :class:`ConfigError` for what the operator must correct: an option, the role or the hash
+    algorithm.
+    """
     transfer = vllm_config.kv_transfer_config
     options = read_options(transfer.kv_connector_extra_config)
     verdict = _verdict(options)
     if not verdict.caches:
-        return Inert(verdict.said)
-    if verdict.said:
-        _warn_once(verdict.said)
+        return Inert(verdict.message)
+    if verdict.message:
+        _warn_once(verdict.message)
     if not transfer.is_kv_consumer:
         raise ConfigError(f"kv_role {transfer.kv_role}: use kv_both, or kv_consumer to only read")
     _check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -119,16 +133,19 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     hash_tokens = _hash_tokens(vllm_config, kv_cache_config, blocks)
     try:
         layouts = groups.read_groups(kv_cache_config, blocks)
-        groups.page_formats(kv_cache_config)  # raises here what a rank would find too late
+        groups.page_formats(kv_cache_config)  # if it raises, raise here and not later in a worker
         fields = namespace.describe(vllm_config, kv_cache_config, vllm.__version__)
         adapters = namespace.adapter_settings(vllm_config.lora_config)
-        ranks = parallel.world_size * parallel.data_parallel_size_local  # 0 local: a mere server
-        name = weights.begin(weight_files.sources(vllm_config, options.model_id), max(1, ranks))
+        # An API server has no engines of its own: ``data_parallel_size_local`` is 0 there.
+        ranks = parallel.world_size * parallel.data_parallel_size_local
+        weights_name = weights.begin(
+            weight_files.sources(vllm_config, options.model_id), max(1, ranks)
+        )
     except (groups.Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
-    # What decides which tokens, heads and layers a rank's page holds.
+    # These numbers decide which tokens, heads and layers a rank's page holds.
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)  # before 0.31 vLLM does not tell
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)  # vLLM before 0.31 has no such field
     interleave = parallel.cp_kv_cache_interleave_size if dcp > 1 else 1
     fields["parallel"] = identity.canonical([tp, pp, dcp, interleave])
     fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
@@ -140,7 +157,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
 
         blend = read_choice(options.blend, options.blend_oracle, vllm_config, layouts)
     model = vllm_config.model_config
-    source = str(model.model_weights or model.model)  # an address, a path, or a name on the Hub
+    source = str(model.model_weights or model.model)  # a URL, a path, or a name on the Hub
     source = os.path.realpath(source) if os.path.exists(source) else source
     return VllmSetup(
         socket=options.socket or os.environ.get("KVASS_SOCKET") or default_socket(),
@@ -163,18 +180,18 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         blend=blend,
         blend_oracle=options.blend_oracle,
         model=options.model_id or source,
-        weights=name,
+        weights=weights_name,
     )
 
 
 def wants_blend(vllm_config: Any) -> bool:
-    """Whether the options ask for reuse of segments; their values are not checked yet."""
+    """Whether the options ask for blend. Their values are not checked here."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     return bool(extra.get("kvass.blend") or extra.get("kvass.blend_oracle"))
 
 
 def _verdict(options: Options) -> Verdict:
-    """On this process's vLLM. Asked before anything else of it is used."""
+    """The verdict on this process's vLLM. Call it before anything else of vLLM is used."""
     return verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__, options.untested_vllm)
 
 
@@ -184,11 +201,11 @@ def _warn_once(text: str) -> None:
 
 
 def _hash_tokens(vllm_config: Any, kv_cache_config: Any, blocks: tuple[int, ...]) -> int:
-    """Tokens of one of vLLM's block hashes. Before 0.32 the cache's configuration does not say."""
+    """The number of tokens of one block hash. vLLM before 0.32 has no ``hash_block_size``."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-    if told := getattr(kv_cache_config, "hash_block_size", None):
-        return int(told)
+    if tokens := getattr(kv_cache_config, "hash_block_size", None):
+        return int(tokens)
     if len(blocks) == 1:
         return blocks[0]
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
@@ -203,23 +220,26 @@ def _check_hash_algorithm(algorithm: str) -> None:
 
 
 def wanted_layout(vllm_config: Any) -> str | None:
-    """vLLM's name of the KV cache layout that the options ask for: blocks outermost, in which a
-    block of all layers is one piece. None: they ask for none, or this vLLM is not served. vLLM
-    takes it if nothing else decides. Raises :class:`ConfigError`."""
+    """vLLM's name of the KV cache layout that the options ask for.
+
+    In these layouts blocks are outermost, so a block of all layers is one piece of memory. None if
+    the options ask for no layout, or if the engine does not use the cache. vLLM uses the layout
+    unless one of its own settings decides. Raises :class:`ConfigError`.
+    """
     options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     wanted = options.kv_layout
     if not wanted or not _verdict(options).caches:
         return None
     if wanted != "blocks":
         return wanted
-    # Blackwell's kernels want a block's heads before its tokens.
+    # Blackwell's kernels need the heads of a block outside of its tokens.
     capability = namespace.capability()
     return "BLHNC" if capability is not None and capability[0] >= 10 else "BLNHC"
 
 
 def recompute_failed_loads(vllm_config: Any) -> None:
-    """Have vLLM recompute what a failed load did not bring. The scheduler reads this setting after
-    it made its connector."""
+    """Set vLLM's policy for failed loads to ``recompute``. The scheduler reads the policy after it
+    has made its connector, so this comes in time."""
     failing = [c for c in _transfer_configs(vllm_config) if c.kv_load_failure_policy == "fail"]
     for config in failing:
         config.kv_load_failure_policy = "recompute"
@@ -234,42 +254,47 @@ def recompute_failed_loads(vllm_config: Any) -> None:
 
 
 def _transfer_configs(vllm_config: Any) -> list[Any]:
-    """This connector's ``KVTransferConfig``, and those around it: a MultiConnector gives us a copy
-    of the configuration, and only the frames of our callers refer to that of the engine."""
+    """This connector's ``KVTransferConfig`` and those of the connectors around it.
+
+    A MultiConnector passes a copy of the engine's configuration to its children. The original is
+    found in the stack frames of our callers, because nothing else refers to it.
+    """
     found = [vllm_config.kv_transfer_config]
     frame = inspect.currentframe()
     while frame is not None:
         outer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
-        if outer is not None and not any(outer is one for one in found):
+        if outer is not None and not any(outer is known for known in found):
             found.append(outer)
         frame = frame.f_back
     return found
 
 
-def _that_must_fail(vllm_config: Any) -> list[str]:
-    """The connectors of a MultiConnector for which the operator wrote ``fail``. Of the engine's own
-    policy nobody can tell: it is the default."""
+def _connectors_that_must_fail(vllm_config: Any) -> list[str]:
+    """The connectors of a MultiConnector whose options set the policy ``fail``. The engine's own
+    policy does not count: ``fail`` is its default, so the operator may not have chosen it."""
     multi = [c for c in _transfer_configs(vllm_config) if c.kv_connector == "MultiConnector"]
     children = [child for c in multi for child in c.kv_connector_extra_config["connectors"]]
     return [c["kv_connector"] for c in children if c.get("kv_load_failure_policy") == "fail"]
 
 
 def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> int:
-    """How many chunks a hit must leave unused. A drafter that reads the model's hidden states
-    (EAGLE, MTP) computes its KV of a token with the tokens after it, so vLLM uses of a match all
-    but the last block."""
+    """The number of chunks after a hit that must also be cached.
+
+    A drafter that reads the model's hidden states (EAGLE, MTP) computes the KV of a token from the
+    tokens after it. So vLLM does not use the last block of a match, but that block must be cached.
+    """
     speculative = vllm_config.speculative_config
     flagged = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
     if not flagged and (speculative is None or not speculative.use_eagle_block_drop()):
         return 0
-    # Before 0.31 vLLM does not say: at most as many as the drafter proposes.
+    # vLLM before 0.31 does not say how many. There are at most as many as the drafter proposes.
     most = vllm_config.num_speculative_tokens
     lookahead = int(getattr(vllm_config, "num_prefill_lookahead_tokens", most))
     return -(-max(1, lookahead) // chunk_tokens)
 
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> Iterator[str]:
-    """Why this engine cannot be served yet."""
+    """The reasons why this engine is not supported."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if parallel.prefill_context_parallel_size > 1:
@@ -278,7 +303,7 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> Iterator[
         yield f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
     if parallel.nnodes_within_dp > 1:
         yield "an engine whose ranks are on several machines is not supported"
-    if names := _that_must_fail(vllm_config):
+    if names := _connectors_that_must_fail(vllm_config):
         yield (
             f"kv_load_failure_policy is fail for {', '.join(names)}, and vLLM has one policy for "
             "all connectors: a failed load of kvass must be recomputed. Remove it, or set recompute"
@@ -288,20 +313,21 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> Iterator[
         yield f"device {kind!r} was never tried; to do that set kvass.gpu (docs/gpu.md)"
     if kind not in DEVICES | ON_REQUEST:
         yield f"device {kind!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
-    # Before 0.32 a setting of the model.
+    # In vLLM before 0.32 this is a setting of the model.
     parts = [getattr(vllm_config, "aux_output_config", None), model]
     if any(getattr(part, "enable_return_routed_experts", False) for part in parts):
         yield "--enable-return-routed-experts is not supported: of a hit vLLM has none, and raises"
     if not kv_cache_config.kv_cache_groups:
         yield "a model without KV cache has nothing to share"
-    # Earlier stages hear some steps later which drafts stood, and correct their states then: by
-    # that time they may have been stored.
+    # Earlier pipeline stages learn some steps later which drafts were accepted, and correct their
+    # states only then. A state may already have been stored by that time.
     drafts = vllm_config.speculative_config is not None
     if drafts and parallel.pipeline_parallel_size > 1 and groups.has_states(kv_cache_config):
         yield "a model with states, pipeline stages and speculative decoding is not supported"
-    # vLLM caches no prefix of these, and yet asks a connector: a prompt pooled from its first token
-    # or from all of them must be computed whole, and what attends to tokens after itself depends on
-    # them. Whether vLLM's own cache is on does not matter: it may be off for other reasons.
+    # vLLM caches no prefix for these models, but calls a connector. A prompt that is pooled from
+    # its first token or from all tokens must be computed whole. A token that attends to later
+    # tokens has KV that depends on them. We do not check whether vLLM's own cache is on: it may be
+    # off for other reasons.
     never = "vLLM supports no prefix caching for it"
     if groups.any_non_causal(kv_cache_config):
         yield f"a model with attention that is not causal is not supported: {never}"
@@ -311,13 +337,14 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> Iterator[
 
 
 def _pooling_of(pooler: Any) -> str:
-    """How a pooling model makes one vector of a prompt's, or of its tokens. vLLM fills in a default
-    for the one that is not used; of those for tokens only STEP makes prefixes uncacheable."""
+    """The pooling type that makes this model's prefixes uncacheable. vLLM sets both types, one of
+    them to a default that it does not use. Of the types for single tokens only STEP prevents
+    caching."""
     if pooler.tok_pooling_type == "STEP":
         return "STEP"
     return str(pooler.seq_pooling_type or pooler.tok_pooling_type)
 
 
 def worker_rank(vllm_config: Any) -> int:
-    """This worker process's place among the ranks of its engine."""
+    """The rank of this worker process in its engine."""
     return int(vllm_config.parallel_config.rank)

@@ -1,10 +1,11 @@
 """``KvassConnector``, the class that vLLM loads: its hooks call the planner and the copier.
 
-No exception of kvass reaches vLLM, except for options that cannot be used.
+Law of this file: no exception of kvass reaches vLLM, except a ``ConfigError`` for unusable options.
 
-There is one object per role: in the scheduler's process it plans, in each worker's it copies. An
-inert connector has neither half and answers every hook as if nothing were ever cached.
-With ``kvass.blend`` the object is a ``BlendConnector``; without it nothing of blend is imported.
+vLLM makes one connector in the scheduler's process and one in each worker's. The scheduler's
+connector has a ``Planner``, a worker's has a ``Copier``. An inert connector has neither and answers
+every hook as if nothing were ever cached. With ``kvass.blend`` the connector is a
+``BlendConnector``; without it nothing of blend is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ R = TypeVar("R")
 
 
 class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
-    """Loads KV pages that any engine on this machine computed, and stores those this one computes.
+    """vLLM's connector to the kvass daemon. It loads KV pages that any engine on this machine
+    computed, and stores the pages that this engine computes.
 
     Raises :class:`kvass.errors.ConfigError` at start for an option that cannot be used.
     """
@@ -43,7 +45,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     _metadata = StepMetadata
 
     def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> KvassConnector:
-        """With ``kvass.blend`` it is a ``BlendConnector``. Other subclasses stay what they are."""
+        """A ``BlendConnector`` if the options ask for blend, else an instance of ``cls``.
+        Subclasses of ``KvassConnector`` are never replaced."""
         kind: type[KvassConnector] = cls
         if cls is KvassConnector and configuration.wants_blend(vllm_config):
             from kvass.connectors.vllm.blend_connector import BlendConnector
@@ -59,26 +62,27 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._setup: VllmSetup | None = None
         self._planner: Planner | None = None
         self._copier: Copier | None = None
-        self._handled: BaseException | None = None
+        self._exception_before: BaseException | None = None
         self._adapters = vllm_config.lora_config is not None
-        plans = role == adapt.KVConnectorRole.SCHEDULER
-        logs = plans or self._boundary.run(0, configuration.worker_rank, vllm_config) == 0
+        is_scheduler = role == adapt.KVConnectorRole.SCHEDULER
+        # Of the workers only the first one logs.
+        logs = is_scheduler or self._boundary.run(0, configuration.worker_rank, vllm_config) == 0
         setup = self._read(vllm_config, kv_cache_config)
         if isinstance(setup, Inert):
             if logs:
-                log_off(setup.reason, plans)
+                log_off(setup.reason, is_scheduler)
             return
         self._setup = setup
         self._texts = adapt.hashed_texts(vllm_config)
-        if plans:
+        if is_scheduler:
             configuration.recompute_failed_loads(vllm_config)
             watched = self._boundary.run(False, self._watch, setup)
-            maker = events.maker(vllm_config, kv_cache_config, setup)
-            self._planner = Planner(setup, maker, watched=watched)
+            make_events = events.event_maker(vllm_config, kv_cache_config, setup)
+            self._planner = Planner(setup, make_events, watched=watched)
         else:
             self._copier = self._boundary.run(None, self._make_copier, setup, vllm_config)
         if logs and not setup.named:
-            log_naming(setup.weights, plans)
+            log_naming(setup.weights, is_scheduler)
 
     def _read(self, vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         try:
@@ -90,15 +94,16 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             return Inert(f"reading the engine's configuration failed: {error}")
 
     def _watch(self, setup: VllmSetup) -> bool:
-        """Hear of every call that may replace weights; whether they are replaced by these alone."""
+        """Report every call that may replace weights to the planner. Returns whether nothing but
+        these calls can replace them."""
 
-        def noted(what: str, foreign: bool) -> None:
-            self._run(self._planner, None, Planner.weights_may_change, what, foreign)
+        def on_change(what: str, foreign: bool) -> None:
+            self._run(self._planner, None, Planner.noted, what, foreign)
 
-        if (core := rpcs.engine_core()) is None:
+        if (core := rpcs.calling_engine_core()) is None:
             return False
-        rpcs.watch(core.model_executor, noted)
-        return rpcs.owned(core, setup.identity.get("plugins", ""))
+        rpcs.watch(core.model_executor, on_change)
+        return rpcs.only_vllm_reaches_weights(core, setup.identity.get("plugins", ""))
 
     def _make_copier(
         self,
@@ -114,38 +119,42 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def _run(
         self,
-        half: H | None,
+        target: H | None,
         miss: R,
         call: Callable[Concatenate[H, P], R],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """A method of the planner or the copier; ``miss`` if there is none, or it raises. As
-        ``Boundary.run``, with a Python frame less: a step of an answer has a dozen of these."""
-        if half is None:
+        """Call a method of the planner or the copier. Returns ``miss`` if ``target`` is None or the
+        method raises.
+
+        It does what ``Boundary.run`` does with one Python frame less. A decode step makes about a
+        dozen of these calls.
+        """
+        if target is None:
             return miss
         try:
-            return call(half, *args, **kwargs)
+            return call(target, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - a defect of kvass is a miss for the engine
             self._boundary.failed(getattr(call, "__name__", repr(call)), error)
             return miss
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """The layout of the KV cache that the options ask for; vLLM warns if it cannot have it."""
+        """The KV cache layout that the options ask for. vLLM warns if it cannot use that layout."""
         return configuration.wanted_layout(vllm_config)
 
     # ------------------------------------------------------------ statistics
 
     def get_kv_connector_stats(self) -> Stats | None:
-        """What this half did since the last call; None: nothing. vLLM asks after each step."""
-        half = self._planner or self._copier
-        counts = {} if half is None else half.traffic.take()
+        """The counts since the last call, or None if there are none. Called after each step."""
+        counter = self._planner or self._copier
+        counts = {} if counter is None else counter.traffic.take()
         return Stats(counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """The object around what another process counted."""
+        """The ``Stats`` for counts that another process sent as a dict."""
         return Stats(data or {})
 
     @classmethod
@@ -156,18 +165,18 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
-        """kvass's part of vLLM's ``/metrics``."""
+        """The object that adds kvass's counters to vLLM's ``/metrics``."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ------------------------------------------------------------ scheduler side
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped store is a later miss, nothing more."""
+        """False: vLLM need not wait for stores. A dropped store only causes a later miss."""
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Called with the scheduler's block pool, once it exists."""
+        """Bind the planner to the scheduler's block pool. vLLM calls this once the pool exists."""
 
         def before_reset() -> None:
             self._run(self._planner, None, Planner.abandon_pending)
@@ -181,7 +190,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._run(self._planner, None, bind)
 
     def on_new_request(self, request: Any) -> None:
-        """A request was added."""
+        """Begin to track a request that was added to the scheduler."""
         if self._setup is not None:
             self._track(adapt.VllmRequest(request, self._setup, self._texts))
 
@@ -191,23 +200,25 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens to load beyond the local hit (None: ask again); if any, asynchronously."""
+        """The number of tokens to load after ``num_computed_tokens``, and whether the load is
+        asynchronous, which every load is. If the number is None, vLLM calls again later."""
         name = request.request_id
         tokens = self._run(self._planner, 0, Planner.match, name, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has its blocks; ``num_external_tokens`` of them are to be loaded."""
+        """Record that vLLM allocated ``blocks``, and plan the load of ``num_external_tokens``
+        tokens into them."""
         table = self._boundary.run((), adapt.block_table, blocks) if num_external_tokens else ()
         self._allocated(request.request_id, table, num_external_tokens)
 
     def _allocated(self, name: str, table: Table, tokens: int) -> None:
         self._run(self._planner, None, Planner.allocated, name, table, tokens)
-        if tokens:  # vLLM waits for it now, whether planning it succeeded or not
+        if tokens:  # vLLM waits for a load now, even if planning it failed
             self._run(self._planner, None, Planner.ensure_load, name)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """The step's loads and stores, for the workers."""
+        """The step's loads and stores, which vLLM sends to the workers."""
         work = self._metadata()
         self._run(self._planner, None, plan, scheduler_output, work)
         if not self._run(self._planner, False, Planner.hand_over, work):
@@ -215,7 +226,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         return work
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers reported."""
+        """Pass the workers' reports to the planner."""
         report: StepReport | None = connector_output.kv_connector_worker_meta
         failed = connector_output.failed_recving or ()
         ended = connector_output.finished_recving or ()
@@ -228,104 +239,114 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished_all_groups``, of a model with one group."""
+        """``request_finished_all_groups`` for a model with one KV cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: those being stored are held."""
+        """Forget the request. Returns False: vLLM may free its blocks at once, because the planner
+        holds the blocks that are being stored."""
         self._run(self._planner, None, Planner.forget, request.request_id, block_ids)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for a store would free blocks, so that nobody need be preempted."""
+        """Whether waiting for stores would free blocks, so that vLLM need not preempt."""
         return self._run(self._planner, False, Planner.frees_blocks)
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep stepping, to hear of stores in progress."""
+        """Whether the engine must keep running steps until the workers report their stores."""
         return self._run(self._planner, False, Planner.storing)
 
     def take_events(self) -> list[Any]:
-        """What became of this engine's rows: vLLM publishes it with its own KV events."""
+        """The KV events for rows since the last call. vLLM publishes them with its own."""
         if self._planner is None or self._planner.events is None:
             return []
         return self._run(self._planner, [], Planner.take_events)
 
     def reset_cache(self) -> bool | None:
-        """Forget this namespace (the weights are about to change); False: a defect of kvass."""
+        """Clear this engine's namespace, because the weights may be about to change. False if kvass
+        failed; None in a worker or an inert connector."""
         if self._planner is None:
             return None
-        pausing = self._boundary.run(False, rpcs.pausing)
+        pausing = self._boundary.run(False, rpcs.is_pausing)
         return self._run(self._planner, False, Planner.clear, pausing)
 
     # ------------------------------------------------------------ worker side
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """The worker's KV caches exist; without them every lookup stays a miss."""
+        """Attach the copier to the worker's KV caches. Until all workers have done so, every lookup
+        is a miss."""
         if self._setup is not None:
             self._run(self._copier, None, self._attach, self._setup, kv_caches)
 
     def _attach(self, copier: Copier, setup: VllmSetup, kv_caches: Mapping[str, Any]) -> None:
-        copier.close()  # vLLM may register a second time, with other memory
+        copier.close()  # vLLM may register again, with other memory
         if not tiles.may_load(self._vllm_config.model_config.dtype):
             return
         config = self._kv_cache_config
         copier.attach(read_memory(config, kv_caches, setup.chunk_tokens, setup.groups))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """First hook of a step. Blocks that are being copied are held, so none is overwritten."""
+        """Begin the stores of the last step if vLLM did not call ``wait_for_save`` in it.
+
+        This is the first hook of a step. It saves nothing for preempted requests, because blocks
+        that are being copied are held.
+        """
         self._run(self._copier, None, Copier.catch_up)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Begin the step's loads. Both runners call this after they zeroed new blocks and before
-        the forward pass. On a GPU a load does not wait for what is launched after it."""
+        """Begin the step's loads. Both model runners call this after they have zeroed new blocks
+        and before the forward pass. On a GPU a load does not wait for kernels that are launched
+        later."""
         super().bind_connector_metadata(connector_metadata)
-        self._handled = sys.exc_info()[1]
+        self._exception_before = sys.exc_info()[1]
         self._run(self._copier, None, Copier.load, connector_metadata)
 
     def has_connector_metadata(self) -> bool:
-        """Only attention layers ask: whether they are to call the two hooks below for themselves.
-        Every load is asynchronous and whole chunks are stored after the forward pass."""
+        """False: attention layers need not call ``wait_for_layer_load`` and ``save_kv_layer``.
+        Every load is asynchronous, and whole chunks are stored after the forward pass. Only
+        attention layers call this."""
         return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to do: loads have begun. vLLM calls this after the forward pass was launched."""
+        """Nothing to do: ``bind_connector_metadata`` has begun the loads."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to do: no scheduled request waits for a load."""
+        """Nothing to do: vLLM schedules a request only after its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do."""
+        """Nothing to do: ``wait_for_save`` begins the stores."""
 
     def wait_for_save(self) -> None:
-        """Begin the step's stores. vLLM calls this also while an exception leaves the forward pass:
-        then the blocks may hold anything."""
+        """Begin the step's stores. vLLM calls this also if the forward pass raised. Then nothing is
+        stored, because the blocks may hold anything."""
         self._run(
             self._copier, None, Copier.store, self._get_connector_metadata(), self._computed()
         )
 
     def _computed(self) -> bool:
-        """Whether the step's forward pass did not raise. Its caller may be handling an exception of
-        before."""
-        return sys.exc_info()[1] is self._handled
+        """Whether the step's forward pass has not raised. An exception that was being handled
+        before the step does not count."""
+        return sys.exc_info()[1] is self._exception_before
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Loads that ended."""
+        """The requests whose load has ended, and those of them whose load failed."""
         none: tuple[set[str], set[str]] = (set(), set())
         finished, failed = self._run(self._copier, none, Copier.results, self._computed())
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """Steps whose stores have ended, and adapters that this rank holds since."""
+        """This rank's report: the steps whose stores have ended, and the adapters that are new.
+        None if there is nothing to report."""
         steps = self._run(self._copier, [], Copier.report)
         held = self._run(self._copier, {}, Copier.adapter_news) if self._adapters else {}
         return StepReport(dict.fromkeys(steps, 1), held) if steps or held else None
 
     def shutdown(self) -> None:
-        """End copies and sessions, in this order."""
+        """End the copies, then the session with the daemon."""
         if self._setup is not None:
             self._setup.weights.cancel()
         self._run(self._planner, None, Planner.close)
@@ -333,4 +354,5 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
 
 def plan(planner: Planner, scheduler_output: Any, work: StepMetadata) -> None:
+    """Plan the loads and stores of vLLM's step and add them to ``work``."""
     planner.plan(adapt.VllmStep(scheduler_output), work)

@@ -1,11 +1,11 @@
-"""What the connector relies on in vLLM, in one table, and a check of it against vLLM's sources.
+"""The table of what the connector uses of vLLM, and the check of vLLM's sources against it.
 
 Laws of this file:
 
-- Nothing of vLLM is imported: the check reads the files of its package. So ``kvass doctor`` can run
-  it without torch, and the connector before it uses anything.
-- The table names what the connector calls, overrides or reads. What vLLM *does* is not in it: only
-  the tests see that (``make test-versions``).
+- It imports nothing of vLLM. The check parses the files of vLLM's package. So ``kvass doctor`` can
+  run the check without torch, and the connector can run it before it uses anything of vLLM.
+- The table names what the connector calls, overrides or reads. It does not describe how vLLM
+  behaves; only tests show that (``make test-versions``).
 """
 
 from __future__ import annotations
@@ -272,15 +272,25 @@ platforms/interface.py
 utils/hashing.py
     get_hash_fn_by_name(hash_fn_name)
 """
-"""A file of vLLM's package, then indented what must be in it. A name alone: a class, function,
-field, property, member of an enum, or attribute that ``__init__`` sets. With parentheses: a
-function with these parameters. With ``= value``: a field with this default. ``abstract``: the
-abstract methods of a class. ``[0.31]``: since this version; before it nothing is missed."""
+"""Files of vLLM's package, and below each file, indented, the names that it must define.
+
+- A name alone is a class, function, field, property, enum member, or an attribute set by
+  ``__init__``.
+- A name with parentheses is a function with these parameters.
+- A name with ``= value`` is a field with this default.
+- ``abstract`` is followed by all abstract methods of a class.
+- ``[0.31]`` means that the line holds from this version on; older versions are not checked for
+  it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One line of the table. ``name``: of a class's member, with the class."""
+    """One name that the table requires.
+
+    For a member of a class, ``name`` is ``Class.member``. ``rest`` is the text after the name:
+    parameters, a default or abstract methods. ``since`` is empty if every version must have the
+    name.
+    """
 
     file: str
     name: str
@@ -289,12 +299,12 @@ class Term:
 
     @property
     def text(self) -> str:
-        """What it says of ``name``."""
+        """The line of the table without its version."""
         return self.name + self.rest
 
 
 def terms() -> Iterator[Term]:
-    """The lines of the table."""
+    """The required names of the table, in its order."""
     file = ""
     for line in filter(None, TABLE.splitlines()):
         if not line.startswith(" "):
@@ -306,11 +316,11 @@ def terms() -> Iterator[Term]:
 
 
 def differences(package: Path, version: str) -> list[str]:
-    """What is otherwise in the vLLM whose Python package is the folder ``package``, a line each.
-    Empty if the contract holds."""
+    """A line for each name of the table that the vLLM in the folder ``package`` lacks or defines in
+    another way. ``version`` is that vLLM's version. The list is empty if the contract holds."""
     found = []
     for file, lines in groupby(terms(), lambda term: term.file):
-        top = _top(package / file)
+        top = _top_level(package / file)
         for term in lines:
             if term.since > release(version):
                 continue
@@ -323,7 +333,7 @@ def differences(package: Path, version: str) -> list[str]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """``0.31.2rc1+cpu`` as (0, 31, 2)."""
+    """The numbers of a version: (0, 31, 2) for ``0.31.2rc1+cpu``."""
     numbers = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
@@ -331,11 +341,15 @@ def release(version: str) -> tuple[int, ...]:
 # ---------------------------------------------------------------- sources
 
 Names = dict[str, ast.AST]
+"""Names that a file or a class defines, with their definitions."""
 
 
 def describe(top: Names, name: str) -> str | None:
-    """What a file whose names are ``top`` says of ``name``, as in the table; "" if there is no more
-    to say than that it is there, None if it is not."""
+    """The text that the table would have after ``name``, or None if ``name`` is not defined.
+
+    ``top`` has the top-level names of the file. The text is "" for a definition that has neither
+    parameters nor a default.
+    """
     outer, _, member = name.partition(".")
     found = top.get(outer)
     if not member or found is None:
@@ -346,8 +360,8 @@ def describe(top: Names, name: str) -> str | None:
     return _text(members[member]) if member in members else None
 
 
-def _top(file: Path) -> Names:
-    """What a file gives names to; nothing if it cannot be read."""
+def _top_level(file: Path) -> Names:
+    """The top-level names of a file; none if it cannot be read."""
     try:
         return dict(_named(ast.parse(file.read_bytes()).body))
     except (OSError, SyntaxError, ValueError):
@@ -361,25 +375,25 @@ def _named(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id, node
         elif isinstance(node, ast.Assign):
-            yield from ((to.id, node) for to in node.targets if isinstance(to, ast.Name))
+            yield from ((name.id, node) for name in node.targets if isinstance(name, ast.Name))
 
 
-def _members(top: Names, of: ast.ClassDef) -> Names:
-    """The members of a class and of its bases in the same file."""
+def _members(top: Names, owner: ast.ClassDef) -> Names:
+    """The members of a class and of its base classes in the same file."""
     found: Names = {}
-    for base in reversed(of.bases):
+    for base in reversed(owner.bases):
         parent = top.get(base.id) if isinstance(base, ast.Name) else None
         if isinstance(parent, ast.ClassDef):
             found |= _members(top, parent)
-    own = dict(_named(of.body))
-    for node in ast.walk(own.get("__init__", of)):
+    own = dict(_named(owner.body))
+    for node in ast.walk(own.get("__init__", owner)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             found[node.attr] = ast.Pass()
     return found | own
 
 
 def _is_abstract(node: ast.AST) -> bool:
-    return any("abstractmethod" in ast.unparse(one) for one in _decorators(node))
+    return any("abstractmethod" in ast.unparse(decorator) for decorator in _decorators(node))
 
 
 def _decorators(node: ast.AST) -> list[ast.expr]:
@@ -387,17 +401,17 @@ def _decorators(node: ast.AST) -> list[ast.expr]:
 
 
 def _text(node: ast.AST) -> str:
-    """Parameters of a function, default of a field; nothing for others."""
+    """A function's parameters or a field's default; "" for any other definition."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        if any("property" in ast.unparse(one) for one in _decorators(node)):
+        if any("property" in ast.unparse(decorator) for decorator in _decorators(node)):
             return ""
-        for one in ast.walk(node.args):
-            if isinstance(one, ast.arg):
-                one.annotation = None
+        for part in ast.walk(node.args):
+            if isinstance(part, ast.arg):
+                part.annotation = None
         return f"({ast.unparse(node.args)})"
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         value = node.value
         if isinstance(value, ast.Call):
-            value = next((given.value for given in value.keywords if given.arg == "default"), value)
+            value = next((word.value for word in value.keywords if word.arg == "default"), value)
         return f" = {ast.unparse(value)}"
     return ""

@@ -1,11 +1,14 @@
-"""Rows of kvass as vLLM's KV events. A file of vLLM's version (see ``adapt.py``).
+"""vLLM's KV events for rows of kvass. A file of vLLM's version (see ``adapt.py``).
 
-The events are those that vLLM publishes of its own blocks: a row is told as the blocks in it, with
-vLLM's hashes and block size, so that a router needs one index for all media.
+A row is announced with the events that vLLM publishes for its own blocks. Such an event names the
+blocks in the row, with vLLM's hashes and block size, so a router needs one index for all media.
 
-Facts relied on: an event is a ``msgspec.Struct``, whose later versions add fields with
-defaults; hashes are published as ``maybe_convert_block_hash`` says; ``AllBlocksCleared`` names no
-medium, so it would take the engine's own blocks out of a router's index, too.
+Facts relied on:
+
+- An event is a ``msgspec.Struct``. Later versions of vLLM add only fields with defaults.
+- vLLM publishes a hash in the form that ``maybe_convert_block_hash`` returns.
+- ``AllBlocksCleared`` names no medium. So kvass does not use it: a router would also drop the
+  engine's own blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from kvass.engine.protocols import Request
 MEDIUM: Final = "CPU"
 
 
-def maker(vllm_config: Any, kv_cache_config: Any, setup: VllmSetup) -> VllmEvents | None:
-    """None: the engine publishes no events."""
+def event_maker(vllm_config: Any, kv_cache_config: Any, setup: VllmSetup) -> VllmEvents | None:
+    """The object that makes this engine's events, or None if the engine publishes no events."""
     wanted = vllm_config.kv_events_config
     if wanted is None or not wanted.enable_kv_cache_events:
         return None
@@ -28,8 +31,11 @@ def maker(vllm_config: Any, kv_cache_config: Any, setup: VllmSetup) -> VllmEvent
 
 
 class VllmEvents:
-    """As ``kvass.engine.row_events.EventMaker``. ``specs``: of vLLM's groups. ``lookahead``: how
-    many tokens after a block are in its hash, too."""
+    """The ``kvass.engine.row_events.EventMaker`` of vLLM.
+
+    ``specs``: the cache spec of each KV cache group. ``lookahead``: the number of tokens after a
+    block that its hash also covers.
+    """
 
     def __init__(self, specs: list[Any], setup: VllmSetup, lookahead: int) -> None:
         from vllm.distributed import kv_events
@@ -48,48 +54,50 @@ class VllmEvents:
         self._width = 32
 
     def stored(self, request: Request, group: int, chunk: int) -> tuple[Any, bytes]:
-        """The blocks of a row; kept are their hashes, back to back."""
-        theirs, layout = request.vllm, self._setup.groups[group]  # type: ignore[attr-defined]
+        """The event that a row was stored, and the hashes of its blocks, concatenated. ``removed``
+        takes those hashes."""
+        vllm_request, layout = request.vllm, self._setup.groups[group]  # type: ignore[attr-defined]
         size, end = layout.block_tokens, (chunk + 1) * self._setup.chunk_tokens
         begin = end - layout.row_blocks(self._setup.chunk_tokens) * size
         step = size // self._setup.hash_tokens
         first, last = begin // size, end // size
-        hashes = theirs.block_hashes[(first + 1) * step - 1 : last * step : step]
-        parent = theirs.block_hashes[first * step - 1] if first else None
-        convert, lora = self._utils.maybe_convert_block_hash, theirs.lora_request
+        hashes = vllm_request.block_hashes[(first + 1) * step - 1 : last * step : step]
+        parent = vllm_request.block_hashes[first * step - 1] if first else None
+        convert, lora = self._utils.maybe_convert_block_hash, vllm_request.lora_request
         event = self._events.BlockStored(
             block_hashes=[convert(each) for each in hashes],
             parent_block_hash=None if parent is None else convert(parent),
-            token_ids=list(theirs.all_token_ids[begin:end]),
+            token_ids=list(vllm_request.all_token_ids[begin:end]),
             block_size=size,
             lora_id=lora.adapter_id if lora else None,
             medium=MEDIUM,
             lora_name=lora.name if lora else None,
-            extra_keys=self._extra_keys(theirs, begin, end, size),
+            extra_keys=self._extra_keys(vllm_request, begin, end, size),
             group_idx=group,
-            session_id=theirs.session_id,
+            session_id=vllm_request.session_id,
             **self._kinds[group],
         )
         if self._lookahead:
             ends = range(begin + size, end + size, size)
-            after = [list(theirs.all_token_ids[i : i + self._lookahead]) for i in ends]
+            after = [list(vllm_request.all_token_ids[i : i + self._lookahead]) for i in ends]
             event.lookahead_token_ids = after
         self._width = len(hashes[0]) if hashes else self._width
         return event, b"".join(hashes)
 
     def _extra_keys(self, request: Any, begin: int, end: int, size: int) -> Any:
-        """What else is in each block's hash."""
+        """What each block's hash covers beside the tokens: adapter, images, salt."""
         keys, seen = [], 0
         for start in range(begin, end, size):
             own, seen = self._utils.generate_block_hash_extra_keys(
                 request, start, start + size, seen
             )
             keys.append(own)
-        untag = getattr(self._utils, "to_event_extra_keys", list)  # before 0.31 they have no tags
+        # Before 0.31 the keys have no tags.
+        untag = getattr(self._utils, "to_event_extra_keys", list)
         return untag(keys)
 
     def removed(self, group: int, rows: list[bytes]) -> Any:
-        """The blocks of rows."""
+        """The event that rows are gone. ``rows``: for each, the hashes that ``stored`` returned."""
         blob, width = b"".join(rows), self._width
         hashes = [blob[i : i + width] for i in range(0, len(blob), width)]
         return self._events.BlockRemoved(

@@ -1,12 +1,14 @@
-"""What of vLLM's configuration does not go into a namespace as it is, by class of ``vllm.config``.
+"""Settings and environment variables of vLLM that do not go into a namespace unchanged.
 
 Laws of this file:
 
-- What is not listed goes in, so a new field of vLLM separates engines until somebody has looked at
-  it. ``docs/namespace-fields.md`` names every field: those that go in, those that are read by a
-  rule, and those that are left out, with the reason. ``tests/engine/test_fields.py`` fails for a
-  field that is not on that page, and for one on which the page and this file differ.
-- A class of settings is left out as a whole only if the reason holds for any field it may get.
+- A field that is not listed goes in. So a new field of vLLM separates engines with different values
+  until somebody lists it. ``docs/namespace-fields.md`` names every field: those that go in, those
+  that are read by a rule, and those that are left out, with the reason.
+  ``tests/engine/test_fields.py`` fails for a field that is not on that page, and for one on which
+  the page and this file differ.
+- A class of settings is left out as a whole only if the reason also holds for any field that a
+  later version may add.
 - A field that goes in has the same value in the scheduler's process and in every worker's. A field
   that a worker changes while it loads the model is left out, or read by a rule of its own.
 
@@ -134,7 +136,7 @@ SKIPPED: Final = {
         """,
     }.items()
 }
-"""Fields that are read by a rule, or left out."""
+"""For each class, the fields that are read by a rule or left out."""
 
 _VARIABLES: Final = """
     CMAKE_BUILD_TYPE CUDA_HOME CUDA_VISIBLE_DEVICES FORCE_COLOR LD_LIBRARY_PATH LOCAL_RANK MAX_JOBS
@@ -212,5 +214,5 @@ _VARIABLES: Final = """
     VLLM_XPU_USE_SAMPLER_KERNEL
 """
 VARIABLES: Final = frozenset(_VARIABLES.split())
-"""Variables of ``vllm.envs`` that are read by a rule, or left out. One that vLLM itself sets in a
-worker is among them."""
+"""Variables of ``vllm.envs`` that are read by a rule or left out. Variables that vLLM itself sets
+in a worker are among them."""

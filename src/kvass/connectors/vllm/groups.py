@@ -1,13 +1,18 @@
-"""vLLM's KV cache groups as kvass's layer groups. A file of vLLM's version (see ``adapt.py``).
+"""The conversion of vLLM's KV cache groups to layer groups.
 
-A cache spec is known by the name of its class. One that is not listed is unsupported, whatever it
-derives from, because its pages may mean something else.
+A file of vLLM's version (see ``adapt.py``).
 
-Facts relied on: two groups with equal specs are still two id spaces; a layer's spec may
-differ from its group's only inside ``UniformTypeKVCacheSpecs``; ``extra_retained_tokens`` are kept
-beyond a sliding window; a spec is a dataclass, whose fields say what its pages mean (dtypes,
-shapes, quantization); in ``align`` mode a Mamba group keeps the state of the last token computed
-in the block of that token, and hands over by itself which block holds the state at a boundary.
+A cache spec is recognized by the name of its class. A class that ``KINDS`` does not list is
+unsupported, even if it derives from a listed one, because its pages may mean something else.
+
+Facts relied on:
+
+- Two groups have separate spaces of block ids, even if their specs are equal.
+- A layer's spec may differ from its group's only inside ``UniformTypeKVCacheSpecs``.
+- vLLM keeps ``extra_retained_tokens`` beyond a sliding window.
+- A spec is a dataclass. Its fields say what its pages mean: dtypes, shapes, quantization.
+- In ``align`` mode a Mamba group keeps the state of the last computed token in that token's block.
+  vLLM reports which block holds the state at a block boundary.
 """
 
 from __future__ import annotations
@@ -28,15 +33,17 @@ KINDS: Final[dict[str, GroupKind]] = {
 
 
 class Unsupported(Exception):
-    """A group that kvass does not support; the text says which, and why."""
+    """The error for a KV cache group that kvass does not support."""
 
 
 def read_groups(
-    kv_cache_config: Any, block_tokens: tuple[int, ...], placed: set[str] | None = None
+    kv_cache_config: Any, block_tokens: tuple[int, ...], layers_here: set[str] | None = None
 ) -> tuple[GroupLayout, ...]:
-    """Every group, with those of its layers that are in ``placed`` (default: all it names).
+    """The layouts of all groups, with those layers that are in ``layers_here`` (default: all
+    layers).
 
-    ``block_tokens[g]``: tokens for which a block id of group ``g`` stands. Raises ``Unsupported``.
+    ``block_tokens[g]``: the number of tokens that a block id of group ``g`` stands for. Raises
+    ``Unsupported``.
     """
     cacheable = kv_cache_config.prefix_cacheable_group_ids
     found = []
@@ -54,14 +61,14 @@ def read_groups(
             raise Unsupported(f"KV cache group {number} mixes {sorted(shapes)}")
         ((kind, window_tokens),) = shapes
         each = layer_specs(group)
-        layers = tuple(name for name in each if placed is None or name in placed)
+        layers = tuple(name for name in each if layers_here is None or name in layers_here)
         pages = tuple(each[name].page_size_bytes for name in layers)
         found.append(GroupLayout(kind, block_tokens[number], layers, pages, window_tokens))
     return tuple(found)
 
 
 def _window(number: int, spec: Any) -> int:
-    """``GroupLayout.window_tokens``. Raises ``Unsupported``."""
+    """``GroupLayout.window_tokens`` of a spec in group ``number``. Raises ``Unsupported``."""
     kind = KINDS[type(spec).__name__]
     if kind == "sliding_window":
         return int(spec.sliding_window + spec.extra_retained_tokens)
@@ -84,8 +91,7 @@ def any_non_causal(kv_cache_config: Any) -> bool:
 
 
 def all_specs(kv_cache_config: Any) -> list[Any]:
-    """The specs of all layers of every group; the group's own if a pipeline stage has no layer of
-    it."""
+    """The specs of all layers, or a group's own if this stage has no layer of it."""
     return [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group)]
 
 
@@ -97,16 +103,19 @@ def _specs(group: Any) -> list[Any]:
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
-    """Layer name -> its cache spec; one group may hold a spec per layer."""
+    """The cache spec of each layer of a group, by layer name."""
     spec = group.kv_cache_spec
     each = getattr(spec, "kv_cache_specs", {})
     return {name: each.get(name, spec) for name in group.layer_names}
 
 
 def page_formats(kv_cache_config: Any) -> dict[str, str]:
-    """Layer name -> a short digest of what the bytes of its pages mean: its whole spec. It goes
-    into the layout that a rank reports, because only a rank knows each of its layers. Raises
-    ``identity.Indescribable``."""
+    """A short digest of the cache spec of each layer, by layer name. It identifies what the bytes
+    of the layer's pages mean.
+
+    A rank reports these digests in its layout, because only a rank knows each of its layers. Raises
+    ``identity.Indescribable``.
+    """
     return {
         name: identity.digest([type(spec).__name__, identity.canonical(spec, "KV cache spec")])[:16]
         for group in kv_cache_config.kv_cache_groups

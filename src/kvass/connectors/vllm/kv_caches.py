@@ -1,14 +1,17 @@
-"""Where vLLM keeps the pages of its layers, as bytes. A file of vLLM's version (see ``adapt.py``).
+"""The location of the KV pages in vLLM's tensors. A file of vLLM's version (see ``adapt.py``).
 
-Pages are found from the configuration, and the tensors must agree with it.
+Pages are located by the configuration. The tensors must agree with it.
 
-Facts relied on: the page of layer ``t.layers[l]``, block b, begins at
-``t.offset + l*t.layer_stride + b*t.block_stride`` in the layer's storage and is ``page_size_bytes``
-long, in one piece but for two of vLLM's six layouts: with heads outside of blocks (LHBNC) a page
-has a piece per head, a block stride long and evenly spaced in the layer's stretch; with layers
-inside of heads (BHLNC) only a block of all of a tensor's layers is in one piece. A tensor's layers
-have equal pages and one group. A worker's ``KVCacheConfig`` names its own layers only: those of its
-pipeline stage.
+Facts relied on:
+
+- The page of layer ``t.layers[l]`` and block b has ``page_size_bytes`` bytes. In the layer's
+  storage it begins at ``t.offset + l*t.layer_stride + b*t.block_stride``.
+- A page is one piece of memory, except in two of vLLM's six layouts. With heads outside of blocks
+  (LHBNC) a page has one piece per head. A piece is as long as the block stride, and the pieces are
+  evenly spaced in the layer's memory. With layers inside of heads (BHLNC) only a block of all
+  layers of a tensor is one piece.
+- All layers of a tensor have pages of equal size and belong to one group.
+- A worker's ``KVCacheConfig`` names only the layers of its own pipeline stage.
 """
 
 from __future__ import annotations
@@ -29,27 +32,37 @@ def read_memory(
     chunk_tokens: int,
     groups: Sequence[GroupLayout],
 ) -> KVMemory:
-    """Find every layer's pages in ``kv_caches`` (layer name -> tensor). ``groups`` as in
-    ``EngineSetup``. Raises :class:`UsageError` if config and tensors contradict each other, and
-    ``Unsupported``."""
-    placed = {name: t for t in kv_cache_config.kv_cache_tensors for name in t.layers}
+    """The pages of all layers in ``kv_caches``, the tensors by layer name. ``groups`` are those of
+    ``EngineSetup``.
+
+    Raises :class:`UsageError` if the configuration and the tensors contradict each other, and
+    ``Unsupported`` for a group that kvass does not support.
+    """
+    tensor_of = {name: t for t in kv_cache_config.kv_cache_tensors for name in t.layers}
     formats = page_formats(kv_cache_config)
     regions = Regions()
     blocks_of = tuple(group.block_tokens for group in groups)
     layouts, planes = [], []
-    for number, group in enumerate(read_groups(kv_cache_config, blocks_of, set(placed))):
-        each = dict(zip(group.layers, group.page_bytes, strict=True))
-        tensors = {id(placed[name]): placed[name] for name in each}
+    for number, group in enumerate(read_groups(kv_cache_config, blocks_of, set(tensor_of))):
+        page_bytes = dict(zip(group.layers, group.page_bytes, strict=True))
+        tensors = {id(tensor_of[name]): tensor_of[name] for name in page_bytes}
         parts = [
-            part for t in tensors.values() for part in _parts(t, each, formats, kv_caches, regions)
+            part
+            for tensor in tensors.values()
+            for part in _parts(tensor, page_bytes, formats, kv_caches, regions)
         ]
-        layout, *where = join_layers(group, parts)
+        layout, bases, strides, region_ids = join_layers(group, parts)
         blocks = kv_cache_config.num_blocks
-        planes.append(describe_group(number, layout, chunk_tokens, blocks, *where))
+        planes.append(
+            describe_group(number, layout, chunk_tokens, blocks, bases, strides, region_ids)
+        )
         layouts.append(layout)
-    arrays, owners, gpu = regions.arrays, regions.owners, regions.gpu
     return KVMemory(
-        RankLayout(tuple(layouts)), tuple(planes), tuple(arrays), tuple(owners), tuple(gpu)
+        layout=RankLayout(tuple(layouts)),
+        planes=tuple(planes),
+        regions=tuple(regions.arrays),
+        owners=tuple(regions.owners),
+        gpu=tuple(regions.gpu),
     )
 
 
@@ -60,10 +73,14 @@ def _parts(
     kv_caches: Mapping[str, Any],
     regions: Regions,
 ) -> list[Part]:
-    """The layers of ``tensor`` as what lies in one piece in every block, by names that hold the
-    ``formats`` of their pages (``groups.page_formats``). Raises UsageError."""
+    """The parts of ``tensor``: what lies in one piece in every block.
+
+    That is the page of one layer, a piece of such a page, or the pages of all layers of the tensor.
+    A part's name contains the ``formats`` of its pages (``groups.page_formats``). Raises
+    ``UsageError``.
+    """
     layers, stride, step = tensor.layers, tensor.block_stride, tensor.layer_stride
-    where = [
+    region_ids = [
         regions.add(name, _tensor(kv_caches[name]), tensor.offset + index * step)
         for index, name in enumerate(layers)
     ]
@@ -79,14 +96,14 @@ def _parts(
         )
     names = [f"{name}@{formats[name]}" for name in layers]
     if inside:
-        return [Part("+".join(names), tensor.offset, stride, page * len(layers), where[0])]
+        return [Part("+".join(names), tensor.offset, stride, page * len(layers), region_ids[0])]
     return [
         Part(
             name if pieces == 1 else f"{name}#{piece}",
             tensor.offset + index * step + piece * (step // pieces),
             stride,
             page // pieces,
-            where[index],
+            region_ids[index],
         )
         for index, name in enumerate(names)
         for piece in range(pieces)
@@ -94,5 +111,6 @@ def _parts(
 
 
 def _tensor(cache: Any) -> Any:
-    """A layer's cache is a tensor, or several of which the first begins the page."""
+    """The tensor at which a layer's pages begin. A layer's cache is one tensor or several, and the
+    first of them begins the page."""
     return cache[0] if isinstance(cache, list | tuple) else cache

@@ -1,4 +1,4 @@
-"""kvass's lines in vLLM's log. Nothing of vLLM is imported."""
+"""The handlers of kvass's logger in an engine. This module imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 
 
 def log_as_vllm() -> None:
-    """kvass's lines go where vLLM's go and look like them, unless the process logs by itself."""
-    ours, theirs = logging.getLogger("kvass"), logging.getLogger("vllm")
-    if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
+    """Give kvass's logger vLLM's handlers and level, unless the process configured logging."""
+    kvass_log, vllm_log = logging.getLogger("kvass"), logging.getLogger("vllm")
+    if vllm_log.handlers and not kvass_log.handlers and not logging.getLogger().handlers:
+        kvass_log.handlers = list(vllm_log.handlers)
+        kvass_log.setLevel(vllm_log.getEffectiveLevel())

@@ -1,12 +1,15 @@
-"""The LoRA adapters that a vLLM worker holds, named by their weights.
+"""The LoRA adapters that a vLLM worker holds, each named by a digest of its weights.
 
 A file of vLLM's version (see ``adapt.py``).
 
-Facts relied on: the worker makes its connector in a method of its own, after it loaded the model.
-Its ``model_runner.lora_manager._adapter_manager`` lists the adapters by ``lora_int_id``, as
-``LoRAModel`` on the CPU; a forward pass uses what is listed after it, under its requests' ids.
-Another adapter is another object: none is changed after it was added. ``_load_adapter`` of the
-``lora_manager`` reads it.
+Facts relied on:
+
+- A method of the worker makes the connector, after the worker has loaded the model.
+- The worker's ``model_runner.lora_manager._adapter_manager`` lists the adapters by ``lora_int_id``.
+  Each is a ``LoRAModel`` on the CPU. Right after a forward pass the list has the adapters that the
+  pass used.
+- An adapter object does not change after it was added. Another adapter is another object.
+- The method ``_load_adapter`` of the ``lora_manager`` reads an adapter.
 """
 
 from __future__ import annotations
@@ -26,14 +29,17 @@ from kvass.engine.held_adapters import UNKNOWN, HeldAdapters
 
 THREADS: Final = 4
 LARGE_BYTES: Final = 16 << 20
-"""A larger adapter is hashed by several threads: vLLM waits for it, as it waited for the disk."""
-NAMES_IT: Final = frozenset({"id"})
-"""Attributes of a ``LoRAModel`` that say how this engine calls it, not what it is."""
+"""An adapter of more bytes is hashed by several threads, because vLLM's step waits for the hash."""
+OWN_NAMES: Final = frozenset({"id"})
+"""Attributes of a ``LoRAModel`` that are this engine's name for it and not part of its content."""
 
 
 def held_adapters(rank: int, boundary: Boundary) -> HeldAdapters | None:
-    """What this worker, which is rank ``rank``, holds; None if it cannot be found. Called where it
-    makes its connector: only the frames of our callers refer to it."""
+    """The adapters that this worker, rank ``rank``, holds. None if its LoRA manager is not found.
+
+    Call it while the worker makes its connector: the worker is found in the stack frames of our
+    callers, because nothing else refers to it.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         runner: Any = getattr(frame.f_locals.get("self"), "model_runner", None)
@@ -53,8 +59,12 @@ def _listed(runner: Any) -> Callable[[], Mapping[int, object]]:
 
 
 def sources(manager: Any, boundary: Boundary) -> Callable[[object], tuple[str, str]]:
-    """Where the manager reads an adapter from now on, and the state of the files if it is one
-    before and after. A defect of kvass ends no load of vLLM's."""
+    """A function that returns an adapter's path and the state of the files there, each "" if
+    unknown.
+
+    It knows the adapters that the ``manager`` loads from now on. The state is known if it was equal
+    before and after the load. A failure of kvass does not end vLLM's load.
+    """
     load, known = manager._load_adapter, WeakKeyDictionary[object, tuple[str, str]]()
 
     def load_adapter(request: Any) -> Any:
@@ -70,10 +80,13 @@ def sources(manager: Any, boundary: Boundary) -> Callable[[object], tuple[str, s
 
 
 def digest(adapter: Any) -> str:
-    """Hex SHA-256 of all that is in ``adapter``, but for its id. Adapters may come from strangers,
-    so no weaker hash will do. ``UNKNOWN`` if it has something in it that cannot be read."""
+    """The SHA-256 of everything in ``adapter`` except its id, in hex. ``UNKNOWN`` if a value in it
+    has a type that is not known here.
+
+    Anybody may have made an adapter, so the hash must be collision-resistant.
+    """
     parts: list[str | torch.Tensor] = []
-    content = {key: value for key, value in vars(adapter).items() if key not in NAMES_IT}
+    content = {key: value for key, value in vars(adapter).items() if key not in OWN_NAMES}
     try:
         parts.extend(_parts(content))
     except _Unreadable:
@@ -81,9 +94,9 @@ def digest(adapter: Any) -> str:
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     if sum(tensor.nbytes for tensor in tensors) > LARGE_BYTES:
         with ThreadPoolExecutor(THREADS, "kvass-adapter") as pool:
-            hashed = iter(list(pool.map(_bytes_of, tensors)))
+            hashed = iter(list(pool.map(_digest_of, tensors)))
     else:
-        hashed = map(_bytes_of, tensors)
+        hashed = map(_digest_of, tensors)
     state = hashlib.sha256()
     for part in parts:
         raw = part.encode() if isinstance(part, str) else next(hashed)
@@ -92,11 +105,11 @@ def digest(adapter: Any) -> str:
 
 
 class _Unreadable(Exception):
-    """A value of a kind that is not known."""
+    """Raised for a value of a type that is not known here."""
 
 
 def _parts(value: object) -> Iterator[str | torch.Tensor]:
-    """``value`` as texts and tensors, in an order that is equal for equal values."""
+    """The texts and tensors that describe ``value``. Equal values give equal sequences."""
     if isinstance(value, torch.Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)}"
         yield value
@@ -118,7 +131,7 @@ def _parts(value: object) -> Iterator[str | torch.Tensor]:
         raise _Unreadable
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    """SHA-256 of a tensor's elements, in their order."""
+def _digest_of(tensor: torch.Tensor) -> bytes:
+    """The SHA-256 of a tensor's elements in their order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy()).digest()

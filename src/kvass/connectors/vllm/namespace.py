@@ -1,15 +1,15 @@
-"""The fields of a namespace, from vLLM's settings: engines share KV if all of them are equal.
+"""The fields of a namespace, read from vLLM's settings. Engines share KV if all fields are equal.
 
-``fields.py`` says which settings are left out; everything else goes in. A setting with its default
-value is omitted, which keeps an identity short, and a variable of the environment that is not set.
-A file of vLLM's version (see ``adapt.py``).
+``fields.py`` lists the settings that are left out. All other settings go into the namespace.
+Settings with their default value and unset environment variables are omitted, which keeps
+the fields short. A file of vLLM's version (see ``adapt.py``).
 
 Laws of this file:
 
-- A field is equal in all processes of one engine, whatever part of the model each has, and in every
-  engine whose pages hold the same. What only a rank knows (``groups.page_formats``) is in the
-  layout that it reports.
-- No CUDA context is made in a process that has none.
+- A field is equal in all processes of one engine, whatever part of the model each has. It is also
+  equal in all engines whose pages hold the same KV. What only a rank knows
+  (``groups.page_formats``) is in the layout that the rank reports.
+- It makes no CUDA context in a process that has none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvass.connectors.vllm.fields import SKIPPED, VARIABLES
 from kvass.connectors.vllm.groups import all_specs
 from kvass.engine import identity, weights
 
-NOT_THE_MODELS: Final = frozenset(
+SKIPPED_HF_ATTRIBUTES: Final = frozenset(
     re.findall(
         r"\w+",
         "_attn_implementation attn_temperature_tuning image_token_id image_token_index "
@@ -41,34 +41,36 @@ NOT_THE_MODELS: Final = frozenset(
         "projector_hidden_act use_sep_token _name_or_path _commit_hash",
     )
 )
-"""Attributes of a Hugging Face configuration that are left out. The last two say where it lay.
-Models set the others while a worker loads them; they follow from the model's files and
-``hf_overrides``, which count, and for Llama 4 from the rule for ``positions``."""
+"""Attributes of a Hugging Face configuration that are left out. The last two say where it was
+found. Models set the others while a worker loads them. Their values follow from the model's files,
+from ``hf_overrides``, and for Llama 4 from the field ``positions``. All these are in the
+namespace."""
 
 QUANTIZATION_FILE: Final = "quantization_config_file"
 PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
-"""Groups of entry points that vLLM loads in the processes that compute. Plug-ins of its other
-groups see requests before they are hashed, or outputs."""
+"""Groups of entry points whose plug-ins vLLM loads in workers. Plug-ins of other groups cannot
+change KV. They handle only outputs, or requests that vLLM has not hashed yet."""
 KNOWN_PLUGINS: Final = ("vllm", "kvass")
-"""Packages whose plug-ins do not count: vLLM's version is a field, and kvass computes no page."""
+"""Packages whose plug-ins are left out: vLLM's version is a field, and kvass computes no KV."""
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, str]:
-    """The tagged fields, but for those of weights, parallelism and options, and empty ones.
-    ``version`` is vLLM's, whole. Raises ``identity.Indescribable``."""
+    """The fields by name, without empty ones. ``read_setup`` adds those of weights, parallelism and
+    options. ``version`` is vLLM's complete version. Raises ``identity.Indescribable``."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    drafter = vllm_config.speculative_config  # its layers share the cache; ``weights`` has its own
+    # The drafter's layers share the cache. The field ``weights`` covers its weights.
+    drafter = vllm_config.speculative_config
     drafts = drafter and identity.canonical([drafter.method, drafter.num_speculative_tokens])
-    # It makes pixels of images, and in vLLM's backend of that name computes the model.
+    # The package transformers preprocesses images. In vLLM's backend of that name it is the model.
     processors = model.multimodal_config is not None or "Transformers" in str(model.architecture)
-    # With some backends of MLA a worker writes ``fp8_ds_mla`` into its own settings when it loads
-    # the model. The cache specs say it too, and the scheduler is given those.
-    told = [getattr(spec, "cache_dtype_str", None) for spec in all_specs(kv_cache_config)]
-    dtype = "fp8_ds_mla" if "fp8_ds_mla" in told else cache.cache_dtype
+    # With some MLA backends a worker sets its own ``cache_dtype`` to ``fp8_ds_mla`` when it loads
+    # the model. The scheduler's does not change, but its cache specs have that dtype, too.
+    dtypes = [getattr(spec, "cache_dtype_str", None) for spec in all_specs(kv_cache_config)]
+    dtype = "fp8_ds_mla" if "fp8_ds_mla" in dtypes else cache.cache_dtype
     algorithm = cache.prefix_caching_hash_algo
     seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
     fields = {
@@ -79,34 +81,35 @@ def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, 
         "positions": _positions(model),
         "processors": f"transformers {metadata.version('transformers')}" if processors else "",
         "kv_dtype": identity.canonical([dtype, cache.kv_cache_dtype_skip_layers], "cache_dtype"),
-        "states": str(get_conv_state_layout()),  # their shape is in the rank's layout
+        "states": str(get_conv_state_layout()),  # the states' shape is in the rank's layout
         "kv_layout": str(kv_cache_config.kv_cache_layout),
         "hash": f"{algorithm}:{identity.digest([seed])}",
         "device": _device(),
         "speculative": drafts or "",
     }
-    for name, taken in taken_of(vllm_config, "vllm_config").items():
-        fields[name] = identity.canonical(taken, name)
+    for name, value in settings_of(vllm_config, "vllm_config").items():
+        fields[name] = identity.canonical(value, name)
     return {name: text for name, text in fields.items() if text}
 
 
 def adapter_settings(lora: Any) -> str:
-    """Settings that change what LoRA adapters compute, of an engine that has some."""
-    taken = taken_of(lora, "lora_config") if lora is not None else {}
-    return identity.canonical(taken, "lora_config") if taken else ""
+    """The settings in ``lora``, vLLM's ``LoRAConfig`` or None, that change KV; "" if none."""
+    settings = settings_of(lora, "lora_config") if lora is not None else {}
+    return identity.canonical(settings, "lora_config") if settings else ""
 
 
 def _positions(model: Any) -> str:
-    """Where the engine's maximum length reaches arithmetic: with LongRoPE (formerly "su") it
-    chooses the rotary factors; Llama 4 scales its queries if it is large, unless told otherwise."""
+    """The settings through which the engine's maximum length changes KV. With LongRoPE (formerly
+    "su") the length chooses the rotary factors. Llama 4 scales its queries if the length is large,
+    unless the generation config turns that off."""
     config = model.hf_text_config
     rope = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     text = identity.canonical(rope)
     length = str(model.max_model_len) if "longrope" in text or '"su"' in text else ""
     if "llama4" not in str(getattr(config, "model_type", "")):
         return length
-    told = model.override_generation_config.get("attn_temperature_tuning")
-    scales = [model.max_model_len > 32768, model.generation_config, told]
+    tuning = model.override_generation_config.get("attn_temperature_tuning")
+    scales = [model.max_model_len > 32768, model.generation_config, tuning]
     return identity.canonical([length, *scales], "generation_config")
 
 
@@ -114,7 +117,7 @@ def _positions(model: Any) -> str:
 
 
 def _variables() -> str:
-    """The environment variables that go into a namespace, as vLLM reads them."""
+    """The environment variables that go into a namespace, with the values vLLM reads."""
     from vllm import envs
 
     names = envs.environment_variables.keys() & os.environ.keys() - VARIABLES
@@ -123,8 +126,8 @@ def _variables() -> str:
 
 
 def _plugins() -> str:
-    """Other people's code in the processes that compute: the plug-ins that vLLM loads, by group,
-    name, what they name, and their distribution's name and version. Raises
+    """The plug-ins that vLLM loads in workers: third-party code that may change KV. Each is
+    described by its entry point and its distribution's name and version. Raises
     ``identity.Indescribable``."""
     from vllm import envs
 
@@ -135,16 +138,17 @@ def _plugins() -> str:
             own = entry.value.partition(":")[0].split(".")[0] in KNOWN_PLUGINS
             if not own and (allowed is None or entry.name in allowed):
                 dist = entry.dist
-                of = "" if dist is None else f" of {dist.name} {dist.version}{_in_place(entry)}"
+                code = _editable_code(entry) if dist is not None else ""
+                of = f" of {dist.name} {dist.version}{code}" if dist is not None else ""
                 found.add(f"{group} {entry.name} = {entry.value}{of}")
     return identity.canonical(sorted(found)) if found else ""
 
 
-def _in_place(entry: Any) -> str:
-    """The code of a plug-in that is installed in place (``pip install -e``), which changes without
-    its version; empty for others. Raises ``identity.Indescribable``."""
-    told = json.loads(entry.dist.read_text("direct_url.json") or "{}")
-    if not told.get("dir_info", {}).get("editable"):
+def _editable_code(entry: Any) -> str:
+    """A digest of the code of an editable plug-in (``pip install -e``), whose code may change while
+    its version does not. "" for other plug-ins. Raises ``identity.Indescribable``."""
+    source = json.loads(entry.dist.read_text("direct_url.json") or "{}")
+    if not source.get("dir_info", {}).get("editable"):
         return ""
     spec = find_spec(entry.value.partition(":")[0].split(".")[0])
     if spec is None:
@@ -173,15 +177,18 @@ def capability() -> tuple[int, int] | None:
 
 
 def _device() -> str:
-    """Device kind, and what chooses the kernels and with them what pages hold (backends, scales in
-    equal layouts, exactness): a GPU's compute capability, a CPU's instruction sets. Raises
-    ``identity.Indescribable``."""
+    """The device and the properties by which vLLM chooses kernels: a GPU's compute capability or a
+    CPU's instruction sets.
+
+    Different kernels may compute different KV for equal layouts. Raises ``identity.Indescribable``.
+    """
     from vllm.platforms import current_platform
 
     if (kind := device_kind()) != "cpu":
         if (found := capability()) is None:
             raise identity.Indescribable("the device's compute capability cannot be read")
-        return identity.canonical([current_platform.device_name, *found])  # tells ROCm from CUDA
+        # The device's name tells ROCm from CUDA.
+        return identity.canonical([current_platform.device_name, *found])
     sets = (torch.cpu._is_avx512_supported(), torch.cpu._is_amx_tile_supported())
     chosen = torch.backends.cpu.get_cpu_capability()
     return identity.canonical([kind, platform.machine(), chosen, sets])
@@ -190,9 +197,10 @@ def _device() -> str:
 # ---------------------------------------------------------------- classes of settings
 
 
-def taken_of(config: Any, name: str) -> dict[str, Any]:
-    """The fields of a dataclass of settings that go into a namespace and are not at their default,
-    as plain data. ``name``: what an error calls it. Raises ``identity.Indescribable``."""
+def settings_of(config: Any, name: str) -> dict[str, Any]:
+    """The fields of the settings ``config``, a dataclass, that go into a namespace, as plain data.
+    Fields with their default value are omitted. Errors name the settings ``name``. Raises
+    ``identity.Indescribable``."""
     kind = type(config).__name__
     skipped = SKIPPED.get(kind, frozenset())
     found: dict[str, Any] = {}
@@ -205,7 +213,7 @@ def taken_of(config: Any, name: str) -> dict[str, Any]:
         if rule is not None:
             value = rule(value)
         elif nested:
-            value = taken_of(value, f"{name}.{field.name}")
+            value = settings_of(value, f"{name}.{field.name}")
         elif _is_default(field, value):
             continue
         if value or not (rule or nested):
@@ -214,7 +222,7 @@ def taken_of(config: Any, name: str) -> dict[str, Any]:
 
 
 def _is_default(field: Any, value: Any) -> bool:
-    """vLLM's classes are pydantic's: a default may be wrapped."""
+    """Whether ``value`` is the field's default, which pydantic may wrap."""
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
@@ -224,21 +232,26 @@ def _is_default(field: Any, value: Any) -> bool:
 
 
 def _hf_config(config: Any) -> str:
-    """A digest of the model's configuration. Its own type is the model's, which is a field."""
+    """A digest of the model's Hugging Face configuration. Its ``dtype`` is left out, because the
+    dtype that vLLM uses is a field of ``ModelConfig``."""
 
-    def models_own(of: Any) -> Any:
-        if not isinstance(of, dict):
-            return of
-        return {key: models_own(value) for key, value in of.items() if key not in NOT_THE_MODELS}
+    def without_skipped(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: without_skipped(inner)
+            for key, inner in value.items()
+            if key not in SKIPPED_HF_ATTRIBUTES
+        }
 
-    plain = models_own(config.to_dict())
+    plain = without_skipped(config.to_dict())
     plain.pop("dtype", None)
     return identity.digest([identity.canonical(plain, "hf_config")])
 
 
 def _file(path: str | None) -> str:
-    """A digest of a file's content. Raises ``identity.Indescribable`` if it cannot be read, or is
-    perhaps not what the engine read."""
+    """A digest of a file's content. Raises ``identity.Indescribable`` if the file cannot be read,
+    or if it may have changed after the engine read it."""
     if not path:
         return ""
     try:
@@ -250,15 +263,16 @@ def _file(path: str | None) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _overrides(given: Any) -> Any:
-    """Overrides of the model's configuration. A file that they name counts by its content."""
-    if isinstance(given, Mapping) and QUANTIZATION_FILE in given:
-        return {**given, QUANTIZATION_FILE: _file(given[QUANTIZATION_FILE])}
-    return given
+def _overrides(overrides: Any) -> Any:
+    """Overrides of the model's configuration, with a digest for a quantization file."""
+    if isinstance(overrides, Mapping) and QUANTIZATION_FILE in overrides:
+        return {**overrides, QUANTIZATION_FILE: _file(overrides[QUANTIZATION_FILE])}
+    return overrides
 
 
 def _inductor(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A worker adds ``guard_filter_fn`` when it compiles; a pass is an object with a ``uuid``."""
+    """The options of Inductor as plain data. ``guard_filter_fn`` is left out, because a worker adds
+    it when it compiles. A compiler pass is replaced by its ``uuid``."""
     return {
         name: str(value.uuid()) if hasattr(value, "uuid") else value
         for name, value in options.items()
@@ -267,9 +281,12 @@ def _inductor(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _draft(config: Any) -> dict[str, Any]:
-    """A draft's settings but for its configuration and overrides, which its weights cover. A worker
-    changes the configuration when it loads them, and vLLM itself makes the overrides."""
-    found = taken_of(config, "draft_model_config") if config is not None else {}
+    """The settings of a draft model, without its configuration and overrides.
+
+    The name of its weights covers the configuration file. A worker changes the configuration when
+    it loads the weights, and vLLM itself makes the overrides.
+    """
+    found = settings_of(config, "draft_model_config") if config is not None else {}
     return {name: found[name] for name in found if name not in ("hf_config", "hf_overrides")}
 
 
@@ -280,8 +297,9 @@ RULES: Final[dict[tuple[str, str], Callable[[Any], Any]]] = {
     ("CompilationConfig", "custom_ops"): lambda names: sorted(set(names)),
     ("CompilationConfig", "inductor_compile_config"): _inductor,
     ("SpeculativeConfig", "draft_model_config"): _draft,
-    ("VllmConfig", "additional_config"): lambda of: (
-        of if isinstance(of, dict) else of.compute_hash()
+    ("VllmConfig", "additional_config"): lambda value: (
+        value if isinstance(value, dict) else value.compute_hash()
     ),
 }
-"""How a field is read that is listed as ``read`` and is not a field of the identity itself."""
+"""Rules for fields that ``docs/namespace-fields.md`` lists as read by a rule: a function from the
+field's value to what goes into the namespace. ``describe`` reads other such fields itself."""

@@ -1,12 +1,13 @@
-"""Makes ``KvassConnector`` a name that vLLM knows: the plug-in that ``pyproject.toml`` declares.
+"""The plug-in of vLLM that registers the name ``KvassConnector``. ``pyproject.toml`` declares it.
 
 Laws of this file:
 
-- vLLM runs it in each of its processes, whether its engine uses kvass or not: nothing is imported
-  before vLLM asks, and nothing raised.
-- Inside a MultiConnector vLLM looks statistics up by this name, also of a connector that was given
-  by its module's path. So whoever loads the connector calls ``register``, too: ``VLLM_PLUGINS`` may
-  leave the plug-in out.
+- vLLM runs the plug-in in each of its processes, also if the engine does not use kvass. So
+  ``register`` does not raise and does not import ``connector.py``, which vLLM imports when an
+  engine needs it.
+- In a MultiConnector, vLLM uses this name to find the class for a connector's statistics, even if
+  the connector was configured by its module path. ``VLLM_PLUGINS`` may leave out the plug-in. So
+  the package also calls ``register`` when it loads the connector.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from kvass.engine.boundary import log
 
 
 def register() -> None:
-    """Tell vLLM's factory the name, if it does not know it."""
+    """Register the name with vLLM's connector factory, unless it is registered already."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         KVConnectorFactory.register_connector(
             "KvassConnector", "kvass.connectors.vllm", "KvassConnector"
         )
-    except ValueError:  # it knows it
+    except ValueError:  # already registered
         pass
-    except Exception as error:  # noqa: BLE001 - what it is in another version is not known
+    except Exception as error:  # noqa: BLE001 - another version may raise anything
         log.warning("this vLLM cannot be told the name KvassConnector: %r", error)

@@ -1,18 +1,22 @@
-"""The calls that vLLM's engine sends to its workers: which of them may replace weights.
+"""The detection of calls to vLLM's workers that may replace weights.
 
 A file of vLLM's version (see ``adapt.py``).
 
 Laws of this file:
 
-- A call that is not known to be harmless is a change. It is noted before it runs.
+- A call that is not known to be harmless counts as a change of weights. It is reported before it
+  runs.
 - Arguments, results and exceptions of a call pass through unchanged.
 
-Facts relied on: the scheduler's half of a connector is made by the constructor of the scheduler,
-and that by the constructor of ``EngineCore``, which has its executor by then; whatever vLLM has its
-workers do from then on goes through the executor's ``collective_rpc``. An ``EngineCoreProc`` is
-the main object of a process of vLLM's own, and so is each worker of a ``MultiprocExecutor``.
-Whatever pauses an engine or puts it to sleep resets its caches, the connector's too, through
-``EngineCore._reset_caches``; nobody else calls that.
+Facts relied on:
+
+- The constructor of ``EngineCore`` makes the executor, then the scheduler. The scheduler's
+  constructor makes the scheduler's connector.
+- From then on every call of vLLM to its workers goes through the executor's ``collective_rpc``.
+- An ``EngineCoreProc`` is the main object of a process that vLLM started. So is each worker of a
+  ``MultiprocExecutor``.
+- A pause and a sleep reset the engine's caches, including the connector's, through
+  ``EngineCore._reset_caches``. Nothing else calls that method.
 """
 
 from __future__ import annotations
@@ -38,30 +42,31 @@ HARMLESS: Final = frozenset(
         "get_supported_tasks supports_draft_weight_updates",
     )
 )
-"""Methods of vLLM's workers that leave the weights as they are, in every tested version. An adapter
-has a name of its own. Those that vLLM calls only before there is a scheduler are not listed."""
+"""Methods of vLLM's workers that do not change the model's weights in any tested version. Methods
+that load an adapter are among them, because kvass tells adapters apart (``lora.py``). Methods that
+vLLM calls only before it has a scheduler are not listed."""
 
-KEEPING: Final[dict[str, tuple[object, ...]]] = {
+HARMLESS_WITH: Final[dict[str, tuple[object, ...]]] = {
     "sleep": (((), {"level": 1}), ((1,), {})),
     "discard": (((("kv_cache",),), {}),),
 }
-"""Methods that are harmless with these arguments: level 1 keeps the weights in the host's memory
-until the engine wakes up; other levels drop them."""
+"""Methods that are harmless with these positional and keyword arguments only. A sleep of level 1
+keeps the weights in host memory until the engine wakes up; other levels drop them."""
 
 
-def engine_core() -> Any:
-    """The ``EngineCore`` whose constructor called us, with its executor; None: there is none."""
+def calling_engine_core() -> Any:
+    """The ``EngineCore`` whose constructor called us after it made the executor, or None."""
     cores = (core for _, core in _calling_cores() if hasattr(core, "model_executor"))
     return next(cores, None)
 
 
-def pausing() -> bool:
-    """Whether an ``EngineCore`` called us because it pauses or goes to sleep."""
+def is_pausing() -> bool:
+    """Whether this call comes from an ``EngineCore`` that pauses or goes to sleep."""
     return any(method == "_reset_caches" for method, _ in _calling_cores())
 
 
 def _calling_cores() -> Iterator[tuple[str, Any]]:
-    """The methods of an ``EngineCore`` among our callers, innermost first."""
+    """The methods of ``EngineCore`` objects among our callers, innermost first: name and object."""
     module, frame = sys.modules.get("vllm.v1.engine.core"), inspect.currentframe()
     while module is not None and frame is not None:
         found = frame.f_locals.get("self")
@@ -70,53 +75,60 @@ def _calling_cores() -> Iterator[tuple[str, Any]]:
         frame = frame.f_back
 
 
-def owned(core: Any, plugins: str) -> bool:
-    """Whether nothing but vLLM's own code, asked through calls, reaches the weights of ``core``'s
-    workers: they are in processes of vLLM's own, and nobody asked for other code in there, such as
-    ``plugins`` (as in a namespace)."""
+def only_vllm_reaches_weights(core: Any, plugins: str) -> bool:
+    """Whether only vLLM's own code can change the weights of ``core``'s workers.
+
+    That is so if the workers run in processes that vLLM started, and if no option loads other code
+    in them. ``plugins`` is the namespace's field of that name; "" if there are no plug-ins.
+    """
     process = ("vllm.v1.engine.core", ("EngineCoreProc", "DPEngineCoreProc"))
     here = ("vllm.v1.executor.uniproc_executor", ("UniProcExecutor",))
     apart = ("vllm.v1.executor.multiproc_executor", ("MultiprocExecutor",))
     executor, parallel = core.model_executor, core.vllm_config.parallel_config
-    in_own_processes = _is(executor, apart) or (_is(core, process) and _is(executor, here))
+    own_core = _has_class(core, process) and _has_class(executor, here)
+    in_own_processes = _has_class(executor, apart) or own_core
     worker = parallel.worker_cls
     path = worker if isinstance(worker, str) else worker.__module__
-    asked_for = parallel.worker_extension_cls or plugins
-    return in_own_processes and path.startswith("vllm.") and not asked_for
+    foreign_code = parallel.worker_extension_cls or plugins
+    return in_own_processes and path.startswith("vllm.") and not foreign_code
 
 
-def _is(found: object, named: tuple[str, tuple[str, ...]]) -> bool:
-    """Whether its class is exactly one of these of vLLM's."""
-    module, names = named
-    return type(found).__module__ == module and type(found).__qualname__ in names
+def _has_class(value: object, classes: tuple[str, tuple[str, ...]]) -> bool:
+    """Whether the class of ``value`` is one of ``classes`` (a module and names), not a subclass."""
+    module, names = classes
+    return type(value).__module__ == module and type(value).__qualname__ in names
 
 
-def watch(executor: Any, noted: Callable[[str, bool], None]) -> None:
-    """Have ``noted`` called before each call that may change weights, with the name of what is
-    called, and whether that is code of others. It must not raise."""
-    rpc = _weakly(executor.collective_rpc)
+def watch(executor: Any, on_change: Callable[[str, bool], None]) -> None:
+    """Call ``on_change`` before each call of the executor that may change weights.
+
+    Its arguments are the name of the called method, and whether that runs code that is not vLLM's.
+    It must not raise.
+    """
+    rpc = _weak_reference(executor.collective_rpc)
 
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         known = type(method) is str and method in HARMLESS
         if not known and not _keeps_weights(method, *args, **kwargs):
-            noted(_name(method), not isinstance(method, str) or method == "apply_model")
+            on_change(_name(method), not isinstance(method, str) or method == "apply_model")
         call = rpc()
-        assert call is not None, "its executor calls it"
+        assert call is not None, "the executor is alive while it makes a call"
         return call(method, *args, **kwargs)
 
     executor.collective_rpc = collective_rpc
 
 
-def _weakly(call: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
-    """``call``, and if it is a method not its object: a cycle would keep an executor's memory."""
+def _weak_reference(call: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    """A function that returns ``call``. It holds no reference to the object of a bound method,
+    because a reference cycle would keep the executor's memory."""
     return weakref.WeakMethod(call) if inspect.ismethod(call) else lambda: call
 
 
 def _keeps_weights(
     method: Any, timeout: object = None, args: Any = (), kwargs: Any = None, *_: Any, **__: Any
 ) -> bool:
-    """Whether a call with the parameters of ``collective_rpc`` is one of ``KEEPING``."""
-    return isinstance(method, str) and (args, kwargs or {}) in KEEPING.get(method, ())
+    """Whether a call of ``collective_rpc`` with these parameters is in ``HARMLESS_WITH``."""
+    return isinstance(method, str) and (args, kwargs or {}) in HARMLESS_WITH.get(method, ())
 
 
 def _name(method: Any) -> str:

@@ -1,7 +1,7 @@
-"""How a version of vLLM is served. It is decided here and nowhere else.
+"""The decision whether engines of a vLLM version use the cache. It is made here and nowhere else.
 
-Nothing of vLLM is imported: ``kvass doctor`` asks without torch, and the connector before it uses
-anything of vLLM.
+This module imports nothing of vLLM. So ``kvass doctor`` can use it without torch, and the connector
+can use it before anything of vLLM.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ TESTED: Final = ", ".join(sorted(TESTED_VLLM))
 
 
 class Served(Enum):
-    """``ON_TRIAL``: it was never tested, and has all that the connector relies on. ``REFUSED``: it
-    differs there, so that nothing of the connector may run."""
+    """How a version of vLLM is served.
+
+    ``ON_TRIAL``: the version was never tested, but has everything that the connector relies on.
+    ``REFUSED``: the version was never tested and lacks something that the connector relies on. No
+    hook of the connector may run.
+    """
 
     TESTED = "tested"
     ON_TRIAL = "on trial"
@@ -30,37 +34,48 @@ class Served(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """``caches``: whether an engine of this vLLM uses the cache. ``said``: a line for its log, or
-    the reason why it does not; empty for what was tested."""
+    """The decision for one version of vLLM.
+
+    ``caches``: whether its engines use the cache. ``message``: if they do, a line for the log, else
+    the reason why not. The message is empty for a tested version.
+    """
 
     served: Served
     caches: bool
-    said: str = ""
+    message: str = ""
 
 
-def judge(version: str, differs: Sequence[str], tried: bool = False) -> Verdict:
-    """``version``: as ``code_version`` says it. ``differs``: what the contract finds in it, if it
-    was never tested. ``tried``: the operator set ``kvass.untested_vllm``."""
+def judge(version: str, differences: Sequence[str], allow_untested: bool = False) -> Verdict:
+    """The decision for ``version``, which has the form that ``code_version`` returns.
+
+    ``differences``: what ``contract.differences`` found; it matters for an untested version only.
+    ``allow_untested``: whether the operator set ``kvass.untested_vllm``.
+    """
     if version in TESTED_VLLM:
         return Verdict(Served.TESTED, True)
-    said = f"vLLM {version} was never tested (tested: {TESTED})"
-    if differs:
-        more = f" and {len(differs) - 3} more; kvass doctor shows all" if differs[3:] else ""
-        said += f", and it differs where kvass relies on it: {'; '.join(differs[:3])}{more}"
-        return Verdict(Served.REFUSED, False, said)
-    said += "; it has all that kvass relies on"
-    if tried:
-        return Verdict(Served.ON_TRIAL, True, f"{said}, and kvass.untested_vllm is set: caching")
-    return Verdict(Served.ON_TRIAL, False, f"{said}: to try it, set kvass.untested_vllm")
+    text = f"vLLM {version} was never tested (tested: {TESTED})"
+    if differences:
+        more = (
+            f" and {len(differences) - 3} more; kvass doctor shows all" if differences[3:] else ""
+        )
+        text += f", and it differs where kvass relies on it: {'; '.join(differences[:3])}{more}"
+        return Verdict(Served.REFUSED, False, text)
+    text += "; it has all that kvass relies on"
+    if allow_untested:
+        return Verdict(Served.ON_TRIAL, True, f"{text}, and kvass.untested_vllm is set: caching")
+    return Verdict(Served.ON_TRIAL, False, f"{text}: to try it, set kvass.untested_vllm")
 
 
-def verdict_on(package: Path, version: str, tried: bool = False) -> Verdict:
-    """On the vLLM whose Python package is the folder ``package``. Its sources are read only if
-    ``version`` was never tested."""
+def verdict_on(package: Path, version: str, allow_untested: bool = False) -> Verdict:
+    """The decision for the vLLM whose Python package is the folder ``package``.
+
+    Its sources are read only if ``version`` was never tested.
+    """
     code = code_version(version)
-    return judge(code, () if code in TESTED_VLLM else _differences(package, code), tried)
+    differences = () if code in TESTED_VLLM else _differences(package, code)
+    return judge(code, differences, allow_untested)
 
 
 @cache
-def _differences(package: Path, version: str) -> list[str]:
+def _differences(package: Path, version: str) -> Sequence[str]:
     return contract.differences(package, version)

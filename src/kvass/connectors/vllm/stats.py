@@ -1,8 +1,11 @@
-"""What an engine did with kvass, for vLLM's own log and ``/metrics``.
+"""Statistics of the connector for vLLM's log and its ``/metrics``.
 
-Each half of the connector counts (``engine/traffic.py``). vLLM takes what was counted since it
-asked last, adds up scheduler and ranks, and hands it to ``PromMetrics`` in the process that serves
-``/metrics``. Bytes, seconds and copies are those of all ranks together.
+The connector counts in the scheduler's process and in each worker's (``engine/traffic.py``). After
+each step vLLM takes what was counted since the last step and adds up all processes. It passes the
+sums to ``PromMetrics`` in the process that serves ``/metrics``. So bytes, seconds and copies are
+sums over ranks.
+
+A file of vLLM's version (see ``adapt.py``).
 """
 
 from __future__ import annotations
@@ -21,29 +24,29 @@ PREFIX: Final = "vllm:kvass_"
 
 
 class Stats(KVConnectorStats):
-    """``data``: numbers by a name of ``MEANINGS``; those that are 0 are left out."""
+    """Counts since the last step: ``data`` by name of ``MEANINGS``, without zeros."""
 
     def reset(self) -> None:
-        """Forget all."""
+        """Drop all counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> Stats:
-        """Both together, in this object."""
+        """Add the counts of ``other`` to this object and return it."""
         for name, number in other.data.items():
             self.data[name] = self.data.get(name, 0) + number
         return self
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Whether there are no counts."""
         return not self.data
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's log says of the last seconds."""
+        """The counts in the form that vLLM logs."""
         return {name: round(number, 4) for name, number in sorted(self.data.items())}
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """A counter for each name of ``MEANINGS``, for each engine of this process."""
+    """Prometheus counters: one for each name of ``MEANINGS`` and each engine of this process."""
 
     def __init__(self, vllm_config: Any, types: Any, labels: list[str], values: Any) -> None:
         super().__init__(vllm_config, types, labels, values)
@@ -57,6 +60,6 @@ class PromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an engine did since the last call."""
+        """Add the counts that the engine ``engine_idx`` sent since the last call."""
         for name, number in transfer_stats_data.items():
             self._counters[engine_idx][name].inc(number)

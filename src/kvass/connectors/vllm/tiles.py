@@ -1,8 +1,11 @@
-"""Leave to use the tiles of AMX, which Linux gives a process on request.
+"""The permission to use the CPU's AMX tiles. Linux gives it to a process on request.
 
-vLLM's attention in bfloat16 uses them on a CPU that has them, and never asks: oneDNN does, at the
-first large product. An engine whose first forward pass is a hit may come to its attention before,
-and ends (SIGILL).
+On a CPU with AMX, vLLM's attention in bfloat16 uses the tiles but never requests the permission.
+oneDNN requests it at the first large matrix product. If the first forward pass is a hit, the engine
+may compute attention before any such product, and SIGILL ends it. So kvass requests the permission
+itself.
+
+A file of vLLM's version (see ``adapt.py``).
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from kvass.engine.boundary import log
 
 
 def may_load(dtype: Any) -> bool:
-    """Whether this process may compute with loaded KV of a model in ``dtype``."""
-    return _granted() or dtype != torch.bfloat16
+    """Whether this process may load KV for a model in ``dtype``."""
+    return _tiles_permitted() or dtype != torch.bfloat16
 
 
 @cache
-def _granted() -> bool:
-    """Asks, and says what follows if it is refused, once in this process."""
+def _tiles_permitted() -> bool:
+    """Whether the process may use AMX tiles or cannot use any. It requests the permission once in
+    this process, and logs an error if it is refused."""
     if namespace.device_kind() != "cpu" or not torch.cpu._is_amx_tile_supported():
         return True
     granted = bool(torch.cpu._init_amx())

@@ -1,10 +1,12 @@
-"""Which files vLLM's loaders read their weights from. ``kvass.engine.weights`` names them.
+"""The files from which vLLM loads a model's weights.
+
+``kvass.engine.weights`` names the weights by the content of these files.
 
 Laws of this file:
 
-- The network is asked nothing.
-- What is read from a place that cannot be looked at has no name: not even its address, where
-  others may lie tomorrow.
+- It never uses the network.
+- Weights that vLLM reads from a place that cannot be inspected have no name. Their address is no
+  name, because other weights may be there tomorrow.
 
 A file of vLLM's version (see ``adapt.py``).
 """
@@ -33,39 +35,49 @@ from kvass.engine.weights import NAME_IT, Source
 SAFETENSORS_FIRST: Final = frozenset(
     ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer")
 )
-KNOWN: Final = SAFETENSORS_FIRST | {"pt"}
-"""Load formats whose files are known."""
-ANY_FILE: Final = frozenset(("gguf", "runai_streamer_sharded", "sharded_state"))
-"""Load formats that may read any file of the folder. All others have no name: they read weights
-from elsewhere (``ipc_cache``, ``modelexpress``, ``tensorizer``), from an old copy (``npcache``: a
-folder ``np`` that vLLM does not renew), or a plug-in says from where."""
-LOADERS: Final = "vllm.model_executor.model_loader"
+KNOWN_FORMATS: Final = SAFETENSORS_FIRST | {"pt"}
+"""Load formats for which it is known which files vLLM reads."""
+ANY_FILE_FORMATS: Final = frozenset(("gguf", "runai_streamer_sharded", "sharded_state"))
+"""Load formats that may read any file of the folder.
+
+With any other format the weights have no name. ``ipc_cache``, ``modelexpress`` and ``tensorizer``
+read them from elsewhere. ``npcache`` reads a copy in the folder ``np`` that may be old. The formats
+of plug-ins read them from unknown places."""
+LOADER_MODULE: Final = "vllm.model_executor.model_loader"
 
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt")
-SMALL: Final = ("*config.json", "*quant*.json", "*.safetensors.index.json", "*.py")
-OF_MISTRAL: Final = ("params.json", "tekken.json")
-READ: Final = (*WEIGHTS, *SMALL, *OF_MISTRAL)
-"""Weights, how they are quantized, how images are prepared, which weight files are read, a model's
-own code, and its parts' configurations: a field of the identity has the model's, but not all of it
-(see ``namespace.NOT_THE_MODELS``)."""
-UNREAD: Final = ("*tokenizer_config.json",)
-"""Tokenizers do not count: requests are token ids. Mistral's also says how images are prepared."""
-TOKENIZER: Final = ("*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py")
-"""But some models look up by a token's text what they compute (``_reads_text``)."""
-UNREAD_FOLDERS: Final = ("original", "metal", "onnx", "openvino")
-"""The same weights once more, for other programs."""
-UNREAD_BESIDE: Final = ("pytorch_model*.bin", "training_args.bin", "optimizer.*", "scheduler.pt")
-"""What is not read of a folder with safetensors files."""
+SMALL_FILES: Final = ("*config.json", "*quant*.json", "*.safetensors.index.json", "*.py")
+MISTRAL_FILES: Final = ("params.json", "tekken.json")
+COUNTED: Final = (*WEIGHTS, *SMALL_FILES, *MISTRAL_FILES)
+"""Files of a model's folder that change KV: weights, settings of their quantization and of the
+preprocessing of images, the index of weight files, the model's own code, and configurations.
 
-SECOND: Final = {"audio_model_id": "audio_config", "text_model_id": "wrapped_model_config"}
-"""Where a model's configuration names a model whose weights are a part of it (Ultravox), and the
-configuration that came with those."""
+The model's configuration is also a field of the namespace, but without some attributes
+(``namespace.SKIPPED_HF_ATTRIBUTES``)."""
+NOT_COUNTED: Final = ("*tokenizer_config.json",)
+"""Tokenizers do not count, because requests are token ids. Mistral's ``tekken.json`` does count: it
+also has the settings for the preprocessing of images."""
+TOKENIZER: Final = ("*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py")
+"""Files of a tokenizer. They count only for some models (``_reads_text``)."""
+NOT_COUNTED_FOLDERS: Final = ("original", "metal", "onnx", "openvino")
+"""Folders with the same weights for other programs."""
+NOT_COUNTED_WITH_SAFETENSORS: Final = (
+    "pytorch_model*.bin",
+    "training_args.bin",
+    "optimizer.*",
+    "scheduler.pt",
+)
+"""Files that vLLM does not read if the folder has safetensors files."""
+
+INNER_MODELS: Final = {"audio_model_id": "audio_config", "text_model_id": "wrapped_model_config"}
+"""Attributes of a model's configuration that name another model whose weights are a part of it
+(Ultravox). Each is mapped to the attribute with that model's configuration."""
 COMMIT: Final = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """Files of a folder that are no weights: ``weights.WeightFiles``."""
+    """A ``weights.WeightFiles`` of files that match ``patterns`` and hold no weights."""
 
     root: Path
     patterns: tuple[str, ...]
@@ -78,7 +90,7 @@ class LocalFiles:
 
 @dataclass(frozen=True)
 class LocalWeights:
-    """Weights in a folder, or in one file: ``weights.WeightFiles``. ``load_format`` is vLLM's."""
+    """A ``weights.WeightFiles`` of a folder or of one file, with vLLM's ``load_format``."""
 
     root: Path
     load_format: str
@@ -88,24 +100,24 @@ class LocalWeights:
         if self.root.is_file():
             return {"": self.root}
         found = _files(self.root)
-        if self.load_format in ANY_FILE:
+        if self.load_format in ANY_FILE_FORMATS:
             return found
-        first = self.load_format in SAFETENSORS_FIRST and any(
+        only_safetensors = self.load_format in SAFETENSORS_FIRST and any(
             fnmatch(name, "*.safetensors") and "/" not in name for name in found
         )
-        unread = (*UNREAD, *(UNREAD_BESIDE if first else ()))
+        not_counted = (*NOT_COUNTED, *(NOT_COUNTED_WITH_SAFETENSORS if only_safetensors else ()))
         counting = {
             name: file
             for name, file in found.items()
-            if _matches(name, READ)
-            and not _matches(name, unread)
-            and not name.startswith(tuple(f"{folder}/" for folder in UNREAD_FOLDERS))
+            if _matches(name, COUNTED)
+            and not _matches(name, not_counted)
+            and not name.startswith(tuple(f"{folder}/" for folder in NOT_COUNTED_FOLDERS))
         }
         return counting if any(_matches(name, WEIGHTS) for name in counting) else {}
 
 
 def _files(root: Path) -> dict[str, Path]:
-    """All files below ``root`` but hidden ones, by relative name."""
+    """All files below ``root`` except hidden ones, by relative name."""
     found = {}
     for file in sorted(root.rglob("*")):
         inner = file.relative_to(root)
@@ -120,10 +132,10 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def sources(vllm_config: Any, model_id: str) -> tuple[Source, ...]:
-    """The weights of the model, and of its drafter, whose layers share the KV cache.
+    """The weights of the model and of its drafter. Layers of both are in the same KV cache.
 
-    ``model_id`` is the user's name for all of them; then nothing is looked at. Raises
-    ``Indescribable`` for weights that cannot be found without asking the network.
+    ``model_id`` is the user's name for all of these weights. If there is one, no file is inspected.
+    Raises ``Indescribable`` for weights that cannot be found without the network.
     """
     if model_id:
         return (f"id:{model_id}",)
@@ -138,61 +150,64 @@ def sources(vllm_config: Any, model_id: str) -> tuple[Source, ...]:
 def _sources_of(model: Any, load: Any) -> Iterator[Source]:
     load_format = str(load.load_format)
     if load_format == "dummy":
-        yield "dummy"  # the seed is a field of the identity
+        yield "dummy"  # their seed is a field of the namespace
         return
-    if load_format not in KNOWN | ANY_FILE or _is_replaced(load_format):
+    if load_format not in KNOWN_FORMATS | ANY_FILE_FORMATS or _is_replaced(load_format):
         raise Indescribable(f"what load format {load_format} reads is not known: {NAME_IT}")
     if "://" in model.model_weights:
         raise Indescribable(
             f"what lies at {model.model_weights} is not known, only its address: {NAME_IT}"
         )
     if model.model_weights and not os.path.exists(model.model_weights):
-        raise _unknown(model.model_weights)  # the revision is that of ``model.model``
+        raise _unknown(model.model_weights)  # ``model.revision`` belongs to ``model.model``
     hub = Hub(load.download_dir)
     folder = hub.folder(model.model, model.revision, model.hf_config)
     yield LocalWeights(folder, load_format)
     if model.model_weights:
         yield LocalWeights(_absolute(model.model_weights), load_format)
-    if load.download_dir and not os.path.exists(model.model):  # only weights are fetched to there
+    if load.download_dir and not os.path.exists(model.model):  # only weights are fetched into it
         yield f"configuration {getattr(model.hf_config, '_commit_hash', None)}"
-    for name, configuration in SECOND.items():
-        if second := getattr(model.hf_config, name, None):
-            own = getattr(model.hf_config, configuration, None)
-            yield LocalWeights(hub.folder(second, None, own), load_format)
+    for name, configuration in INNER_MODELS.items():
+        if inner := getattr(model.hf_config, name, None):
+            inner_config = getattr(model.hf_config, configuration, None)
+            yield LocalWeights(hub.folder(inner, None, inner_config), load_format)
     yield from _other_files(model, folder)
 
 
 def _is_replaced(load_format: str) -> bool:
-    """Whether a plug-in loads in place of vLLM's own loader."""
-    loaders = getattr(sys.modules.get(LOADERS), "_LOAD_FORMAT_TO_MODEL_LOADER", {})
+    """Whether a plug-in has replaced vLLM's own loader of this format."""
+    loaders = getattr(sys.modules.get(LOADER_MODULE), "_LOAD_FORMAT_TO_MODEL_LOADER", {})
     loader = loaders.get(load_format)
-    return load_format in KNOWN and getattr(loader, "__module__", "vllm").split(".")[0] != "vllm"
+    return (
+        load_format in KNOWN_FORMATS
+        and getattr(loader, "__module__", "vllm").split(".")[0] != "vllm"
+    )
 
 
 # ---------------------------------------------------------------- files beside the weights
 
 
 def _other_files(model: Any, folder: Path) -> Iterator[Source]:
-    """What changes KV and need not be in the model's folder."""
+    """Files that change KV and may be outside of the model's folder."""
     hub = Hub(None)
     if path := model.hf_config_path:
         revision = getattr(model, "_hf_config_revision", None) or model.revision
-        yield LocalFiles(hub.folder(path, revision, model.hf_config), SMALL)
+        yield LocalFiles(hub.folder(path, revision, model.hf_config), SMALL_FILES)
     if _reads_text(model):
         yield LocalFiles(hub.folder(model.tokenizer, model.revision, model.hf_config), TOKENIZER)
     for repo in sorted({*_code_elsewhere(model, folder)}):
-        if hub.has(repo):  # or nothing was loaded from there
+        if hub.has(repo):  # else nothing was loaded from there
             yield LocalFiles(hub.folder(repo, model.code_revision, None), ("*.py",))
 
 
 def _reads_text(model: Any) -> bool:
-    """Whether the model takes tokens with a similar text for the same (DeepSeek-V4.1's engrams)."""
+    """Whether the model treats tokens with similar texts as equal (DeepSeek-V4.1's engrams)."""
     return bool(getattr(model.hf_text_config, "engram_layer_ids", None))
 
 
 def _code_elsewhere(model: Any, folder: Path) -> Iterator[str]:
-    """The repositories from which code is run that computes the model, or prepares its images: not
-    the model's own, unless at another revision."""
+    """The repositories with code that computes the model or preprocesses its images. The model's
+    own repository is among them only if its code is taken from another revision."""
     computes = "Transformers" in str(model.architecture) or model.multimodal_config is not None
     if not (model.trust_remote_code and computes):
         return
@@ -200,7 +215,7 @@ def _code_elsewhere(model: Any, folder: Path) -> Iterator[str]:
         yield model.model
     found = dict(getattr(model.hf_config, "auto_map", None) or {})
     for file in folder.glob("*processor_config.json"):
-        with suppress(OSError, ValueError):  # then vLLM cannot read it either
+        with suppress(OSError, ValueError):  # a file that vLLM cannot read either
             found |= json.loads(file.read_bytes()).get("auto_map", {})
     for kind, reference in found.items():
         repo, elsewhere, _ = str(reference).partition("--")
@@ -220,18 +235,21 @@ def _absolute(path: str) -> Path:
 
 
 class Hub:
-    """The Hub's cache: of its client, or in another folder."""
+    """The local cache of the Hugging Face Hub, in ``folder`` or where its client has it."""
 
     def __init__(self, folder: str | None) -> None:
         self._cache = Path(folder or constants.HF_HUB_CACHE).absolute()
 
     def has(self, name: str) -> bool:
-        """Whether ``name`` is a path, or anything of it was fetched."""
+        """Whether ``name`` is an existing path or a repository with files in the cache."""
         return os.path.exists(name) or self._repo(name).exists()
 
     def folder(self, name: str, revision: str | None, configuration: Any) -> Path:
-        """A path as it is; a name on the Hub as its snapshot. ``configuration``: the one that was
-        loaded from there, if any. Raises ``Indescribable``."""
+        """The folder of ``name``: the path itself, or the snapshot of a repository on the Hub.
+
+        ``configuration``: the configuration that was loaded from it, if any. Raises
+        ``Indescribable``.
+        """
         if os.path.exists(name):
             return _absolute(name)
         if envs.VLLM_USE_MODELSCOPE:
@@ -250,7 +268,12 @@ class Hub:
         return self._cache / repo_folder_name(repo_id=name, repo_type="model")
 
     def _commit(self, repo: Path, revision: Any, configuration: Any) -> str | None:
-        """The commit that vLLM loaded: as it resolved it, or as the cache notes it."""
+        """The commit that vLLM loaded, or None if it is not known.
+
+        It is the commit to which vLLM resolved the revision, or the revision itself, or the commit
+        in the cache's note. A note counts if it agrees with the configuration or is older than
+        this process.
+        """
         if (resolved := getattr(revision, "resolved", None)) is not None:
             return str(resolved)
         if revision is not None and COMMIT.fullmatch(revision):
@@ -260,5 +283,5 @@ class Hub:
             commit, changed_ns = note.read_text().strip(), note.stat().st_ctime_ns
         except OSError:
             return None
-        ours = commit == getattr(configuration, "_commit_hash", None)
-        return commit if ours or changed_ns <= weights.started_ns() else None
+        agrees = commit == getattr(configuration, "_commit_hash", None)
+        return commit if agrees or changed_ns <= weights.started_ns() else None
