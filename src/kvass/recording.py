@@ -1,10 +1,12 @@
 """The lines of a recording: what ``kvass serve --record`` writes and ``kvass simulate`` reads.
 
-Law of this file: a recording tells nothing of what was asked. It has no tokens, and keyed hashes of
-chunk hashes and request ids; the key is drawn anew for each recording and kept nowhere.
+Law of this file: a recording reveals nothing of the prompts. It has no tokens. Instead of chunk
+hashes and request ids it has keyed hashes of them; the key is random for each recording, and is not
+kept.
 
-JSON lines, in order of time. ``t``: seconds since the recording began. ``keys``: ``KEY_BYTES``
-each, in base64; equal keys of one engine mean equal prompts up to the chunk's end.
+A recording is JSON lines in order of time. ``t`` is in seconds since the recording began. ``keys``
+are of ``KEY_BYTES`` each, in base64. Equal keys of one engine mean that the prompts are equal up to
+the chunk's end.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ KEY_BYTES: Final = 8
 
 
 class Line(msgspec.Struct, tag_field="kind", omit_defaults=True):
-    """``engine``: a number for each namespace."""
+    """What every line has. ``engine``: the number of a namespace."""
 
     engine: int
 
 
 class Group(msgspec.Struct, omit_defaults=True):
-    """A layer group; ``row_bytes`` of all shards together."""
+    """A layer group. ``row_bytes`` is the size of a row, all shards together."""
 
     kind: GroupKind
     block_tokens: int
@@ -34,7 +36,7 @@ class Group(msgspec.Struct, omit_defaults=True):
 
 
 class EngineLine(Line, tag="engine"):
-    """A namespace: comes before the first of its other lines."""
+    """A namespace. This line comes before all other lines of the namespace."""
 
     chunk_tokens: int
     groups: tuple[Group, ...]
@@ -50,9 +52,9 @@ class LookupLine(Line, tag="lookup"):
 
 
 class StoreLine(Line, tag="store"):
-    """Rows were asked for, of groups ``groups`` (a bit mask), for a request's chunks from ``first``
-    on. ``blocks``: the keys of their blocks, and of those after the last chunk; empty if hits end
-    with a chunk."""
+    """An engine asked to store a request's chunks from ``first`` on, in the layer groups of the bit
+    mask ``groups``. ``blocks``: the keys of the blocks of these chunks, and of the blocks after the
+    last one; empty if hits end with a chunk."""
 
     t: float
     request: int
@@ -63,7 +65,7 @@ class StoreLine(Line, tag="store"):
 
 
 class LostLine(Line, tag="lost"):
-    """So many messages before this one are not in the recording: the disk was too slow."""
+    """A number of messages before this line is missing, because the disk was too slow."""
 
     messages: int
 
