@@ -1,4 +1,4 @@
-"""``kvass blend``."""
+"""The command ``kvass blend``: stores documents, so that prompts can contain them anywhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     names = ("action", "files", "model", "dtype", "attention", "chunk_tokens", "tag", "salt")
     own = {name: options.pop(name) for name in names}
     config, texts = load(options, os.environ), {file: _read(file) for file in own["files"]}
-    try:  # slow to import, and an extra
+    try:  # slow to import, and installed only with an extra
         from kvass.connectors.transformers import documents
     except ImportError as error:
         raise ConfigError(f"{error}: pip install 'kvass[transformers]'") from None

@@ -1,8 +1,9 @@
-"""``kvass``: which command, and how failure looks.
+"""The entry point of ``kvass``: runs a command, and prints its errors.
 
-Whatever goes wrong is one line on stderr that says what to do, and exit status 2 for the caller's
-mistake, 1 for a daemon that is not there or says no. A command is the function ``run`` of the
-module of its name, imported only when it runs, so that ``serve`` is ready at once.
+An error is one line on stderr that says what to do. The exit status is 2 for the caller's mistake,
+and 1 if there is no daemon or it refuses the request. A command is the function ``run`` of the
+module with the command's name. The module is imported only when the command runs, so that ``serve``
+starts fast.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would keep buffers for threads unused
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # or numpy allocates buffers for threads that are never used
 
 from kvass._version import __version__
 from kvass.config import Parser

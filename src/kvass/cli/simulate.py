@@ -1,4 +1,4 @@
-"""``kvass simulate``: how much memory a workload needs, and what it would gain."""
+"""The command ``kvass simulate``: how much memory a workload needs, and what a cache would save."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _SWEPT: Final[dict[str, Any]] = {
         "tails",
     )
 }
-"""What is swept beside chunks and L1, and what it is if nothing is said."""
+"""The swept options except the sizes of chunks and of L1, and their defaults."""
 _OF_TIERS: Final = tuple(_SWEPT)[1:-1]
 
 
 def run(argv: list[str]) -> int:
-    """Play traces, print what each setting did. Raises ``UsageError``."""
+    """Play traces, and print the result of each setting. Raises ``UsageError``."""
     options = _parser().parse_args(argv)
     if options.synth:
         if len(options.trace) != 1:
@@ -101,7 +101,7 @@ def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterato
 
 
 def _sizes_of(best: Best) -> list[int]:
-    """Shares of what the trace needs in all."""
+    """Default sizes of L1: shares of the memory that all rows of the trace need."""
     least = _LEAST_CHUNKS * best.row_bytes
     return sorted({max(int(best.whole_bytes * share), least) for share in _SHARES})
 
@@ -118,7 +118,7 @@ def _play(trace: Trace, setting: Setting, models: dict[int, Model], best: Best) 
 
 
 def _show(text: str) -> None:
-    """One line on a terminal, in place of the last."""
+    """Show progress: replace the last line on a terminal by ``text``."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -150,7 +150,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _words(*known: str) -> Callable[[str], list[str]]:
-    """Some of ``known``, each once."""
+    """A parser of a comma-separated list of words of ``known``, each at most once."""
 
     def parse(text: str) -> list[str]:
         words = text.split(",")

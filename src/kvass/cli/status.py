@@ -1,4 +1,4 @@
-"""``kvass status``."""
+"""The command ``kvass status``: shows whether a daemon works, and what it saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvass.config import Parser
 
 
 def run(argv: list[str]) -> int:
-    """Say how the daemon is. Raises ``Unavailable`` if there is none."""
+    """Print the status of the daemon. Raises ``Unavailable`` if there is none."""
     parser = Parser(
         prog="kvass status", description="Show whether a daemon works, and what it saves."
     )

@@ -1,7 +1,8 @@
 """KV cache geometry of well-known models, by name: what one token takes in each layer group.
 
-From the models' ``config.json``: ``2 * num_key_value_heads * head_dim`` values per layer, or with
-MLA ``kv_lora_rank + qk_rope_head_dim``; 2 bytes each (bf16), one shard that holds all of it.
+The numbers are from the models' ``config.json``: ``2 * num_key_value_heads * head_dim`` values per
+layer, or with MLA ``kv_lora_rank + qk_rope_head_dim``. A value has 2 bytes (bf16). One shard has
+all of them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from kvass.types import GroupKind, GroupLayout
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers with one cache spec: how many, and bytes of a token in one. ``window_tokens``: as of
-    ``GroupLayout``."""
+    """Layers with the same cache spec: their number, and the bytes of a token in one of them.
+    ``window_tokens`` is that of ``GroupLayout``."""
 
     count: int
     token_bytes: int
@@ -42,14 +43,14 @@ MODELS: Final[dict[str, tuple[Layers, ...]]] = {
 
 
 def layers_of(model: str) -> tuple[Layers, ...]:
-    """By name. Raises ``UsageError`` for a name that is not in ``MODELS``."""
+    """The layers of a model. Raises ``UsageError`` for a name that is not in ``MODELS``."""
     if model not in MODELS:
         raise UsageError(f"--model {model}: it is one of {', '.join(MODELS)}; or use --token-bytes")
     return MODELS[model]
 
 
 def layout(layers: tuple[Layers, ...], block_tokens: int) -> tuple[GroupLayout, ...]:
-    """As an engine whose blocks are of ``block_tokens`` registers it, page by page."""
+    """The layer groups that an engine with blocks of ``block_tokens`` tokens registers."""
     return tuple(
         GroupLayout(
             each.kind,

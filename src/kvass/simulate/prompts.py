@@ -1,4 +1,4 @@
-"""How an engine names a prompt of a trace: hashes of its chunks, and of its blocks."""
+"""The keys that an engine gives a prompt of a trace: hashes of its chunks and of its blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WIDTH: Final = 16
 
 
 def digests(ids: U64Array, piece_tokens: int, unit_tokens: int) -> bytes:
-    """The hashes of all whole units, ``WIDTH`` bytes each: the id of a unit's last piece, and which
-    part of it the unit ends in."""
+    """The hashes of all whole units of ``unit_tokens``, ``WIDTH`` bytes each. A hash has the id of
+    the unit's last piece, and the number of the part of that piece in which the unit ends."""
     each, parts = max(1, unit_tokens // piece_tokens), max(1, piece_tokens // unit_tokens)
     ends = np.repeat(ids[each - 1 :: each], parts)
     keys = np.empty((len(ends), 2), np.uint64)
@@ -26,9 +26,10 @@ def digests(ids: U64Array, piece_tokens: int, unit_tokens: int) -> bytes:
 
 @dataclass(frozen=True)
 class PromptKeys:
-    """``chunks``: the hashes of its whole chunks. ``blocks``: those of its whole blocks, of which a
-    chunk has ``each`` and ends with the last; empty where hits end with a chunk (``each`` 0).
-    ``askable``: so many blocks may hit; the last token of a prompt is computed in any case."""
+    """The keys of a prompt. ``chunks``: the hashes of its whole chunks. ``blocks``: those of its
+    whole blocks. A chunk has ``each`` blocks; if hits end with a chunk, ``each`` is 0 and
+    ``blocks`` is empty. ``askable``: how many blocks a lookup may ask for. The engine always
+    computes the last token of a prompt."""
 
     chunks: bytes
     blocks: bytes = b""
@@ -40,11 +41,11 @@ class PromptKeys:
 
     @property
     def tail(self) -> int:
-        """Its blocks after the last whole chunk."""
+        """The number of blocks after the last whole chunk."""
         return len(self.blocks) // WIDTH % self.each if self.each else 0
 
     def askable_chunks(self) -> int:
-        """How many of its chunks are looked up."""
+        """The number of chunks that are looked up."""
         return self.askable // self.each if self.each else len(self.chunks) // WIDTH
 
     def after(self, chunk: int) -> bytes:
@@ -59,7 +60,7 @@ class PromptKeys:
         return b"".join(self.block_hashes(end, end + 1) for end in ends)
 
     def cut(self, chunks: int) -> PromptKeys:
-        """Its first ``chunks`` chunks alone, if it has more."""
+        """The keys of the first ``chunks`` chunks, if there are more."""
         if len(self.chunks) <= chunks * WIDTH:
             return self
         blocks = self.block_hashes(0, chunks * self.each)
@@ -70,7 +71,8 @@ class PromptKeys:
 def prompt_of(
     trace: Trace, request: TraceRequest, chunk_tokens: int, block_tokens: int = 0
 ) -> PromptKeys:
-    """``block_tokens`` 0: it is named by whole chunks of whole pieces alone."""
+    """The keys of a request's prompt. With ``block_tokens`` 0 it has keys of chunks only, and only
+    of those of whole pieces."""
     piece_tokens = trace.tokens_of(request.engine)
     if not block_tokens:
         return PromptKeys(digests(request.pieces, piece_tokens, chunk_tokens))
@@ -85,7 +87,8 @@ def prompt_of(
 
 
 def _recorded(trace: Trace, request: TraceRequest, each: int) -> PromptKeys:
-    """What no store told are blocks of this chunk alone."""
+    """The keys of a recorded prompt. If no store recorded the blocks of a chunk, each gets a key
+    that no other chunk has."""
     chunks, rest = request.pieces, () if request.rest is None else request.rest
     count = len(chunks) * each
     keys = np.zeros((count + len(rest), 2), np.uint64)
@@ -93,7 +96,7 @@ def _recorded(trace: Trace, request: TraceRequest, each: int) -> PromptKeys:
     keys[:count, 1] = np.tile(np.arange(1, each + 1), len(chunks))
     keys[count:, 0] = rest
     for i, chunk in enumerate(chunks.tolist()):
-        told = trace.blocks.get((request.engine, chunk))
-        if told is not None:
-            keys[i * each : (i + 1) * each] = np.stack([told, np.zeros_like(told)], axis=1)
+        blocks = trace.blocks.get((request.engine, chunk))
+        if blocks is not None:
+            keys[i * each : (i + 1) * each] = np.stack([blocks, np.zeros_like(blocks)], axis=1)
     return PromptKeys(digests(chunks, 1, 1), keys.tobytes(), each, len(keys))
