@@ -1,4 +1,4 @@
-"""The daemon's configuration: one model, four sources.
+"""The daemon's configuration: its options, and the four sources of their values.
 
 Law of this file: ``Config`` alone names the options. Flags, ``KVASS_*`` environment names, YAML
 keys and ``--print-config`` are derived from its fields, so they cannot disagree. An unknown name is
@@ -48,8 +48,8 @@ def default_socket() -> str:
 
 
 def check_folder(path: str) -> None:
-    """Refuse the default ``path`` in the temporary folder unless the folder that it is in belongs
-    to this user, and nobody else may write to it.
+    """Refuse the default ``path`` in the temporary folder if another user may write to the
+    folder that it is in.
 
     Any user could have created that folder first, and be listening there. Raises ``ConfigError`` if
     another user may write to it, and ``Unavailable`` if it does not exist. Other paths are not
@@ -299,7 +299,7 @@ def quotas(config: Config) -> tuple[Quota, ...]:
 
 def check_quotas(config: Config, where: str = "quota") -> None:
     """Raise ``ConfigError`` unless all quotas fit into ``l1_size``, and each tenant with a quota in
-    a tier has one of L1, too."""
+    a tier, except the default one, has a quota of L1, too."""
     try:
         every = quotas(config)
         check_quotas_of(every, "an l1_size", config.l1_size)
@@ -395,7 +395,7 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
 
 
 def _uid(user: Any, origin: str) -> Any:
-    """The id of a user that is given by name. An id is returned as it is."""
+    """The id of a user. A name is looked up; an id is returned as it is."""
     if not isinstance(user, str) or user.lstrip("-").isdecimal():
         return user
     try:

@@ -1,4 +1,4 @@
-"""One exception tree, and the typed refusals that travel on the wire.
+"""The exceptions of kvass, and the codes of refusals on the wire.
 
 ::
 

@@ -21,7 +21,7 @@ KEY_BYTES: Final = 8
 
 
 class Line(msgspec.Struct, tag_field="kind", omit_defaults=True):
-    """What every line has. ``engine``: the number of a namespace."""
+    """A line of a recording. ``engine``: the number of its namespace."""
 
     engine: int
 

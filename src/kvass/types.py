@@ -64,7 +64,7 @@ MOST_SECONDS: Final = 1e12
 Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 """A finite number that is not negative; also used for milliseconds and for tokens per second."""
 Name = Annotated[str, Meta(max_length=4096)]
-"""A string with a largest length. The daemon's ``Limits`` are stricter for some names."""
+"""A string of limited length. The daemon's ``Limits`` are stricter for some of them."""
 Text = Annotated[str, Meta(max_length=65_536)]
 ShortBytes = Annotated[bytes, Meta(max_length=256)]
 Digests = Annotated[bytes, Meta(max_length=4 << 20)]
@@ -94,7 +94,7 @@ class Size(int):
 
     @classmethod
     def parse(cls, text: object) -> Size:
-        """The size that ``text`` says. Raises ``ValueError`` if it says none."""
+        """The size that ``text`` stands for. Raises ``ValueError`` if it is not a size."""
         match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", str(text).strip())
         if isinstance(text, bool) or match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"no size: {text!r}; write it like 8GiB or 512MiB")
@@ -149,8 +149,8 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return range(first_token // self.block_tokens, -(-end_token // self.block_tokens))
 
     def row_blocks(self, chunk_tokens: int) -> int:
-        """The number of blocks at the end of a chunk that its row keeps: those that a hit may need
-        which ends with the chunk. ``chunk_tokens`` is a multiple of ``block_tokens``."""
+        """The number of blocks at the end of a chunk that its row keeps: those that a hit
+        ending there may need. ``chunk_tokens`` is a multiple of ``block_tokens``."""
         reach = chunk_tokens
         if self.kind == "sliding_window":
             reach = min(chunk_tokens, self.window_tokens - 1)
@@ -237,8 +237,8 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def parse(cls, text: str) -> Quota:
-        """Parse ``NAME=CAP``, ``NAME=CAP:RESERVED`` or ``NAME=:RESERVED``, with sizes as
-        ``Size.parse`` takes them. Raises ``ValueError``."""
+        """Parse ``NAME=CAP``, ``NAME=CAP:RESERVED`` or ``NAME=:RESERVED``. The sizes are
+        written as ``Size`` says. Raises ``ValueError``."""
         name, equals, sizes = text.partition("=")
         cap, _, reserved = sizes.partition(":")
         if not equals or not sizes.strip():
@@ -272,7 +272,8 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check_quotas_of(quotas: Sequence[Quota], what: str, size: int) -> None:
-    """Raise ``ValueError`` unless all ``quotas`` fit into the ``size`` bytes of ``what``."""
+    """Raise ``ValueError`` if a tenant has two quotas, if there are too many, or if more than the
+    ``size`` bytes of ``what`` are reserved."""
     names = [quota.tenant for quota in quotas]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"{min(twice)} has two: give one")
@@ -337,7 +338,7 @@ MAX_PATIENCE_S: Final = 30.0
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """The daemon's time limits. It sends them in the handshake, so nobody configures engines."""
+    """The daemon's time limits. It sends them in the handshake, so engines need no options."""
 
     lease_s: float = 60.0
     reserve_s: float = 60.0

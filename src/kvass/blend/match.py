@@ -28,14 +28,14 @@ WAYS: Final = 8
 KEY_WORDS: Final = 4
 """A key or a space is a digest of up to 32 bytes: this many uint64."""
 _CELLS: Final = 16
-"""Cells of the filter per bucket. At most one in 16 of the offsets without a known chunk passes
-the filter."""
+"""Cells of the filter per bucket. Of the offsets at which no known chunk stands, at most one in
+16 passes the filter."""
 _BLOCK: Final = 8192
 _DENSE: Final = 64
 _PERIOD: Final = 8
 """Known chunks at ``_DENSE`` consecutive offsets occur only in a text that repeats itself. Looking
 at all these offsets would take too long. Of each chunk there ``_PERIOD`` offsets are looked at, the
-last offset, and the offsets at which a document goes on that begins or ends beside the text."""
+last offset, and those at which a document would go on that stands beside the repetition."""
 _ROUNDS: Final = 3
 """How often offsets are chosen anew if the chunks at some of them turn out not to match."""
 _SAMPLE: Final = 64
@@ -110,8 +110,7 @@ class ChunkMatcher:
         self._powers(chunk_tokens + _BLOCK)
 
     def keys_of(self, ids: I64Array) -> U64Array:
-        """The names of entries: the words of their keys, and their places. No two entries that are
-        different have one name."""
+        """The names of entries: the words of their keys, and their places."""
         return self.named(self.place[ids], self.key[ids])
 
     @staticmethod
@@ -125,7 +124,7 @@ class ChunkMatcher:
     # ------------------------------------------------------------ entries
 
     def add(self, place: int, space: U64Array, chunks: Chunks) -> I64Array:
-        """Add entries, ``capacity`` at most. Returns the ids of those that had room."""
+        """Add entries, ``capacity`` at most. Returns the ids of those that are kept."""
         hashes = self._hash_chunks(chunks.tokens, self._salt(place, space))
         if len(some := _last_alike(hashes)) < len(hashes):  # adding each would take 20 us
             chunks, hashes = chunks.of(some), hashes[some]
@@ -369,8 +368,8 @@ def _last_alike(hashes: U64Array) -> I64Array:
 
 def _choose(hits: I64Array, k: int) -> I64Array:
     """The indices of offsets in ``hits``, which ascend, such that no two chunks of ``k`` tokens
-    overlap. From left to right: of the chunks that overlap the first one left, the chunk is chosen
-    that begins the longest run of hits that are ``k`` apart."""
+    overlap. It goes from left to right. Of the chunks that overlap the first one left, the chunk is
+    chosen that begins the longest run of hits that are ``k`` apart."""
     order = np.argsort((hits % k).astype(np.min_scalar_type(k)), kind="stable")
     ends = np.flatnonzero(np.diff(hits[order], append=-1) != k)
     lengths, place = np.empty(len(hits), np.int64), np.empty(len(hits), np.int64)

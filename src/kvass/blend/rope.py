@@ -1,4 +1,4 @@
-"""Moves K to other positions: rotates what rotary embedding (RoPE) rotated by another angle.
+"""Moves K to other positions, by rotating the numbers that rotary embedding (RoPE) rotates.
 
 Always move the K that was stored, never K that was moved before, because rounding errors add up.
 """

@@ -1,8 +1,8 @@
 """The ropes of a model: read from the engine's own modules, and measured where it can run.
 
 This code knows no names of models. It lets an HF model compute one token at several positions. Then
-the K of a layer differs by its rotation alone. The rope is the description that maps one of these K
-to the others.
+the K of a layer differs by its rotation alone. The rope is the description that maps the K
+of one position to those of the others.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
 
 def _tenants(tenants: list[dict[str, Any]]) -> Iterator[str]:
     """The table of tenants that use memory, have sent lookups or have a quota. It is left out if
-    only the default tenant is in it, without a quota."""
+    it would have one tenant only, and no tenant has a quota."""
     rows = [
         (
             t["tenant"],

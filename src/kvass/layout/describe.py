@@ -14,7 +14,7 @@ The end of the slot is padding that nobody reads or writes::
 
 If layers are adjacent within each block, as in layouts with blocks as the outermost dimension,
 ``join_layers`` makes one layer of them. Then a block is one piece in the engine's memory and in a
-slot. The joined layer is part of what the daemon knows, and of the namespace. So an engine that has
+slot. The daemon and the namespace know only the joined layer. So an engine that has
 the same layers apart never reads the row.
 """
 

@@ -32,15 +32,15 @@ class Spans:
         return tuple(ids[end - one.row_blocks(self._chunk_tokens) : end])
 
     def covered(self, table: Table) -> int:
-        """The number of chunks that have blocks in every group."""
+        """The number of leading chunks that have blocks in every group."""
         each = zip(table, self._groups, strict=True)
         return min(len(ids) * one.block_tokens for ids, one in each) // self._chunk_tokens
 
     def storable(self, table: Table, states: States, chunk: int) -> int:
         """Bit mask of the groups whose row of a covered ``chunk`` can be copied now.
 
-        It is 0 unless every ``full`` group is among them, because no hit is longer than the rows of
-        a full group.
+        It is 0 unless every ``full`` group is among them, because a hit cannot go beyond a chunk
+        without such a row.
         """
         mask = 0
         for number, one in enumerate(self._groups):

@@ -39,7 +39,7 @@ class Best:
             prompt = prompt_of(trace, r, model.chunk_tokens, block)
             keys, unit, most = prompt.chunks, model.chunk_tokens, _NEVER
             if block:
-                unit, most = min(piece_tokens, unit), prompt.askable * block
+                unit, most = min(piece_tokens, unit), prompt.max_hit_blocks * block
                 keys = prompt.ends(unit // block)
             self._parts = model.chunk_tokens // unit
             self._tokens.append((unit, most))

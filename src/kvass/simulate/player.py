@@ -273,7 +273,7 @@ class Player:
     def _look_up(self, engine: Sessions, request: TraceRequest, prompt: PromptKeys) -> None:
         outcome, model, found = self.outcome, engine.model, Matched()
         outcome.input_tokens += request.input_tokens
-        chunks = prompt.askable_chunks()
+        chunks = prompt.max_hit_chunks()
         if chunks or prompt.after(chunks):
             began_s, loaded = self.now, self._loaded_rows
             found = self._ask(engine.scheduler, self._lookup(request, prompt, chunks))

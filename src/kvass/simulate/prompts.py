@@ -28,13 +28,13 @@ def digests(ids: U64Array, piece_tokens: int, unit_tokens: int) -> bytes:
 class PromptKeys:
     """The keys of a prompt. ``chunks``: the hashes of its whole chunks. ``blocks``: those of its
     whole blocks. A chunk has ``each`` blocks; if hits end with a chunk, ``each`` is 0 and
-    ``blocks`` is empty. ``askable``: how many blocks a lookup may ask for. The engine always
+    ``blocks`` is empty. ``max_hit_blocks``: how many blocks a lookup may ask for. The engine always
     computes the last token of a prompt."""
 
     chunks: bytes
     blocks: bytes = b""
     each: int = 0
-    askable: int = 0
+    max_hit_blocks: int = 0
 
     def block_hashes(self, begin: int, end: int) -> bytes:
         return self.blocks[begin * WIDTH : end * WIDTH]
@@ -44,14 +44,14 @@ class PromptKeys:
         """The number of blocks after the last whole chunk."""
         return len(self.blocks) // WIDTH % self.each if self.each else 0
 
-    def askable_chunks(self) -> int:
+    def max_hit_chunks(self) -> int:
         """The number of chunks that are looked up."""
-        return self.askable // self.each if self.each else len(self.chunks) // WIDTH
+        return self.max_hit_blocks // self.each if self.each else len(self.chunks) // WIDTH
 
     def after(self, chunk: int) -> bytes:
         """The hashes of the first blocks of ``chunk`` at which a hit may end."""
         begin = chunk * self.each
-        return self.block_hashes(begin, min(begin + self.each - 1, self.askable))
+        return self.block_hashes(begin, min(begin + self.each - 1, self.max_hit_blocks))
 
     def ends(self, blocks: int) -> bytes:
         """The hashes of every ``blocks``-th block, and of the last."""
@@ -64,8 +64,8 @@ class PromptKeys:
         if len(self.chunks) <= chunks * WIDTH:
             return self
         blocks = self.block_hashes(0, chunks * self.each)
-        askable = min(self.askable, chunks * self.each)
-        return PromptKeys(self.chunks[: chunks * WIDTH], blocks, self.each, askable)
+        max_hit_blocks = min(self.max_hit_blocks, chunks * self.each)
+        return PromptKeys(self.chunks[: chunks * WIDTH], blocks, self.each, max_hit_blocks)
 
 
 def prompt_of(
@@ -82,8 +82,8 @@ def prompt_of(
     blocks = blocks[: request.input_tokens // block_tokens * WIDTH]
     each, count = chunk_tokens // block_tokens, len(blocks) // WIDTH
     ends = np.frombuffer(blocks, f"V{WIDTH}")[each - 1 :: each]
-    askable = min(count, (request.input_tokens - 1) // block_tokens)
-    return PromptKeys(ends.tobytes(), blocks, each, askable)
+    max_hit_blocks = min(count, (request.input_tokens - 1) // block_tokens)
+    return PromptKeys(ends.tobytes(), blocks, each, max_hit_blocks)
 
 
 def _recorded(trace: Trace, request: TraceRequest, each: int) -> PromptKeys:

@@ -102,7 +102,8 @@ class Done:
 
 
 class Mover(ABC):
-    """Copies between slots and the planes of ``groups`` in regions of ``region_bytes`` bytes each.
+    """A mover between arena slots and the planes of ``groups``, in regions of ``region_bytes``
+    bytes.
 
     The copy thread starts with the first job. Raises UsageError if a plane leaves its region.
     """

@@ -221,7 +221,8 @@ class HostMover(Mover):
         if row is not None:
             self._move(task, *row)
         else:
-            self._settle(task.job, task.since, *self._end_of(task))
+            outcome, error = self._end_of(task)
+            self._settle(task.job, task.since, outcome, error)
         return True
 
     def _next(self, helps: bool) -> _Task | None:

@@ -4,8 +4,8 @@ GPU.
 Handles and addresses are integers. Errors are values (:class:`Fault`), and no error is left for the
 engine's next call to find. No call waits for work on the device, except ``pageable`` copies.
 
-Order is CUDA's: work on one stream happens one after the other, streams among themselves in any
-order, copies of one batch in any order and in parts. An event marks a place in a stream.
+The order is that of CUDA. Work on one stream happens in its order, work on different streams in any
+order. Copies of one batch happen in any order, and in parts. An event marks a place in a stream.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Runtime(Protocol):
         """A new event after all work that is queued on the calling thread's compute stream."""
 
     def open_stream(self, kind: Kind) -> Stream | Fault:
-        """A new stream for copies of ``kind``. The kernel of loads goes before the engine's."""
+        """A new stream for copies of ``kind``. Kernels of loads have a higher priority than the
+        engine's."""
 
     def close_stream(self, stream: Stream) -> Fault | None:
         """Destroy the stream. No work runs on it."""

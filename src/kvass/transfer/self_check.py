@@ -22,15 +22,15 @@ from kvass.transfer.runtime import Kind, Region, Runtime, Way
 
 NO_KERNEL: Final[Mapping[Kind, int]] = {"store": 0, "load": 0}
 NO_PINS: Final[Mapping[Kind, int]] = {}
-"""For ``CudaMover``: pin nothing."""
+"""The argument ``kernel_below`` of a ``CudaMover`` that pins nothing."""
 _ALWAYS_KERNEL: Final[Mapping[Kind, int]] = {"store": 0, "load": 1 << 40}
 _BLOCKS, _CHUNK, _ROWS = 24, 4, 5
 _PAGES: Final = (4096 + 8, 16 << 10)
-"""Bytes: a short run of odd words, and a longer one. Below 1 MiB in all: for more, torch takes
-20 MiB of the device's memory, and keeps them."""
+"""Page sizes in bytes: a short one with an odd number of words, and a longer one. All pages
+together are below 1 MiB, because for more torch takes 20 MiB of device memory, and keeps them."""
 _KINDS: Final[tuple[Kind, ...]] = ("store", "load")
 _PATIENCE_S: Final = 60.0
-"""The first copy of a process compiles the kernel."""
+"""The time limit of a copy. The first copy of a process compiles the kernel."""
 
 
 class Scratch(Protocol):
@@ -100,9 +100,11 @@ def _rounds(
     plans: tuple[CopyPlan, ...],
     arena: U8Array,
 ) -> str:
-    """Two rounds of a store and a load; what is wrong with the second, empty if nothing is. The
-    first round compiles the kernel, pins memory and opens streams. That takes longer than any work
-    that is queued before it, so it would hide a copy that does not wait."""
+    """Do a store and a load twice. Returns what is wrong in the second round; empty if nothing is.
+
+    The first round compiles the kernel, pins memory and opens streams. That takes longer than any
+    work that is queued before it, so it would hide a copy that does not wait.
+    """
     rng = np.random.default_rng(2)
     for judged in (False, True):
         for kind in _KINDS:
@@ -112,7 +114,9 @@ def _rounds(
             mover.submit(Job(kind, plans, arena))
             if not mover.drain(_PATIENCE_S):
                 return f"a {kind} did not end within {_PATIENCE_S:g} s"
-            found = scratch.read() if judged else before  # at once: not what comes after the end
+            found = (
+                scratch.read() if judged else before
+            )  # read at once, so that no later write is seen
             there = arena.copy()
             (done,) = mover.poll()
             if not done.ok:

@@ -21,9 +21,9 @@ The figures:
   ``release_128k_us``: its release, until the daemon has carried it out. ``lookup_128k_vs_dict``:
   the sum of the two, compared with a process that finds 512 keys in a dict and answers on a socket.
 - ``tier_store_vs_raw``: the time from the commit of a prompt of 64 MiB until a disk tier has it.
-The tier is full, and evicts. It is compared with writing as many bytes of a fallocated file past
-the page cache (``direct_io``). ``tier_load_vs_raw``: the time from a lookup to its match, by a
-daemon that has none of the prompt in L1, compared with reading the file.
+  The tier is full, and evicts. It is compared with writing as many bytes of a fallocated file
+  past the page cache (``direct_io``). ``tier_load_vs_raw``: the time from a lookup to its match, by
+  a daemon that has none of the prompt in L1, compared with reading the file.
 """
 
 from __future__ import annotations

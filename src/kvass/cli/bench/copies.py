@@ -1,4 +1,4 @@
-"""Store and load of a prompt's chunks, against memcpy in the same rounds."""
+"""Measures store and load of a prompt's chunks, compared with memcpy in the same rounds."""
 
 from __future__ import annotations
 

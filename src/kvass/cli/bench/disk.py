@@ -1,4 +1,4 @@
-"""A disk tier behind a daemon, against a raw file in the same folder.
+"""Measures a disk tier of a daemon, compared with a raw file in the same folder.
 
 Law of this file: no file of the user is touched. All files are in a new folder inside the user's
 folder. The new folder is removed afterwards.
@@ -118,8 +118,8 @@ class Tiered(KvCache):
         return took_s
 
     def found(self) -> bool:
-        """Whether a lookup finds the whole prompt. Not right after a start of the daemon: it has to
-        read the epoch from the tier first."""
+        """Whether a lookup finds the whole prompt. False right after a
+        start of the daemon, because it has to read the epoch from the tier first."""
         matched = self.engine.ask(self.digests)
         self.engine.release(matched)
         return matched.chunks == self.prompt.chunks

@@ -47,8 +47,9 @@ def measure_lookups(
     private: bool = False,
     daemon_uid: int | None = None,
 ) -> dict[str, Any]:
-    """``lookup_128k_us``, ``release_128k_us``, ``lookup_128k_vs_dict`` (``..._128k_tp8_...`` for 8
-    ranks). Each of ``engines`` has ``resident`` rows. Raises ``KvassError``."""
+    """The figures ``lookup_128k_us``, ``release_128k_us``, ``lookup_128k_vs_dict``
+    (``..._128k_tp8_...`` for 8 ranks). Each of ``engines`` has ``resident`` rows. Raises
+    ``KvassError``."""
     times: dict[str, list[float]] = {"lookup": [], "release": [], "dict": []}
     with ExitStack() as ending, ThreadPoolExecutor(engines) as pool:
         asks = []

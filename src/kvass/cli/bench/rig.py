@@ -144,7 +144,7 @@ def wait_for(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S
 
 def private_memory(size: int) -> U8Array:
     """Anonymous memory at a page boundary, faulted in. At other addresses a large memcpy has a
-    third of its speed on some CPUs, which would improve our ratios."""
+    third of its speed on some CPUs, so our ratios would be too good."""
     private = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     private[:] = 1
     return private
