@@ -118,10 +118,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="group whose members may connect; it becomes the group of the socket")
     ] = ""
     lease_s: Annotated[
-        Seconds, Meta(description="seconds that an engine may take to read what it was given")
+        Seconds, Meta(description="seconds that an engine may take to read a hit")
     ] = Timing().lease_s
     reserve_s: Annotated[
-        Seconds, Meta(description="seconds that an engine may take to write what it reserved")
+        Seconds, Meta(description="seconds that an engine may take to write rows that it reserved")
     ] = Timing().reserve_s
     lost_engine_grace_s: Annotated[
         float,
@@ -173,8 +173,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "simulate"
         ),
     ] = ""
-    record_size: Annotated[Size, Meta(description="bytes of it after which recording ends")] = Size(
-        1 << 30
+    record_size: Annotated[Size, Meta(description="size of that file at which recording ends")] = (
+        Size(1 << 30)
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],

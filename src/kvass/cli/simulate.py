@@ -195,10 +195,10 @@ def _parser() -> Parser:
         "--flush",
         type=_words(*modes),
         metavar="MODES",
-        help=f"as of kvass serve: {','.join(modes)}",
+        help=f"as for kvass serve: {','.join(modes)}",
     )
     for flag in ("--keep-loaded", "--skip-slow-loads"):
-        parser.add_argument(flag, type=_switch, metavar="yes,no", help="as of kvass serve")
+        parser.add_argument(flag, type=_switch, metavar="yes,no", help="as for kvass serve")
     parser.add_argument(
         "--tails",
         type=_switch,
@@ -222,7 +222,13 @@ def _parser() -> Parser:
         "--synth", choices=KINDS, help="write a made-up trace to the file instead of playing it"
     )
     parser.add_argument(
-        "--requests", type=count, default=2000, metavar="N", help="of --synth; default: 2000"
+        "--requests",
+        type=count,
+        default=2000,
+        metavar="N",
+        help="requests that --synth writes; default: 2000",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --synth; default: 0")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed of --synth; default: 0"
+    )
     return parser

@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
         type=int,
         default=0,
         metavar="N",
-        help="end after so many looks (default: 0, never)",
+        help="end after this many looks (default: 0, never)",
     )
     options = vars(parser.parse_args(argv))
     every_s, times = max(0.1, options.pop("every")), options.pop("times")

@@ -321,7 +321,7 @@ class Player:
     ) -> None:
         """Write the chunks from ``first`` on, or from the end of this cache's hit, and the tail.
         One step of the core grants only some chunks. Its answer says where to go on."""
-        mask, each = request.groups or engine.mask, prompt.each
+        mask, each = request.groups or engine.mask, prompt.blocks_per_chunk
         chunks, tail = len(prompt.chunks) // WIDTH, prompt.tail
         if not request.looks_up:
             first = min(first, engine.found.get(request.name, first))

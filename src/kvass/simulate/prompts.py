@@ -27,13 +27,13 @@ def digests(ids: U64Array, piece_tokens: int, unit_tokens: int) -> bytes:
 @dataclass(frozen=True)
 class PromptKeys:
     """The keys of a prompt. ``chunks``: the hashes of its whole chunks. ``blocks``: those of its
-    whole blocks. A chunk has ``each`` blocks; if hits end with a chunk, ``each`` is 0 and
-    ``blocks`` is empty. ``max_hit_blocks``: how many blocks a lookup may ask for. The engine always
-    computes the last token of a prompt."""
+    whole blocks. A chunk has ``blocks_per_chunk`` blocks; this is 0 if hits end with a chunk, and
+    then ``blocks`` is empty. ``max_hit_blocks``: how many blocks a lookup may ask for. The engine
+    always computes the last token of a prompt."""
 
     chunks: bytes
     blocks: bytes = b""
-    each: int = 0
+    blocks_per_chunk: int = 0
     max_hit_blocks: int = 0
 
     def block_hashes(self, begin: int, end: int) -> bytes:
@@ -42,16 +42,20 @@ class PromptKeys:
     @property
     def tail(self) -> int:
         """The number of blocks after the last whole chunk."""
-        return len(self.blocks) // WIDTH % self.each if self.each else 0
+        return len(self.blocks) // WIDTH % self.blocks_per_chunk if self.blocks_per_chunk else 0
 
     def max_hit_chunks(self) -> int:
         """The number of chunks that are looked up."""
-        return self.max_hit_blocks // self.each if self.each else len(self.chunks) // WIDTH
+        return (
+            self.max_hit_blocks // self.blocks_per_chunk
+            if self.blocks_per_chunk
+            else len(self.chunks) // WIDTH
+        )
 
     def after(self, chunk: int) -> bytes:
         """The hashes of the first blocks of ``chunk`` at which a hit may end."""
-        begin = chunk * self.each
-        return self.block_hashes(begin, min(begin + self.each - 1, self.max_hit_blocks))
+        begin = chunk * self.blocks_per_chunk
+        return self.block_hashes(begin, min(begin + self.blocks_per_chunk - 1, self.max_hit_blocks))
 
     def ends(self, blocks: int) -> bytes:
         """The hashes of every ``blocks``-th block, and of the last."""
@@ -63,9 +67,11 @@ class PromptKeys:
         """The keys of the first ``chunks`` chunks, if there are more."""
         if len(self.chunks) <= chunks * WIDTH:
             return self
-        blocks = self.block_hashes(0, chunks * self.each)
-        max_hit_blocks = min(self.max_hit_blocks, chunks * self.each)
-        return PromptKeys(self.chunks[: chunks * WIDTH], blocks, self.each, max_hit_blocks)
+        blocks = self.block_hashes(0, chunks * self.blocks_per_chunk)
+        max_hit_blocks = min(self.max_hit_blocks, chunks * self.blocks_per_chunk)
+        return PromptKeys(
+            self.chunks[: chunks * WIDTH], blocks, self.blocks_per_chunk, max_hit_blocks
+        )
 
 
 def prompt_of(

@@ -130,10 +130,10 @@ def _populated(client: Client) -> bool:
     return bool(status["l1_populated_bytes"] >= status["l1_capacity_bytes"])
 
 
-def wait_for(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Call ``true`` until it returns True. Raises ``Unavailable`` after ``patience_s``."""
+def wait_for(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Call ``condition`` until it returns True. Raises ``Unavailable`` after ``patience_s``."""
     deadline = time.monotonic() + patience_s
-    while not true():
+    while not condition():
         if time.monotonic() > deadline:
             raise Unavailable(f"waited {patience_s:.0f} s in vain for {what}")
         time.sleep(0.002)
