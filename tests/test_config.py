@@ -294,10 +294,7 @@ def test_help_says_every_default() -> None:
     add_flags(parser)
     text = " ".join(parser.format_help().split())
     assert text.count("(default: ") == len(Config.__struct_fields__)
-    assert (
-        "--lease-s S seconds that an engine may take to read what it was given (default: 60)"
-        in text
-    )
+    assert "--lease-s S seconds that an engine may take to read a hit (default: 60)" in text
     assert "--keep-loaded yes|no keep rows that were" in text
     assert "(default: a quarter of the memory that this process may use)" in text
 

@@ -1,8 +1,9 @@
-"""The daemon's configuration: one model, four sources.
+"""The daemon's configuration: its options, and the four sources of their values.
 
 Law of this file: ``Config`` alone names the options. Flags, ``KVASS_*`` environment names, YAML
-keys and ``--print-config`` are derived from its fields, so they cannot disagree; a name that is
-none of them is an error wherever it stands. Flag beats environment beats file beats default.
+keys and ``--print-config`` are derived from its fields, so they cannot disagree. An unknown name is
+an error in every source. A flag overrides the environment, which overrides the file, which
+overrides the default.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ _HIDDEN: Final = "# Secrets are hidden: put them where *** stands.\n"
 _SERVICE: Final = re.compile(
     r"KVASS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
-"""What Kubernetes sets in every pod for services whose names begin with kvass."""
+"""Variables that Kubernetes sets in every pod for a service whose name begins with kvass."""
 
 
 def default_socket() -> str:
-    """``$XDG_RUNTIME_DIR/kvass.sock``, else in a folder of this user in the temporary folder."""
+    """``$XDG_RUNTIME_DIR/kvass.sock``, or else a path in this user's folder in the temporary
+    folder."""
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return os.path.join(runtime, "kvass.sock")
     import tempfile  # slow to import, seldom needed
@@ -46,11 +48,12 @@ def default_socket() -> str:
 
 
 def check_folder(path: str) -> None:
-    """Check that nobody else could have made the default socket ``path`` in the temporary folder.
+    """Refuse the default ``path`` in the temporary folder if another user may write to the
+    folder that it is in.
 
-    Another user may have made its folder first, and listen there. Raises ``ConfigError`` if the
-    folder is not this user's alone, ``Unavailable`` if it does not exist. Does nothing for any
-    other path.
+    Any user could have created that folder first, and be listening there. Raises ``ConfigError`` if
+    another user may write to it, and ``Unavailable`` if it does not exist. Other paths are not
+    checked.
     """
     if os.environ.get("XDG_RUNTIME_DIR") or path != default_socket():
         return
@@ -66,8 +69,7 @@ def check_folder(path: str) -> None:
 
 
 def memory_bytes() -> int:
-    """The memory that this process may use: physical memory, or the limit of its cgroup if it is
-    less."""
+    """The memory that this process may use: all of the machine's, or less if a cgroup limits it."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(physical, room().limit or physical)
 
@@ -81,10 +83,8 @@ Uid = Annotated[int, Meta(ge=0, lt=2**32 - 1)]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of ``kvass serve``. A field's description is its text in ``--help``.
-
-    ``default`` in ``extra`` describes the default in words.
-    """
+    """The options of ``kvass serve``. ``--help`` prints each description. The entry ``default`` of
+    ``extra`` is the text that ``--help`` prints for a default that depends on the machine."""
 
     socket: Annotated[
         str,
@@ -118,10 +118,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="group whose members may connect; it becomes the group of the socket")
     ] = ""
     lease_s: Annotated[
-        Seconds, Meta(description="seconds that an engine may take to read what it was given")
+        Seconds, Meta(description="seconds that an engine may take to read a hit")
     ] = Timing().lease_s
     reserve_s: Annotated[
-        Seconds, Meta(description="seconds that an engine may take to write what it reserved")
+        Seconds, Meta(description="seconds that an engine may take to write rows that it reserved")
     ] = Timing().reserve_s
     lost_engine_grace_s: Annotated[
         float,
@@ -173,8 +173,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "simulate"
         ),
     ] = ""
-    record_size: Annotated[Size, Meta(description="bytes of it after which recording ends")] = Size(
-        1 << 30
+    record_size: Annotated[Size, Meta(description="size of that file at which recording ends")] = (
+        Size(1 << 30)
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -202,7 +202,8 @@ _FIELDS: Final = {f.name: f for f in msgspec.structs.fields(Config)}
 
 
 class Parser(argparse.ArgumentParser):
-    """``argparse`` that raises ``ConfigError`` instead of printing a page and leaving."""
+    """An ``ArgumentParser`` that raises ``ConfigError`` instead of printing its usage and
+    exiting."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
@@ -212,7 +213,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Give ``parser`` the flags of these options (all of them if none is named)."""
+    """Add the flags of these options to ``parser``, or those of all options if none is named."""
     for name in names or _FIELDS:
         description = f"{_unwrap(name)[1].description} (default: {default_of(name)})"
         parser.add_argument(
@@ -225,7 +226,7 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def default_of(name: str) -> str:
-    """An option's default, in words that hold on every machine."""
+    """The text for an option's default. It is the same on every machine."""
     if words := (_unwrap(name)[1].extra or {}).get("default"):
         return str(words)
     value = _FIELDS[name].default
@@ -237,17 +238,19 @@ def default_of(name: str) -> str:
 
 
 def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = None) -> Config:
-    """Merge the sources. ``flags`` maps option names to texts (``None``: not given).
+    """The configuration from all sources. ``flags`` maps option names to texts; ``None`` means that
+    the flag is absent.
 
-    ``file``: a YAML file, also named by ``KVASS_CONFIG``. Raises ``ConfigError``, one line that
-    names the source, for an unknown name, a value of a wrong type or out of its domain.
+    ``file`` is the path of a YAML file; ``KVASS_CONFIG`` may name one, too. Raises ``ConfigError``
+    for an unknown name, and for a value of a wrong type or out of its domain. Its text is one line
+    that names the source.
     """
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     where: dict[str, str] = {}
-    """Of each option the source that counts."""
+    """By option: the source of its value."""
 
     def take(name: str, value: Any, origin: str, strict: bool = False) -> None:
-        given[name] = _convert(name, value, origin, strict)
+        values[name] = _convert(name, value, origin, strict)
         where[name] = origin
 
     path = file or env.get(FILE_ENV)
@@ -263,13 +266,13 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
     for name, value in flags.items():
         if value is not None:
             take(name, value, _flag(name))
-    config = Config(**given)
+    config = Config(**values)
     _check(config, where)
     return config
 
 
 def _check(config: Config, where: Mapping[str, str]) -> None:
-    """Check options that depend on each other. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` if options contradict each other, or a value cannot be used here."""
     check_path(config.socket)
     if (config.allow_uid or config.socket_group) and "socket" not in where:
         raise ConfigError(
@@ -290,13 +293,13 @@ def _check(config: Config, where: Mapping[str, str]) -> None:
 
 
 def quotas(config: Config) -> tuple[Quota, ...]:
-    """Raises ``ValueError`` for one that nobody can have."""
+    """The quotas of L1, parsed. Raises ``ValueError`` for one that is not valid."""
     return tuple(map(Quota.parse, config.quota))
 
 
 def check_quotas(config: Config, where: str = "quota") -> None:
-    """Check that the quotas fit an L1 of ``l1_size``, and that every tenant with a quota in a tier
-    has one in L1. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` unless all quotas fit into ``l1_size``, and each tenant with a quota in
+    a tier, except the default one, has a quota of L1, too."""
     try:
         every = quotas(config)
         check_quotas_of(every, "an l1_size", config.l1_size)
@@ -314,8 +317,8 @@ def check_quotas(config: Config, where: str = "quota") -> None:
 
 
 def to_yaml(config: Config) -> str:
-    """``config`` as a file that ``load`` takes, but without the tiers' secrets: what is printed
-    ends up in logs and reports."""
+    """``config`` as the text of a file that ``load`` reads. The secrets of tiers are left out,
+    because what is printed ends up in logs and bug reports."""
     import yaml
 
     values = {
@@ -335,11 +338,12 @@ _FROM_YAML: Final = (
     TypeError,
     ValueError,
 )
-"""What YAML's constructors let through: `0x_`, `2001-13-45`, `!!bool x`, `!!timestamp x`."""
+"""Errors that YAML's constructors raise unchanged: `0x_`, `2001-13-45`, `!!bool x`, `!!timestamp
+x`."""
 
 
 def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
-    """Key -> value, and the line where it stands."""
+    """The options of a file: by key its value, and the number of its line."""
     import yaml
 
     try:
@@ -356,7 +360,7 @@ def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
     lines: dict[str, int] = {}
     for key, _ in root.value if isinstance(root, yaml.MappingNode) else ():
         line = key.start_mark.line + 1
-        if key.value in lines:  # YAML forbids it; its loader silently takes the last
+        if key.value in lines:  # YAML forbids it, but the loader takes the last one
             raise ConfigError(f"{path}:{line}: {key.value} stands there twice: keep one")
         lines[key.value] = line
     return {key: (value, lines.get(str(key), 1)) for key, value in content.items()}
@@ -370,7 +374,8 @@ def _known(name: object, shown: str, where: str) -> str:
 
 
 def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
-    """``strict``: not from text."""
+    """``value`` as the type of option ``name``. ``strict``: it comes from YAML, so text is not
+    converted to another type."""
     kind = _unwrap(name)[0]
     if not strict and kind is bool:
         value = _BOOLS.get(value, value)
@@ -392,7 +397,7 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
 
 
 def _uid(user: Any, origin: str) -> Any:
-    """A user's name as the id that belongs to it; a number as it is."""
+    """The id of a user. A name is looked up; an id is returned as it is."""
     if not isinstance(user, str) or user.lstrip("-").isdecimal():
         return user
     try:

@@ -1,18 +1,18 @@
-"""All exceptions of kvass, and the codes of refused requests.
+"""The exceptions of kvass, and the codes of refusals on the wire.
 
 ::
 
     KvassError
-    ├── UsageError            you called us wrongly; the text says what to do
+    ├── UsageError            the caller's mistake; the text says what to do
     │   ├── ConfigError       a flag, an environment name, a YAML key, a connector option
-    │   └── UntrustedDaemon   who listens at the socket may be a stranger: run uncached
-    ├── Unavailable           no daemon there right now: a miss, and reconnecting goes on by itself
+    │   └── UntrustedDaemon   another user may be listening at the socket: run uncached
+    ├── Unavailable           no daemon now: a miss; the client goes on trying to reconnect
     │   └── TimedOut          it did not answer within the bound
-    ├── TierDown              a tier could serve nothing of a batch: all misses, leave it a while
+    ├── TierDown              no key of a batch could be served: all are misses; retry later
     ├── RemoteError           the peer broke the protocol; its session ends, no other
-    │   ├── FrameError        the bytes are no frame of ours
-    │   └── Incompatible      version ranges or clocks that do not meet: run uncached
-    └── Refused               the daemon said no, with a code; nothing was changed
+    │   ├── FrameError        the bytes are not a frame, or the frame is not a message
+    │   └── Incompatible      protocol versions or clocks do not match: run uncached
+    └── Refused               the daemon refused the request, with a code; nothing changed
 
 A miss, a refused key or a shorter match is a value, never one of these.
 """
@@ -24,22 +24,22 @@ from typing import Literal
 ErrorCode = Literal[
     "bad_message",  # undecodable, of an unknown type, or a field of a wrong type or out of bounds
     "bad_frame",  # the length prefix or size is out of bounds
-    "bad_value",  # decodes, but a value is out of its domain
+    "bad_value",  # it was decoded, but a value is out of its domain
     "not_registered",  # needs Register first
     "already_registered",  # this session registered already, with other contents
-    "rank_taken",  # a second live (instance, rank)
+    "rank_taken",  # another live session has this (instance, rank)
     "bad_rank",  # negative, unknown, or above the limit
-    "contradiction",  # differs from what its own instance said; names the field
-    "incompatible_version",  # protocol ranges do not meet
-    "incompatible_clock",  # the monotonic clocks differ: another time namespace
-    "wrong_boot",  # names memory or a lease of another daemon's life
+    "contradiction",  # differs from what its instance registered; the text names the field
+    "incompatible_version",  # the ranges of protocol versions do not overlap
+    "incompatible_clock",  # the monotonic clocks differ: the peer is in another time namespace
+    "wrong_boot",  # names memory, a lease or a reservation of another boot
     "unknown_lease",
     "unknown_reservation",
     "not_yours",  # belongs to another instance
     "limit",  # more than Limits allow
     "too_large",  # a row of this layout does not fit the arena
-    "tier_down",  # a tier could not keep what must be kept: say it again
-    "forbidden",  # this peer's uid or role may not
+    "tier_down",  # a tier could not store what it must: send the request again
+    "forbidden",  # not allowed for the uid or the role of this peer
     "shutting_down",
 ]
 
@@ -57,8 +57,7 @@ class ConfigError(UsageError):
 
 
 class UntrustedDaemon(UsageError):
-    """The process that listens at the socket may not be the daemon. The text says how to name the
-    daemon's user."""
+    """Another user may be listening at the socket. The text says how to name the daemon's user."""
 
 
 class Unavailable(KvassError):
@@ -70,7 +69,7 @@ class TimedOut(Unavailable):
 
 
 class TierDown(KvassError):
-    """A tier's own trouble left a batch without a single success."""
+    """A tier failed for every key of a batch, for a reason of its own."""
 
 
 class RemoteError(KvassError):
@@ -78,7 +77,7 @@ class RemoteError(KvassError):
 
 
 class FrameError(RemoteError):
-    """Bytes that are no frame, or a frame that is no message."""
+    """The bytes are not a frame, or the frame is not a message."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(text)
@@ -86,11 +85,11 @@ class FrameError(RemoteError):
 
 
 class Incompatible(RemoteError):
-    """The peer cannot work with this version (protocol version range, clock)."""
+    """The peer's protocol versions or its clock do not match ours."""
 
 
 class Refused(KvassError):
-    """The daemon refused a request. It has a code, and one line that says what to do."""
+    """The daemon refused a request, with a code and one line that says what to do."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(f"{code}: {text}")

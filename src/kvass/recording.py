@@ -1,10 +1,12 @@
 """The lines of a recording: what ``kvass serve --record`` writes and ``kvass simulate`` reads.
 
-Law of this file: a recording reveals no prompts. It has no tokens. Chunk hashes and request ids are
-hashed with a random key, which is new for each recording and is stored nowhere.
+Law of this file: a recording reveals nothing of the prompts. It has no tokens. Instead of chunk
+hashes and request ids it has keyed hashes of them; the key is random for each recording, and is not
+kept.
 
-JSON lines, in order of time. ``t``: seconds since the recording began. ``keys``: ``KEY_BYTES``
-each, in base64; equal keys of one engine mean equal prompts up to the chunk's end.
+A recording is JSON lines in order of time. ``t`` is in seconds since the recording began. ``keys``
+are of ``KEY_BYTES`` each, in base64. Equal keys of one engine mean that the prompts are equal up to
+the chunk's end.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ KEY_BYTES: Final = 8
 
 
 class Line(msgspec.Struct, tag_field="kind", omit_defaults=True):
-    """A line of a recording. ``engine`` is the number of a namespace."""
+    """A line of a recording. ``engine``: the number of its namespace."""
 
     engine: int
 
 
 class Group(msgspec.Struct, omit_defaults=True):
-    """A layer group. ``row_bytes`` is the size of a row, with all shards."""
+    """A layer group. ``row_bytes`` is the size of a row, all shards together."""
 
     kind: GroupKind
     block_tokens: int
@@ -34,7 +36,7 @@ class Group(msgspec.Struct, omit_defaults=True):
 
 
 class EngineLine(Line, tag="engine"):
-    """A namespace. This line comes before all others of the namespace."""
+    """A namespace. This line comes before all other lines of the namespace."""
 
     chunk_tokens: int
     groups: tuple[Group, ...]
@@ -50,12 +52,9 @@ class LookupLine(Line, tag="lookup"):
 
 
 class StoreLine(Line, tag="store"):
-    """A request to store rows of the layer groups ``groups`` (a bit mask), for chunks from
-    ``first`` on.
-
-    ``blocks`` are the keys of the blocks of these chunks, and of those after the last chunk. It is
-    empty if hits end with a chunk.
-    """
+    """An engine asked to store a request's chunks from ``first`` on, in the layer groups of the bit
+    mask ``groups``. ``blocks``: the keys of the blocks of these chunks, and of the blocks after the
+    last one; empty if hits end with a chunk."""
 
     t: float
     request: int
@@ -66,7 +65,7 @@ class StoreLine(Line, tag="store"):
 
 
 class LostLine(Line, tag="lost"):
-    """The number of messages before this line that are missing, because the disk was too slow."""
+    """A number of messages before this line is missing, because the disk was too slow."""
 
     messages: int
 

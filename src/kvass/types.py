@@ -1,4 +1,4 @@
-"""Types that all layers share: layouts, slots, limits. Only values and pure functions of them.
+"""Types that every layer shares: layouts, slots, limits. There are only values and pure functions.
 
 Units are in the names: ``*_bytes``, ``*_tokens``, ``*_s`` (seconds).
 """
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 PAGE: Final = 4096
-"""Slots and shards are padded to this many bytes, so that O_DIRECT and DMA need no bounce."""
+"""Slots and shards are padded to this many bytes, so that O_DIRECT and DMA need no bounce
+buffer."""
 
 MAX_RANKS: Final = 128
-"""At most this many worker processes in one instance (law 2)."""
+"""The largest number of worker processes of one instance (law 2)."""
 
 MAX_GROUPS: Final = 63
-"""At most this many layer groups: a mask of them fits int64."""
+"""The largest number of layer groups: a bit mask of them fits int64."""
 
 SCHEDULER: Final = -1
 """The rank under which an instance's scheduler session is known; workers are 0..ranks-1."""
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
     U32Array = npt.NDArray[np.uint32]
     I64Array = npt.NDArray[np.int64]
     Tokens = TypeVar("Tokens", int, I64Array)
-    """A number of tokens, or many of them."""
+    """A number of tokens, or an array of such numbers."""
 
 
 def __getattr__(name: str) -> Any:
-    """The types of arrays. numpy takes 7 MiB and 50 ms: who needs no array does not import it."""
+    """The array types, made at first use. Importing numpy takes 7 MiB and 50 ms, so a process that
+    uses no array does not import it."""
     if name not in ("U64Array", "U32Array", "I64Array", "Tokens"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import numpy as np
@@ -51,18 +53,18 @@ def __getattr__(name: str) -> Any:
     return npt.NDArray[kinds[name]]
 
 
-# What a field of a message may hold. Decoding refuses all else (``wire/framing.py``), so the
-# arithmetic behind it cannot overflow: tokens of the longest prompt (65,536 keys of 2**31 tokens)
-# and bytes of the largest row fit int64. Whether a value makes sense is for the core to check.
+# The values that a field of a message may have. Decoding refuses all others (``wire/framing.py``),
+# so later arithmetic cannot overflow: tokens of the longest prompt (65,536 keys of 2**31 tokens)
+# and bytes of the largest row fit int64. The core checks whether a value makes sense.
 
 Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 PageBytes = Annotated[int, Meta(ge=0, le=1 << 40)]
 MOST_SECONDS: Final = 1e12
 Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
-"""Also milliseconds, and tokens per second: finite, and not negative."""
+"""A finite number that is not negative; also used for milliseconds and for tokens per second."""
 Name = Annotated[str, Meta(max_length=4096)]
-"""At most so many characters. The daemon's ``Limits`` allow fewer of some."""
+"""A string of limited length. The daemon's ``Limits`` are stricter for some of them."""
 Text = Annotated[str, Meta(max_length=65_536)]
 ShortBytes = Annotated[bytes, Meta(max_length=256)]
 Digests = Annotated[bytes, Meta(max_length=4 << 20)]
@@ -88,14 +90,11 @@ _UNITS: Final = {"": 1, "b": 1} | {
 
 class Size(int):
     """A number of bytes, written ``8GiB``, ``8Gi``, ``512 mib``, ``1.5GB``, ``2G`` or as a plain
-    number.
-
-    ``G`` is a power of 1000 and ``Gi`` a power of 1024.
-    """
+    number. ``G`` is a power of 1000, and ``Gi`` is a power of 1024."""
 
     @classmethod
     def parse(cls, text: object) -> Size:
-        """Raises ``ValueError`` for anything else."""
+        """The size that ``text`` stands for. Raises ``ValueError`` if it is not a size."""
         match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", str(text).strip())
         if isinstance(text, bool) or match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"no size: {text!r}; write it like 8GiB or 512MiB")
@@ -108,7 +107,7 @@ class Size(int):
         return min([*texts, str(int(self))], key=len)
 
     def rounded(self) -> str:
-        """For people, like ``1.86GiB``."""
+        """A short text for people to read, like ``1.86GiB``."""
         fit = [unit for unit in _BINARY.items() if unit[1] <= self]
         unit, factor = fit[-1] if fit else ("B", 1)
         return f"{round(self / factor, 2):g}{unit}"
@@ -117,10 +116,11 @@ class Size(int):
 class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """One layer group as one rank holds it: layers sharing a block-id space and a cache spec.
 
-    ``page_bytes[i]`` is what one block takes in layer ``layers[i]`` (or several layers, joined).
-    ``window_tokens``: of a ``sliding_window`` the tokens that one token attends to, itself included
-    (and what the engine keeps beyond); of ``chunked_local`` the size of a local chunk; else 0. A
-    ``state`` is a running summary, kept in the block that ends at its token.
+    ``page_bytes[i]`` is the size of one block in layer ``layers[i]``, which may be several layers
+    that were joined. ``window_tokens`` depends on the kind. For ``sliding_window`` it counts the
+    tokens that one token attends to, itself included, and those that the engine keeps beyond. For
+    ``chunked_local`` it is the size of a local chunk; otherwise it is 0. A ``state`` is a running
+    summary of all tokens so far. It is kept in the block that ends at its last token.
     """
 
     kind: GroupKind
@@ -130,10 +130,11 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     window_tokens: Int32 = 0
 
     def needs(self, tokens: Tokens) -> Tokens:
-        """The first token whose pages a hit of ``tokens`` needs: all of [that, ``tokens``).
+        """The first token whose pages a hit of ``tokens`` tokens needs. The hit needs all pages
+        from there to its end.
 
-        The next token of a sliding window sees ``window_tokens - 1`` others; a state at ``tokens``
-        needs the one block that ends there.
+        In a sliding window the next token attends to ``window_tokens - 1`` tokens before it. Of a
+        state only the block that ends at ``tokens`` is needed.
         """
         if self.kind == "full":
             return tokens * 0
@@ -144,12 +145,12 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return first * (first > 0)
 
     def blocks(self, first_token: int, end_token: int) -> range:
-        """The blocks of a request that hold tokens ``[first_token, end_token)``, also in part."""
+        """The blocks of a request that hold any of the tokens ``[first_token, end_token)``."""
         return range(first_token // self.block_tokens, -(-end_token // self.block_tokens))
 
     def row_blocks(self, chunk_tokens: int) -> int:
-        """Blocks at the end of a chunk that its row keeps: those some hit may need. A hit ends at a
-        chunk's end. ``chunk_tokens`` is a multiple of ``block_tokens``."""
+        """The number of blocks at the end of a chunk that its row keeps: those that a hit
+        ending there may need. ``chunk_tokens`` is a multiple of ``block_tokens``."""
         reach = chunk_tokens
         if self.kind == "sliding_window":
             reach = min(chunk_tokens, self.window_tokens - 1)
@@ -165,24 +166,26 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 MAX_BLOCKS: Final = 254
-"""Of a chunk whose blocks are known: the core counts them in a byte."""
+"""The largest number of blocks of a chunk inside which hits may end: the core counts them in a
+byte."""
 
 
 def chunk_blocks(groups: Sequence[GroupLayout], chunk_tokens: int) -> int:
-    """Blocks of a chunk, if hits may end at each of them; 0: they end with a chunk."""
+    """The number of blocks of a chunk if a hit may end at each of them, 0 if hits end with a
+    chunk."""
     blocks = chunk_tokens // groups[0].block_tokens
     alike = {(g.kind, g.block_tokens) for g in groups} == {("full", groups[0].block_tokens)}
     return blocks if alike and 1 < blocks <= MAX_BLOCKS else 0
 
 
 class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The layout of one rank's bytes: its layer groups, in group-id order."""
+    """The layout of one rank's KV bytes: its layer groups, in the order of their ids."""
 
     groups: Annotated[tuple[GroupLayout, ...], Meta(max_length=256)]
 
 
 class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The slots of a list of rows in the arena, for all shards.
+    """The places of a list of rows in the arena, for every shard at once.
 
     ``extents[s]`` are the byte offsets in the arena at which extent set number ``s`` of this list
     begins, one per shard. Row ``i`` is slot ``slot[i]`` (uint32, little endian) of the set
@@ -211,24 +214,22 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 NO_CAP: Final = 1 << 62
-"""The cap of a tenant that may have all."""
+"""The cap of a tenant that may use everything."""
 MOST_QUOTAS: Final = 64
-"""So many tenants may have one."""
+"""The largest number of tenants with a quota."""
 DEFAULT_TENANT: Final = "default"
-"""Pays for what tenants without a quota store."""
+"""The tenant that pays for the rows of all tenants without a quota."""
 _TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def is_tenant_name(name: str) -> bool:
-    """Whether ``name`` is a valid name of a tenant."""
+    """Whether ``name`` can be the name of a tenant."""
     return _TENANT.fullmatch(name) is not None
 
 
 class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tenant's share of L1 or of a tier: its cap and its reservation.
-
-    ``cap_bytes`` is ``NO_CAP`` if there is no cap.
-    """
+    """How much of L1 or of a tier a tenant may use, and how much is reserved for it. With a
+    ``cap_bytes`` of ``NO_CAP`` it may use everything."""
 
     tenant: Name
     cap_bytes: Int64 = NO_CAP
@@ -236,8 +237,8 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def parse(cls, text: str) -> Quota:
-        """``NAME=CAP``, ``NAME=CAP:RESERVED`` or ``NAME=:RESERVED``, in sizes as of ``Size``.
-        Raises ``ValueError``."""
+        """Parse ``NAME=CAP``, ``NAME=CAP:RESERVED`` or ``NAME=:RESERVED``. The sizes are
+        written as ``Size`` says. Raises ``ValueError``."""
         name, equals, sizes = text.partition("=")
         cap, _, reserved = sizes.partition(":")
         if not equals or not sizes.strip():
@@ -256,7 +257,7 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.tenant}={cap}:{Size(self.reserved_bytes)}"
 
     def wrong(self) -> str:
-        """Why no tenant can have this quota, in one line; empty if it is valid."""
+        """One line that says why this quota is not valid; empty if it is valid."""
         cap, reserved = Size(self.cap_bytes), Size(self.reserved_bytes)
         if not is_tenant_name(self.tenant) or self.tenant == "other":
             name = repr(self.tenant[:64])
@@ -271,7 +272,8 @@ class Quota(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check_quotas_of(quotas: Sequence[Quota], what: str, size: int) -> None:
-    """Raise ``ValueError`` unless ``what``, which has ``size`` bytes, has room for all quotas."""
+    """Raise ``ValueError`` if a tenant has two quotas, if there are too many, or if more than the
+    ``size`` bytes of ``what`` are reserved."""
     names = [quota.tenant for quota in quotas]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"{min(twice)} has two: give one")
@@ -282,74 +284,76 @@ def check_quotas_of(quotas: Sequence[Quota], what: str, size: int) -> None:
 
 
 DEVICE_S: Final = 1.0
-"""How long slots rest after the process that was writing them has ended. The kernel releases its
-files, a GPU's among them, a moment later if another process reads ``/proc/PID/smaps`` or the
-machine goes to sleep."""
+"""How long slots stay unused after the process that was writing to them has ended. The kernel may
+release that process's files, a GPU's among them, a moment after its end. This happens if another
+process reads ``/proc/PID/smaps`` or the machine goes to sleep."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Bounds on the requests of one client (law 12).
-
-    The daemon sends all of them in the handshake, also those that have their default value, because
-    the defaults of another version may differ.
+    """The limits of what clients may ask for (law 12). The daemon sends all of them in the
+    handshake, even defaults, because those of the next version may differ.
     """
 
     frame_bytes: int = 4 << 20
     """Largest frame either side accepts after the handshake."""
     keys_per_message: int = 32_768
-    """To find more takes one step of the daemon too long (10 ms). Of a prompt with several layer
-    groups so many rows are looked for, so fewer chunks: what comes after them is a miss, and it is
-    not stored."""
+    """Finding more keys would make one step of the daemon too long (10 ms). A chunk has a row in
+    each layer group, and each row counts. So the limit in chunks is lower with several groups. The
+    chunks beyond it are a miss and are not stored."""
     leases_per_instance: int = 16_384
     reservations_per_instance: int = 16_384
     sessions: int = 1024
     sessions_per_uid: int = 512
-    """Of one user, so that no user alone takes all: 56 engines of TP 8, each of 9 sessions."""
+    """Sessions of one user, so that no user takes all of them. It is enough for 56 engines of
+    TP 8, which have 9 sessions each."""
     waiting_bytes: int = 64 << 20
-    """What lookups that wait for tiers take of the daemon's memory, a quarter of it for one
-    instance. A lookup of 32,768 chunks takes 1.3 MiB and more; one of 1,000 takes 42 KiB."""
+    """The daemon's memory for lookups that wait for tiers; one instance may use a quarter of it. A
+    lookup of 32,768 chunks takes at least 1.3 MiB; one of 1,000 takes 42 KiB."""
     namespaces: int = 1024
     segment_tokens: int = 131_072
-    """Tokens of one ``IndexChunks`` or ``FindSegments``: to search more takes one step too long."""
+    """Tokens of one ``IndexChunks`` or ``FindSegments``: searching more makes one step too long."""
     segment_chunks: int = 512
     """Chunks of one ``IndexChunks``: 3 ms of work."""
     segment_index_bytes: int = 256 << 20
-    """Memory for indexed chunks (200,000 of 256 tokens), taken as it is used; for each of up to
-    four sizes of chunks. In a full index a new chunk replaces one that was not found for long."""
+    """Memory of one index, allocated as it is used: 200,000 chunks of 256 tokens fit. There is an
+    index for each of up to four chunk sizes. In a full index a new chunk replaces one that was not
+    found for long."""
     instance_write_share: float = 0.25
-    """reserved + quarantined bytes of one instance, as a share of L1."""
+    """The largest sum of one instance's reserved and quarantined bytes, as a share of L1."""
     request_id_bytes: int = 512
     identity_bytes: int = 64 << 10
     identity_fields: int = 512
-    """vLLM's engines have some 50."""
+    """The identity of a vLLM engine has about 50."""
     layers: int = 4096
-    """Of one rank, in all groups; what lies apart in memory counts (80 layers of 8 heads: 640)."""
+    """Layers of one rank in all groups. Parts of a layer that lie apart in memory count as layers:
+    80 layers of 8 heads are 640."""
     register_bytes: int = 640 << 10
     """A larger ``Register`` is not decoded: it could take 25 ms. 4,096 layers take 350 KiB."""
 
 
 GUESS_TOKENS_S: Final = 5_000.0
-"""What an engine that has measured nothing yet is taken to compute per second."""
+"""The assumed prefill speed, in tokens per second, of an engine that has measured none yet."""
 MAX_PATIENCE_S: Final = 30.0
-"""No request waits longer for tiers and stores, however long its prompt."""
+"""The longest time that a request waits for tiers and stores, however long its prompt is."""
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Time limits of the daemon. It sends them in the handshake, so only the daemon is
-    configured."""
+    """The daemon's time limits. It sends them in the handshake, so engines need no options."""
 
     lease_s: float = 60.0
     reserve_s: float = 60.0
     dma_grace_s: float = 30.0
-    """How long after its EOF a writer's device may still write to the arena (law 3), if the daemon
-    cannot see the end of its process, or if it lives on. (EOF may come 26 s before the GPU's
-    descriptors are released: sgl-project/sglang#32829.) Only the slots that it was writing wait."""
+    """How long a writer's device may still write to the arena after its connection's EOF (law 3).
+    It applies if the writer's process lives on, or if the daemon cannot see its end. (EOF may come
+    26 s before the GPU's descriptors are released: sgl-project/sglang#32829.) Only the slots that
+    the writer was writing wait for it."""
     lookup_budget_ms: float = 100.0
     hello_s: float = 5.0
     """How long a session may take to say Hello."""
 
     def patience_s(self, tokens: int, tokens_s: float) -> float:
-        """How long an engine waits for ``tokens`` tokens at most: as long as it would compute them
-        at ``tokens_s`` per second (0: not known), but no less than ``lookup_budget_ms``."""
+        """The longest time that an engine waits for the KV of ``tokens`` tokens: the time that
+        computing them takes at ``tokens_s`` per second (0: not known), up to ``MAX_PATIENCE_S``. It
+        is never less than ``lookup_budget_ms``."""
         compute_s = tokens / (tokens_s or GUESS_TOKENS_S)
         return max(self.lookup_budget_ms / 1000, min(compute_s, MAX_PATIENCE_S))

@@ -1,7 +1,7 @@
 """The arena: one memfd, mapped by the daemon and by every worker.
 
 Its size never changes: the memfd is sealed, so no client can shrink it while others use it. A
-mapping goes away only when the last view of it did.
+mapping ends when the last view of it ends.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SLICE_BYTES: Final = 16 << 20
-"""What ``populate`` is best called with at a time: some 9 ms of a core."""
+"""A good number of bytes for one call of ``populate``: it takes about 9 ms of a core."""
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in Python's mmap module
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SHMEM_HUGE: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_madvise = _libc.madvise  # Python's own keeps the GIL meanwhile
+_madvise = _libc.madvise  # mmap.madvise of Python would hold the GIL
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
@@ -39,7 +39,7 @@ class Arena:
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
         self._fd = fd
-        import numpy as np  # who asks for a status maps no arena
+        import numpy as np  # imported late: a client that only asks for a status maps no arena
 
         self._buffer: npt.NDArray[np.uint8] | None = np.frombuffer(
             mmap.mmap(fd, size, mmap.MAP_SHARED), np.uint8
@@ -48,7 +48,8 @@ class Arena:
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
-        """All of it: writable uint8 array of shape ``(size,)``. Raises ``UsageError`` if closed."""
+        """The memory as a writable uint8 array of shape ``(size,)``. Raises ``UsageError`` if
+        closed."""
         if self._buffer is None:
             raise UsageError("this arena is closed: attach the current one")
         return self._buffer
@@ -58,11 +59,12 @@ class Arena:
         return self._fd
 
     def populate(self, lo: int, hi: int) -> None:
-        """Fault bytes ``[lo, hi)`` into this mapping, without the GIL; contents stay.
+        """Fault in the pages of bytes ``[lo, hi)``, without the GIL. Their contents stay.
 
         Another thread may use the buffer meanwhile, but must not close the arena's last view.
-        Raises ``OSError`` when the memory cannot be had (a full file system, strict overcommit):
-        who touches it nevertheless is killed by SIGBUS. ``UsageError`` for bounds outside.
+        Raises ``OSError`` if there is no memory for them (a full file system, strict overcommit): a
+        process that touches such a page is killed by SIGBUS. Raises ``UsageError`` for bounds
+        outside the arena.
         """
         if not 0 <= lo <= hi <= self.size:
             raise UsageError(f"populate [{lo}, {hi}): outside the arena's {self.size} bytes")
@@ -71,38 +73,40 @@ class Arena:
         if _madvise(self._address + lo, hi - lo, _MADV_POPULATE_WRITE) == 0:
             return
         number = ctypes.get_errno()
-        if number == errno.EFAULT:  # where touching the page would be SIGBUS
+        if number == errno.EFAULT:  # touching the page would raise SIGBUS
             number = errno.ENOSPC
         if number != errno.EINVAL:
             raise OSError(number, os.strerror(number), f"arena of {view.size} bytes at {lo}")
-        if self._fd >= 0:  # a kernel before 5.14: have the pages, if not yet the mapping
+        if self._fd >= 0:  # a kernel before 5.14: allocate the pages, but do not map them
             os.posix_fallocate(self._fd, lo, hi - lo)
 
     def has_page(self, at: int) -> bool:
-        """Whether the page at ``at``, a multiple of ``PAGE``, is in memory, whoever touched it."""
+        """Whether the page at offset ``at``, a multiple of ``PAGE``, is in memory. Any process may
+        have faulted it in."""
         there = ctypes.create_string_buffer(1)
         return _libc.mincore(self._address + at, PAGE, there) == 0 and bool(there.raw[0] & 1)
 
     def advise_huge(self) -> bool:
-        """Ask for huge pages; whether this machine gives them to shared memory."""
+        """Ask the kernel for huge pages. Returns whether it can use them for shared memory."""
         try:
             setting = _SHMEM_HUGE.read_text()
-        except OSError:  # a kernel without them, or a sandbox that hides it
+        except OSError:  # a kernel without huge pages, or a sandbox that hides the setting
             setting = ""
         if not setting or "[never]" in setting or "[deny]" in setting:
             return False
         return bool(_madvise(self._address, self.size, mmap.MADV_HUGEPAGE) == 0)
 
     def keep_from_forks(self) -> None:
-        """Exclude this mapping from processes that this process forks."""
+        """Leave this mapping out of the processes that this one forks."""
         _madvise(self._address, self.size, mmap.MADV_DONTFORK)
 
     def close(self) -> None:
-        """Close the arena. It is unmapped once the last view of ``buffer`` is gone. Idempotent.
+        """Close the arena. It is unmapped when the last view of ``buffer`` ends. Idempotent.
 
-        Takes 0.1 to 0.3 s per populated GiB, without the GIL, so a thread that must be fast should
-        not call it. The page-table entries are removed in slices, because unmapping all at once
-        would hold the lock on this process's memory. Views still find their bytes (madvise(2)).
+        This takes 0.1 to 0.3 s per populated GiB, without the GIL, so do not call it from a thread
+        that others wait for. The page-table entries are dropped slice by slice, because unmapping
+        all of them at once would hold the lock on this process's memory. Views still have their
+        bytes (madvise(2)).
         """
         buffer, self._buffer = self._buffer, None
         for lo in range(0, self.size if buffer is not None else 0, SLICE_BYTES):
@@ -113,9 +117,9 @@ class Arena:
 
 
 def create(size: int) -> Arena:
-    """A new arena of ``size`` bytes (a multiple of ``PAGE``), all zero, nothing populated.
+    """A new arena of ``size`` bytes (a multiple of ``PAGE``), all zero, with no page populated.
 
-    Raises ``UsageError`` for a size that is none, ``OSError`` when the kernel has no room.
+    Raises ``UsageError`` for any other size, ``OSError`` if the kernel has no memory for it.
     """
     if size <= 0 or size % PAGE:
         raise UsageError(f"arena of {size} bytes: use a positive multiple of {PAGE}")
@@ -130,7 +134,7 @@ def create(size: int) -> Arena:
 
 
 def attach(fd: int, size: int) -> Arena:
-    """Map an arena received from the daemon; takes over ``fd`` (closes it). Touches no page.
+    """The arena of the daemon, mapped from its descriptor ``fd``, which is closed. Touches no page.
 
     Raises ``RemoteError`` if ``fd`` is not an arena of ``size`` bytes that keeps its size.
     """

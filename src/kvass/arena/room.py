@@ -1,6 +1,6 @@
-"""The memory that an arena can have: the machine's, or less if a cgroup limits it.
+"""How much memory there is for an arena: the machine's, or less if a cgroup limits it.
 
-``root`` is where proc and sys are. What cannot be read is left out.
+``root`` is the folder that has proc and sys. Files that cannot be read are ignored.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
 SAFE_SHARE: Final = 0.8
-"""Of the memory that is available: an arena that takes more may end in swap or a kill."""
+"""The share of available memory that an arena may take. With more, the machine may swap, or the
+kernel may kill a process."""
 _ROOT: Final = Path("/")
 
 
 class _Files(NamedTuple):
-    """The files in which one version of cgroups keeps its limits."""
+    """The files of one version of cgroups: its folder, and the names of files or fields in it."""
 
     root: str
     limit: str
@@ -34,11 +35,9 @@ _V2: Final = _Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_f
 
 
 class Room(NamedTuple):
-    """The memory of this process, in bytes.
-
-    ``limit`` is that of the narrowest cgroup around this process, None if there is none.
-    ``available`` could be used now, with the page cache; None if it is not known.
-    """
+    """Sizes of memory in bytes; None is unknown. ``limit`` is the lowest limit of the cgroups that
+    this process is in; None if there is none. ``available`` is what could be used now, the page
+    cache included."""
 
     total: int | None
     limit: int | None
@@ -46,7 +45,7 @@ class Room(NamedTuple):
 
 
 def room(root: Path = _ROOT) -> Room:
-    """The memory of this process, now."""
+    """The memory that this process has now."""
     total, available = (_meminfo(root, name) for name in ("MemTotal", "MemAvailable"))
     groups = [one for one in _groups(root) if total is None or one[0] < total]
     left = [n for n in (available, *(left for _, left in groups)) if n is not None]
@@ -55,8 +54,8 @@ def room(root: Path = _ROOT) -> Room:
 
 
 def committable(root: Path = _ROOT) -> int | None:
-    """How many bytes the kernel would still promise, where it promises no more than it has
-    (``vm.overcommit_memory=2``); None where it does."""
+    """How many bytes can still be committed, if the kernel does not overcommit
+    (``vm.overcommit_memory=2``). None if it does."""
     if _number(root / "proc/sys/vm/overcommit_memory") != 2:
         return None
     limit, promised = (_meminfo(root, name) for name in ("CommitLimit", "Committed_AS"))
@@ -64,7 +63,7 @@ def committable(root: Path = _ROOT) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit, and what is left of it, of each cgroup that this process is in and that has one."""
+    """For each cgroup of this process that has a limit: the limit, and how much of it is left."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

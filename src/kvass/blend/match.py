@@ -1,15 +1,15 @@
-"""Finds known chunks at any offset of a prompt.
+"""An index of chunks that finds them at any offset of a prompt.
 
 ``H(i) = sum_j m(x[i+j]) B^(k-1-j) mod 2^64`` is the rolling hash of the ``k`` tokens from ``i`` on
-(Karp and Rabin 1987). ``m`` mixes a token's bits. All offsets take one prefix sum, because ``B`` is
-odd and has an inverse: ``H(i) = B^(i+k-1) (S[i+k] - S[i])``, ``S[n] = sum_i<n m(x[i]) B^-i``.
+(Karp and Rabin 1987). ``m`` mixes a token's bits. One prefix sum gives the hashes of all offsets,
+because ``B`` is odd and has an inverse: ``H(i) = B^(i+k-1) (S[i+k] - S[i])``, with
+``S[n] = sum_i<n m(x[i]) B^-i``.
 ``B`` is secret, but for long chunks there are pairs of texts that collide for every ``B``
-(Thue-Morse). So the hash only says where to look, and the tokens of each match are compared.
+(Thue-Morse). So a hash only says where to look, and the tokens of each match are compared.
 
-The table is set-associative: a hash has a bucket of ``WAYS`` entries. In a full one, and where all
-places are taken, a new entry replaces one that was used long ago. So memory is bounded, nothing
-grows, and a text that is known under many keys is kept under the last few. Untouched memory costs
-nothing.
+The table is set-associative: a hash has a bucket of ``WAYS`` entries. If the bucket is full, or the
+whole index is, a new entry replaces one that was used long ago. So memory is bounded. A text that
+is stored under many keys is found under the last few. Memory that was never touched costs nothing.
 """
 
 from __future__ import annotations
@@ -28,36 +28,38 @@ WAYS: Final = 8
 KEY_WORDS: Final = 4
 """A key or a space is a digest of up to 32 bytes: this many uint64."""
 _CELLS: Final = 16
-"""Cells of the filter for each bucket. Of what is not known, one offset in 16 at most passes it."""
+"""Cells of the filter per bucket. Of the offsets at which no known chunk stands, at most one in
+16 passes the filter."""
 _BLOCK: Final = 8192
 _DENSE: Final = 64
 _PERIOD: Final = 8
-"""At ``_DENSE`` offsets in a row stands something known only in a text that repeats itself. Of each
-chunk there ``_PERIOD`` offsets are looked at, the last one, and those where a document goes on that
-begins or ends beside it: all would take too long."""
+"""Known chunks at ``_DENSE`` consecutive offsets occur only in a text that repeats itself. Looking
+at all these offsets would take too long. Of each chunk there ``_PERIOD`` offsets are looked at, the
+last offset, and those at which a document would go on that stands beside the repetition."""
 _ROUNDS: Final = 3
-"""So often offsets are chosen anew because the chunks at some of them do not match after all."""
+"""How often offsets are chosen anew if the chunks at some of them turn out not to match."""
 _SAMPLE: Final = 64
-"""Of so many entries, and four for each one that must go, those used longest ago go."""
+"""How many entries are compared to find those that were used longest ago; four more for each entry
+that has to be removed."""
 _ENTRY_BYTES: Final = 224
-"""What an entry takes beside its tokens, with its share of the tables of a full matcher."""
+"""Bytes of an entry without its tokens, with its share of the tables of a full matcher."""
 
 BoolArray = npt.NDArray[np.bool_]
 Usable = Callable[[I64Array], BoolArray]
 
 
 class Run(NamedTuple):
-    """A run of known chunks in a prompt, from ``new_start`` on. The entries ``ids`` were neighbours
-    when they were stored."""
+    """Entries that follow each other in the prompt from ``new_start`` on, as they did when they
+    were stored."""
 
     new_start: int
     ids: list[int]
 
 
 class Chunks(NamedTuple):
-    """Chunks to be added: ``tokens`` ``(n, chunk_tokens)``; ``keys`` and ``before``, the keys of
-    the chunks before them, zero if there is none, ``(n, KEY_WORDS)``; ``starts``, the positions of
-    their first tokens."""
+    """``n`` chunks to be added. ``tokens`` has shape ``(n, chunk_tokens)``. ``keys`` are their
+    keys, and ``before`` those of the chunks before them, zero if there is none: ``(n, KEY_WORDS)``.
+    ``starts`` are the positions of their first tokens."""
 
     tokens: U32Array
     keys: U64Array
@@ -74,13 +76,12 @@ def entry_bytes(chunk_tokens: int) -> int:
 
 
 class ChunkMatcher:
-    """A table of at most ``capacity`` chunks of ``chunk_tokens`` tokens, which finds them in a
-    prompt.
+    """An index of at most ``capacity`` chunks of ``chunk_tokens`` tokens.
 
-    An entry belongs to a *place*, a number above 0, and within it to a *space*, which is
-    ``KEY_WORDS`` words. A prompt finds only entries of its own place and space. ``key``,
-    ``before``, ``start``, ``space`` and ``place`` are columns by entry id. ``removing`` is called
-    with entries before they are removed. Ids are used again.
+    An entry belongs to a *place*, which is a number above 0, and to a *space* in it, which is
+    ``KEY_WORDS`` words. A prompt finds entries of its own place and space only. ``key``,
+    ``before``, ``start``, ``space`` and ``place`` are arrays that entry ids index. ``removing`` is
+    called with the ids of entries before they are removed. Ids are used again.
     """
 
     def __init__(self, chunk_tokens: int, capacity: int, seed: bytes = b"") -> None:
@@ -88,8 +89,8 @@ class ChunkMatcher:
         self.chunk_tokens, self.capacity = chunk_tokens, max(1, capacity)
         self.count = 0
         self.replaced = 0
-        """Entries that made room for others."""
-        size = self.capacity + 1  # id 0 is nobody's
+        """How many entries were replaced by others."""
+        size = self.capacity + 1  # no entry has id 0
         self.key: U64Array = np.zeros((size, KEY_WORDS), np.uint64)
         self.before: U64Array = np.zeros((size, KEY_WORDS), np.uint64)
         self.space: U64Array = np.zeros((size, KEY_WORDS), np.uint64)
@@ -109,12 +110,13 @@ class ChunkMatcher:
         self._powers(chunk_tokens + _BLOCK)
 
     def keys_of(self, ids: I64Array) -> U64Array:
-        """What tells entries apart: the words of their keys, and their places."""
+        """The names of entries: the words of their keys, and their places."""
         return self.named(self.place[ids], self.key[ids])
 
     @staticmethod
     def named(place: int | I64Array, keys: U64Array) -> U64Array:
-        """``keys`` of a place, or of one each, as ``keys_of``: ``(n, KEY_WORDS + 1)``."""
+        """The names that ``keys_of`` gives entries with ``keys`` in ``place``: ``(n, KEY_WORDS +
+        1)``. ``place`` may be an array with a place for each key."""
         names = np.empty((len(keys), KEY_WORDS + 1), np.uint64)
         names[:, :KEY_WORDS], names[:, KEY_WORDS] = keys, place
         return names
@@ -122,9 +124,9 @@ class ChunkMatcher:
     # ------------------------------------------------------------ entries
 
     def add(self, place: int, space: U64Array, chunks: Chunks) -> I64Array:
-        """Add entries, ``capacity`` at most. Returns the ids of those that had room."""
+        """Add entries, ``capacity`` at most. Returns the ids of those that are kept."""
         hashes = self._hash_chunks(chunks.tokens, self._salt(place, space))
-        if len(some := _last_alike(hashes)) < len(hashes):  # one by one they would take 20 us each
+        if len(some := _last_alike(hashes)) < len(hashes):  # adding each would take 20 us
             chunks, hashes = chunks.of(some), hashes[some]
         tokens = chunks.tokens
         count = len(tokens)
@@ -147,11 +149,11 @@ class ChunkMatcher:
             if ways.all():
                 self._replace(ways[[self._used[ways].argmin()]].astype(np.int64))
             ways[ways.argmin()] = entry
-        there: I64Array = ids[self.place[ids] == place]  # those alike may have replaced each other
+        there: I64Array = ids[self.place[ids] == place]  # equal ones may have replaced each other
         return there
 
     def remove(self, ids: I64Array) -> None:
-        """Take distinct entries out; their ids will be others'."""
+        """Remove entries. ``ids`` are distinct, and will be used again."""
         self.removing(ids)
         cells = self._cells(self._hash[ids])
         np.subtract.at(self._filter, cells, 1)
@@ -167,12 +169,12 @@ class ChunkMatcher:
         self.remove(ids)
 
     def touch(self, ids: I64Array) -> None:
-        """Mark ``ids`` as used now."""
+        """Note that the entries ``ids`` were used now."""
         self._clock += 1
         self._used[ids] = self._clock
 
     def _oldest(self, count: int) -> I64Array:
-        """Of the next entries those that were used longest ago."""
+        """``count`` entries that were used longest ago, among a sample of the next ones."""
         sample = min(self.capacity, _SAMPLE + 4 * count)
         ids = 1 + (self._hand + np.arange(sample)) % self.capacity
         self._hand = (self._hand + sample) % self.capacity
@@ -186,9 +188,9 @@ class ChunkMatcher:
     def find(
         self, place: int, space: U64Array, tokens: U32Array, first: int, usable: Usable
     ) -> list[Run]:
-        """Runs of known chunks in ``tokens``, from offset ``first`` on: ascending, disjoint, each
-        token compared. Where chunks overlap, the longer run is chosen. ``usable`` says which
-        entries may be found."""
+        """The runs of known chunks in ``tokens`` from offset ``first`` on. They ascend and are
+        disjoint, and each of their tokens was compared. Of chunks that overlap, those of the longer
+        run are chosen. ``usable`` says which entries may be found."""
         prompt = tokens[first:]
         hits, hashes = self._hits(prompt, self._salt(place, space))
         for _ in range(_ROUNDS):
@@ -204,8 +206,8 @@ class ChunkMatcher:
         return self._runs(first + found, ids) if len(ids) else []
 
     def _hits(self, prompt: U32Array, salt: np.uint64) -> tuple[I64Array, U64Array]:
-        """The offsets at which some entry has the hash of what stands there, and these hashes. In
-        blocks that fit a processor's cache: half the time."""
+        """The offsets at which the chunk's hash is that of an entry, and these hashes. The prompt
+        is searched in blocks that fit a processor's cache, which halves the time."""
         offsets, hashes = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
         last = len(prompt) - self.chunk_tokens + 1 if self.count else 0
         for begin in range(0, last, _BLOCK):
@@ -234,7 +236,7 @@ class ChunkMatcher:
         hashes: U64Array,
         usable: Usable,
     ) -> tuple[I64Array, I64Array]:
-        """Pairs of an index in ``offsets``, ascending, and an entry that stands there."""
+        """Pairs of an index in ``offsets``, ascending, and an entry whose tokens stand there."""
         ways = self._table[self._cells(hashes) // _CELLS]
         which, way = (self._hash[ways] == hashes[:, None]).nonzero()
         ids = ways[which, way].astype(np.int64)
@@ -246,14 +248,14 @@ class ChunkMatcher:
         return which[right], ids[right]
 
     def _runs(self, offsets: I64Array, ids: I64Array) -> list[Run]:
-        """``ids`` stand at ``offsets``, ascending; at one offset may stand several. A run goes on
-        as long as some entry there was stored after the one before."""
+        """The runs of the entries ``ids`` at ``offsets``, which ascend. Several entries may stand
+        at one offset. A run goes on while an entry at the next offset was stored right after it."""
         cuts = np.flatnonzero(np.diff(offsets, prepend=-1))
         if len(cuts) == len(ids):
             return self._plain_runs(offsets, ids)
         runs, k = list[Run](), self.chunk_tokens
         ends: dict[tuple[bytes, int], list[int]] = {}
-        """By the key of its last chunk and the position behind it: each run that may go on."""
+        """The runs that may go on, by the key of the last chunk and the position behind it."""
         at = -1
         keys, before = _each(self.key[ids]), _each(self.before[ids])
         starts = self.start[ids].tolist()
@@ -273,7 +275,7 @@ class ChunkMatcher:
         return runs + _one_run(ends, at, k)
 
     def _plain_runs(self, offsets: I64Array, ids: I64Array) -> list[Run]:
-        """As ``_runs``, quicker: at each offset stands one entry."""
+        """As ``_runs``, but faster, for one entry at each offset."""
         joined = (self.before[ids[1:]] == self.key[ids[:-1]]).all(axis=1)
         joined &= np.diff(offsets) == self.chunk_tokens
         joined &= np.diff(self.start[ids]) == self.chunk_tokens
@@ -283,14 +285,14 @@ class ChunkMatcher:
     # ------------------------------------------------------------ hashes
 
     def _powers(self, count: int) -> None:
-        """Have ``count`` powers of the base and of its inverse ready."""
+        """Compute the first ``count`` powers of the base and of its inverse."""
         steps = np.full((2, count), self._base, np.uint64)
         steps[1] = pow(self._base, -1, 1 << 64)
         steps[:, 0] = 1
         self._power, self._inverse = np.cumprod(steps, axis=1, dtype=np.uint64)
 
     def _salt(self, place: int, space: U64Array) -> np.uint64:
-        """What tells the hashes of a space from those of others."""
+        """A number that makes the hashes of a space differ from those of other spaces."""
         text = place.to_bytes(8, "little", signed=True) + space.tobytes()
         digest = hashlib.blake2b(text, digest_size=8, key=self._seed[:64]).digest()
         return np.uint64(int.from_bytes(digest, "little"))
@@ -304,7 +306,7 @@ class ChunkMatcher:
         return _spread(sums, salt)
 
     def _hash_offsets(self, prompt: U32Array, salt: np.uint64) -> U64Array:
-        """Of the chunk at each offset: uint64, ``(len(prompt) - chunk_tokens + 1,)``."""
+        """The hash of the chunk at each offset: uint64, ``(len(prompt) - chunk_tokens + 1,)``."""
         size, k = len(prompt), self.chunk_tokens
         sums = np.empty(size + 1, np.uint64)
         sums[0] = 0
@@ -317,7 +319,7 @@ class ChunkMatcher:
 
 
 def _mixed(tokens: U32Array) -> U64Array:
-    """``m``: other bits for each token, so that no sum of a few tokens is another's."""
+    """``m`` of each token: mixed bits, so that sums of few tokens differ."""
     mixed = tokens.astype(np.uint64)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(29)
@@ -325,7 +327,7 @@ def _mixed(tokens: U32Array) -> U64Array:
 
 
 def _spread(hashes: U64Array, salt: np.uint64) -> U64Array:
-    """Have all bits of a sum count in the high ones, which choose the bucket."""
+    """Mix all bits of the sums into the high bits, which choose the bucket. Changes ``hashes``."""
     hashes ^= salt
     hashes ^= hashes >> np.uint64(33)
     hashes *= np.uint64(0xFF51AFD7ED558CCD)
@@ -333,7 +335,8 @@ def _spread(hashes: U64Array, salt: np.uint64) -> U64Array:
 
 
 def _thinned(offsets: I64Array, k: int) -> BoolArray | slice:
-    """Which of ``offsets``, ascending, are looked at: of ``_DENSE`` or more in a row only some."""
+    """Which of ``offsets``, which ascend, are looked at: only some of ``_DENSE`` or more
+    consecutive ones, else all."""
     begins = np.flatnonzero(np.diff(offsets, prepend=-2) != 1)
     sizes = np.diff(begins, append=len(offsets))
     dense = np.flatnonzero(sizes >= _DENSE)
@@ -354,8 +357,8 @@ def _thinned(offsets: I64Array, k: int) -> BoolArray | slice:
 
 
 def _last_alike(hashes: U64Array) -> I64Array:
-    """The indices of all but those that would be replaced by later ones: of equal hashes, which
-    share a bucket, the last ``WAYS``."""
+    """The indices of the entries that stay. Equal hashes share a bucket, so only the last ``WAYS``
+    of them stay; later ones would replace the others."""
     order = hashes.argsort(kind="stable")
     ordered = hashes[order]
     gone = np.zeros(len(hashes), np.bool_)
@@ -364,8 +367,9 @@ def _last_alike(hashes: U64Array) -> I64Array:
 
 
 def _choose(hits: I64Array, k: int) -> I64Array:
-    """Which of the offsets ``hits``, ascending, such that no two are less than ``k`` apart: from
-    left to right, of those that overlap the first one with the longest run of hits ``k`` apart."""
+    """The indices of offsets in ``hits``, which ascend, such that no two chunks of ``k`` tokens
+    overlap. It goes from left to right. Of the chunks that overlap the first one left, the chunk is
+    chosen that begins the longest run of hits that are ``k`` apart."""
     order = np.argsort((hits % k).astype(np.min_scalar_type(k)), kind="stable")
     ends = np.flatnonzero(np.diff(hits[order], append=-1) != k)
     lengths, place = np.empty(len(hits), np.int64), np.empty(len(hits), np.int64)

@@ -1,4 +1,4 @@
-"""The segments of a prompt that can be loaded: those that were found, as far as rows hold them.
+"""The segments of a prompt that can be loaded: the parts of found segments that have rows.
 
 Law of this file: a segment ends before its first chunk without a row, and a segment whose first
 chunk has none is left out. So every token of a placed segment can be loaded.
@@ -13,16 +13,16 @@ from kvass.messages import Segments
 
 
 def chunk_keys(found: Segments, width: int) -> list[bytes]:
-    """The digests of the chunks that were found, ``width`` bytes each: what a lookup asks for. A
-    chunk that stands in the prompt several times is named once."""
+    """The keys of the found chunks, ``width`` bytes each, for a lookup. A chunk that stands in the
+    prompt several times has one key in the list."""
     return list(dict.fromkeys(_digests(found, width)))
 
 
 def place(
     found: Segments, width: int, chunk_tokens: int, rows: int
 ) -> tuple[list[PlacedSegment], list[list[int]]]:
-    """The segments, and of each the rows of its chunks, if the lookup for ``chunk_keys`` matched
-    the first ``rows`` of them. Row ``n`` holds the chunk of key ``n``."""
+    """The segments that can be loaded, and for each of them the rows of its chunks. The lookup of
+    ``chunk_keys`` matched the first ``rows`` keys. Row ``n`` holds the chunk of key ``n``."""
     digests = _digests(found, width)
     row_of = {key: row for row, key in enumerate(chunk_keys(found, width)[:rows])}
     segments, rows_of_each, begin = list[PlacedSegment](), list[list[int]](), 0

@@ -1,8 +1,8 @@
 """Selects the tokens of a prompt that are computed if the prompt contains cached segments.
 
 Tokens that are neither in the exact prefix nor in a segment are always computed, and so is the last
-token. A ``Selector`` adds tokens of the segments. A segment was stored behind other tokens than
-those before it now, and computing some of its tokens again corrects for that.
+token. A ``Selector`` adds tokens of the segments. The tokens before a segment are not those that
+stood before it when it was stored; computing some of its tokens again corrects for that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PlacedSegment:
 
 
 class BadSegment(UsageError):
-    """Segment ``index`` cannot stand where it says."""
+    """The position or the length of segment ``index`` is not possible."""
 
     def __init__(self, index: int, segment: PlacedSegment, reason: str) -> None:
         where = f"segment {index} at [{segment.new_start}, {segment.new_end})"
@@ -49,10 +49,11 @@ class BadSegment(UsageError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """``tokens`` in all; the first ``prefix`` are cached exactly; ``prefix_last`` is the key of the
-    prefix's last chunk. Segments ascend, are disjoint and begin at or after ``prefix``.
+    """A prompt of ``tokens`` tokens, of which the first ``prefix`` are an exact hit.
 
-    Raises ``BadSegment`` for a segment that does not, ``UsageError`` for a bad prefix.
+    ``prefix_last`` is the key of the prefix's last chunk. Segments ascend, are disjoint and begin
+    at or after ``prefix``. Raises ``BadSegment`` for any other segment, ``UsageError`` for a bad
+    prefix.
     """
 
     tokens: int
@@ -77,14 +78,14 @@ class Prompt:
             end = segment.new_end
 
     def in_segments(self) -> npt.NDArray[np.bool_]:
-        """[tokens]: which tokens stand in a segment."""
+        """For each token whether it is in a segment: shape ``(tokens,)``."""
         inside = np.zeros(self.tokens, np.bool_)
         for segment in self.segments:
             inside[segment.new_start : segment.new_end] = True
         return inside
 
     def heads(self) -> list[PlacedSegment]:
-        """The segments that were not stored after what now stands right before them."""
+        """The segments that now stand right behind something else than when they were stored."""
         heads, end, before = [], self.prefix, self.prefix_last
         for segment in self.segments:
             follows = segment.new_start == end and segment.predecessor == before
@@ -126,14 +127,14 @@ def none(prompt: Prompt) -> I64Array:
 
 
 def all_tokens(prompt: Prompt) -> I64Array:
-    """Every token of every segment: as without blend, but for the exact prefix."""
+    """Every token of every segment. Then only the exact prefix is reused."""
     return np.flatnonzero(prompt.in_segments())
 
 
 @dataclass(frozen=True)
 class FirstK:
-    """The first ``k`` tokens of each segment, as in EPIC. A segment that was stored after what
-    stands right before it now (the exact prefix, or the segment before) needs none.
+    """The first ``k`` tokens of each segment, as in EPIC. No token is chosen of a segment that was
+    stored right behind what stands before it now (the exact prefix, or another segment).
 
     Raises ``UsageError`` for a negative ``k``.
     """
@@ -152,12 +153,13 @@ class FirstK:
 
 
 Deviation = Callable[[Prompt], npt.ArrayLike]
-"""[tokens] numbers: how far the moved K of the first layers is from K computed in this prompt."""
+"""For each token how far the moved K of the first layers is from the K computed in this prompt:
+shape ``(tokens,)``."""
 
 
 @dataclass(frozen=True)
 class KvDev:
-    """The ``ratio`` of all tokens in segments whose K deviates most, as in CacheBlend.
+    """The share ``ratio`` of all tokens in segments: those whose K deviates most, as in CacheBlend.
 
     Raises ``UsageError`` for a ratio outside of 0 to 1, or deviations of another length.
     """
@@ -174,19 +176,19 @@ class KvDev:
         measured = np.asarray(self.deviation(prompt), np.float64)
         if measured.shape != (prompt.tokens,):
             raise UsageError(f"deviations {measured.shape} of a prompt of {prompt.tokens} tokens")
-        # What is no number is broken K: it is computed first.
+        # NaN comes from broken K, so these tokens are chosen first.
         order = np.argsort(-np.nan_to_num(measured[inside], nan=np.inf), kind="stable")
         chosen: I64Array = inside[order[: math.ceil(self.ratio * len(inside))]]
         return chosen
 
 
 Choice = Selector | float
-"""Which tokens of segments are computed again; a number: the ratio of ``kv_dev``."""
+"""Which tokens of segments are computed again: a selector, or the ratio of ``kv_dev``."""
 
 
 def parse(text: str | Selector) -> Choice:
-    """``first_k:16``, ``kv_dev:0.15``, ``all``, ``none``, or a selector of one's own. Raises
-    ``UsageError`` for anything else."""
+    """The choice that the option ``blend`` names: ``first_k:16``, ``kv_dev:0.15``, ``all``,
+    ``none``, or a selector, which is returned as it is. Raises ``UsageError`` for anything else."""
     if callable(text):
         return text
     name, _, value = str(text).partition(":")

@@ -1,7 +1,6 @@
-"""Moves K to other positions by rotating it further, as rotary embedding (RoPE) would have done.
+"""Moves K to other positions, by rotating the numbers that rotary embedding (RoPE) rotates.
 
-Law of this file: only K as it was stored is moved, never K that was moved before, because the
-errors of bfloat16 add up.
+Always move the K that was stored, never K that was moved before, because rounding errors add up.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ Style = Literal["neox", "gptj"]
 Part = Literal["keys", "values"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""In fp8 a turned K may exceed the range, and its scale is the engine's: refused."""
+"""The data types of K that can be moved. In fp8 a rotated K may exceed the range, and only the
+engine knows its scale."""
 
 
 class RopeRefused(UsageError):
-    """K of this model cannot be moved. ``name`` says which feature prevents it, like ``dynamic
+    """K of this model cannot be moved. ``name`` says which feature is the reason, like ``dynamic
     NTK``."""
 
     def __init__(self, name: str, why: str) -> None:
@@ -36,13 +36,13 @@ class RopeRefused(UsageError):
 
 @dataclass(frozen=True)
 class Rope:
-    """Where the rotated numbers of one layer group stand, and by which angles they are rotated.
+    """The rotary embedding of one layer group: which numbers are rotated, and by which angles.
 
-    Numbers ``[offset, offset + width)`` of a head are rotated, in the cache's ``part``: MLA has
-    them behind the latent (vLLM) or in what HF calls values. ``inv_freq`` is the engine's own, in
-    radians per token, scaling included; empty for a layer without positions. Pairs are (i, i +
-    width / 2) in style ``neox`` and (2i, 2i + 1) in ``gptj``. The engine divides positions by
-    ``divisor`` first. ``mscale`` is in K already and is not applied.
+    Numbers ``[offset, offset + width)`` of a head are rotated, in the cache's ``part``. MLA has
+    them behind the latent (vLLM), or in what HF calls values. ``inv_freq`` is what the engine uses,
+    in radians per token, scaling included. It is empty for a layer without positions. Pairs are
+    (i, i + width / 2) in style ``neox`` and (2i, 2i + 1) in ``gptj``. The engine divides positions
+    by ``divisor`` first. K already contains ``mscale``, so it is not applied.
 
     Raises ``RopeRefused`` for a dtype other than float32, float16 and bfloat16.
     """
@@ -64,13 +64,13 @@ class Rope:
         return 2 * len(self.inv_freq)
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """[tokens, width / 2], float64: the angles that the engine used, rounded as it rounds."""
+        """The angles that the engine uses, with its rounding: float64, [tokens, width / 2]."""
         inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=positions.device)
         return ((positions.float() / self.divisor)[:, None] * inv_freq).double()
 
 
 def fingerprint(ropes: Sequence[Rope]) -> bytes:
-    """16 bytes that differ when the ropes of a model's layers do; part of the index's space."""
+    """A digest of 16 bytes of the ropes of a model's layers; part of the space of segments."""
     digest = blake2b(digest_size=16)
     for rope in ropes:
         fields = (rope.style, rope.dtype, rope.offset, rope.part, rope.divisor, rope.mscale)
@@ -97,10 +97,10 @@ class Move:
 
     @cached_property
     def _turn(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """cos and sin [tokens, width / 2] in float32; [tokens, 1]: which tokens move at all.
+        """cos and sin, float32 [tokens, width / 2], and which tokens move, bool [tokens, 1].
 
-        The difference is that of the engine's two rounded angles: 100,000 tokens from the start
-        these are wrong by 0.004 radians, and K must be where the engine would have put it.
+        The angle is the difference of the two angles as the engine rounds them. 100,000 tokens from
+        the start these are wrong by 0.004 radians, and the moved K must be as the engine's.
         """
         old, new = (torch.from_numpy(p).to(self.device) for p in (self.old, self.new))
         delta = self.rope.angles(new) - self.rope.angles(old)
@@ -134,6 +134,6 @@ class Move:
 
 
 def move(rope: Rope, stored: torch.Tensor, old_start: int, new_start: int) -> torch.Tensor:
-    """K of consecutive tokens [..., tokens, numbers] from ``old_start`` to ``new_start``."""
+    """K of consecutive tokens [..., tokens, numbers], moved from ``old_start`` to ``new_start``."""
     old = np.arange(old_start, old_start + stored.shape[-2])
     return Move(rope, old, old + (new_start - old_start), stored.device)(stored)

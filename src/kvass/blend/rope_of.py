@@ -1,7 +1,8 @@
 """The ropes of a model: read from the engine's own modules, and measured where it can run.
 
-No name of a model is known here. An HF model computes one token at several positions: in each layer
-K then differs by its rotation alone. The description that turns one into the others is the rope.
+This code knows no names of models. It lets an HF model compute one token at several positions. Then
+the K of a layer differs by its rotation alone. The rope is the description that maps the K
+of one position to those of the others.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _NOT_WHOLE = "sliding windows", "the cache does not keep all tokens of a chunk"
 _NO_K = "state groups", "it has no K of each token"
 
 MEASURED_AT: Final = np.array([0, 1, 19, 251])
-"""Positions of the token by which a rope is measured."""
+"""The positions at which the token is computed to measure a rope."""
 _ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""How far off a right description may be, as part of what the same number of K is at most."""
+"""The largest error of a right rope, relative to the largest value of the same number of K."""
 
 
 def ropes_of_model(model: Any, whole_chunks: bool = False) -> tuple[Rope, ...]:
-    """The rope of each layer of the HF causal LM ``model``; runs it once, on four tokens.
+    """The rope of each layer of the HF causal LM ``model``. Runs the model once, on four tokens.
 
-    ``whole_chunks``: the caller keeps K of all tokens in layers with a sliding window too.
-    Raises ``RopeRefused``, by name: dynamic NTK, longrope, mrope, state groups, sliding windows, a
-    KV cache in fp8, and a layer whose K follows no rope that we know.
+    ``whole_chunks``: the caller keeps K of all tokens, even in layers with a sliding window.
+    Raises ``RopeRefused`` with the reason: dynamic NTK, longrope, mrope, state groups, sliding
+    windows, a KV cache in fp8, or a layer whose K follows no known rope.
     """
     _refuse_types(model.config.get_text_config().to_dict())
     ids = torch.ones((len(MEASURED_AT), 1), dtype=torch.long, device=model.device)
@@ -63,7 +64,8 @@ def _refuse_types(config: Mapping[str, Any]) -> None:
 
 
 def _frequencies(model: Any) -> Iterator[tuple[tuple[float, ...], float]]:
-    """(inv_freq, mscale) that some layer may use; first none, for a layer without positions."""
+    """The pairs (inv_freq, mscale) that layers may use. The first is for a layer without
+    positions."""
     yield (), 1.0
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -71,7 +73,7 @@ def _frequencies(model: Any) -> Iterator[tuple[tuple[float, ...], float]]:
             if kind != name and "original" not in kind:
                 scale = getattr(module, f"{kind}attention_scaling", 1.0)
                 yield tuple(buffer.float().flatten().tolist()), float(scale)
-    if dim := getattr(model.config, "rotary_dim", None):  # GPT-J has a table of sines instead
+    if dim := getattr(model.config, "rotary_dim", None):  # GPT-J has a table of sines and no buffer
         yield tuple((1.0 / 10_000 ** (torch.arange(0, dim, 2) / dim)).tolist()), 1.0
 
 
@@ -108,9 +110,12 @@ def _descriptions(
 
 
 def _error(rope: Rope, parts: Mapping[str, torch.Tensor]) -> float:
-    """The largest error when K and V at the first position are moved to the others, as part of what
-    the number is at most, or of the median if that is more. Not of the largest number: of some
-    models a few numbers of K are hundreds of times the others, and hardly turn."""
+    """The largest relative error if K and V at the first position are moved to the others.
+
+    An error is relative to the largest value of the same number of the head, or to the median of
+    these if that is more. It is not relative to the largest number of all: in some models a few
+    numbers of K are hundreds of times the others, and are hardly rotated.
+    """
     errors = []
     for name, there in parts.items():
         moved = there[:, :, :1].expand_as(there)
@@ -140,8 +145,8 @@ _VLLM_REFUSED = {
 def rope_of_vllm(rotary: Any, dtype: torch.dtype, kind: GroupKind, latent: int = 0) -> Rope:
     """The rope of a layer group of vLLM, from the module ``rotary`` that its layers call.
 
-    ``dtype`` is the KV cache's. ``latent``: the numbers before the rotated ones (MLA's latent).
-    Raises ``RopeRefused`` by name as ``ropes_of_model`` does.
+    ``dtype`` is that of the KV cache. ``latent`` is how many numbers of MLA's latent stand before
+    the rotated ones. Raises ``RopeRefused`` with the reason, as ``ropes_of_model`` does.
     """
     assert kind in get_args(GroupKind), kind
     if kind != "full":
@@ -166,9 +171,9 @@ def rope_of_vllm(rotary: Any, dtype: torch.dtype, kind: GroupKind, latent: int =
 
 
 def rope_that_explains(name: str, layer: Any, keys: torch.Tensor, dtype: torch.dtype) -> Rope:
-    """The rope of the attention layer ``name`` of vLLM, whose module ``layer`` made ``keys``
-    [positions, heads, numbers] of one token at ``MEASURED_AT``. Raises ``RopeRefused`` as
-    ``rope_of_vllm``, and for K that follows none of the module's ropes."""
+    """The rope of the attention layer ``name`` of vLLM. Its module ``layer`` computed ``keys``
+    [positions, heads, numbers] of one token at the positions ``MEASURED_AT``. Raises
+    ``RopeRefused`` as ``rope_of_vllm`` does, and if K follows none of the module's ropes."""
     inside = [module for module in layer.modules() if hasattr(module, "_compute_inv_freq")]
     found = [Rope("neox", (), dtype), *(rope_of_vllm(one, dtype, "full") for one in inside)]
     there = {"keys": keys.transpose(0, 1)[None]}

@@ -1,4 +1,4 @@
-"""``kvass blend``."""
+"""The command ``kvass blend``: stores documents, so that prompts can contain them anywhere."""
 
 from __future__ import annotations
 
@@ -25,16 +25,26 @@ def run(argv: list[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE", help="documents: text in UTF-8")
     add = parser.add_argument
     add("--model", required=True, metavar="PATH", help="the model's folder, or its name on the Hub")
-    add("--dtype", default="auto", metavar="TYPE", help="as of from_pretrained (default: auto)")
-    add("--attention", default="sdpa", metavar="NAME", help="sdpa or eager (default: sdpa)")
-    add("--chunk-tokens", default=0, type=int, metavar="N", help="as of connect (default: 256)")
-    add("--tag", default="", metavar="TEXT", help="as of connect")
-    add("--salt", default="", metavar="TEXT", help="of the prompts that may use the documents")
+    add(
+        "--dtype",
+        default="auto",
+        metavar="TYPE",
+        help="data type, as for from_pretrained (default: auto)",
+    )
+    add(
+        "--attention",
+        default="sdpa",
+        metavar="NAME",
+        help="attention: sdpa or eager (default: sdpa)",
+    )
+    add("--chunk-tokens", default=0, type=int, metavar="N", help="tokens of a chunk (default: 256)")
+    add("--tag", default="", metavar="TEXT", help="tag of the namespace, as for connect")
+    add("--salt", default="", metavar="TEXT", help="salt of the prompts that may use the documents")
     options = vars(parser.parse_args(argv))
     names = ("action", "files", "model", "dtype", "attention", "chunk_tokens", "tag", "salt")
     own = {name: options.pop(name) for name in names}
     config, texts = load(options, os.environ), {file: _read(file) for file in own["files"]}
-    try:  # slow to import, and an extra
+    try:  # slow to import, and installed only with an extra
         from kvass.connectors.transformers import documents
     except ImportError as error:
         raise ConfigError(f"{error}: pip install 'kvass[transformers]'") from None

@@ -1,4 +1,4 @@
-"""``kvass clear``."""
+"""The command ``kvass clear``: makes a daemon forget all rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kvass.cli import daemon
 from kvass.config import Parser
 
 _PATIENCE_S: Final = 300.0
-"""An object store deletes what it has a thousand at a time."""
+"""Emptying an object store takes long: it deletes a thousand objects at a time."""
 
 
 def run(argv: list[str]) -> int:
-    """Make the daemon forget all rows. Raises ``Unavailable`` if there is none, ``Refused`` if it
-    has no tiers to empty, or could not."""
+    """Make the daemon forget all rows. Raises ``Unavailable`` if there is no daemon, ``Refused`` if
+    it has no tiers to empty, or could not empty them."""
     parser = Parser(prog="kvass clear", description="Make a daemon forget all rows.")
     daemon.add_daemon(parser)
     parser.add_argument("--tier", action="store_true", help="empty its tiers as well")

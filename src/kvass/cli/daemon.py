@@ -1,4 +1,4 @@
-"""The options that name a daemon, for all commands that are clients of one."""
+"""The options that say which daemon a command connects to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvass.config import Parser, add_flags, load
 
 
 def add_daemon(parser: Parser) -> None:
-    """Give ``parser`` the options that name a daemon."""
+    """Add the options that name a daemon to ``parser``."""
     add_flags(parser, "socket", "daemon_uid")
 
 
 def client(options: Mapping[str, Any]) -> Client:
-    """A client of the daemon that ``options``, parsed, name. Raises ``ConfigError``."""
+    """A client of the daemon that the parsed ``options`` name. Raises ``ConfigError``."""
     config = load(options, os.environ)
     return Client(config.socket, daemon_uid=config.daemon_uid)

@@ -1,4 +1,4 @@
-"""``kvass status --verbose``: the fields of a daemon's status, with their meanings."""
+"""Prints every field of a daemon's status: its name, its value and its meaning."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MEANINGS: Final[dict[str, dict[str, str]]] = {
     "tenants": metrics.TENANT_COUNTERS | metrics.TENANT_GAUGES,
     "tiers": metrics.TIER_COUNTERS | metrics.TIER_GAUGES | metrics.TIER_HISTOGRAMS,
 }
-"""Of the fields of each table of the status; ``""``: of those beside the tables."""
+"""The meanings of fields by table of the status; ``""`` is for the fields outside of tables."""
 
 
 def detail(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of at most ``WIDTH`` characters, unless a value is longer. Without what is 0 or empty,
-    but for the daemon's own gauges."""
+    """The lines to print, of at most ``WIDTH`` characters unless a value is longer. Fields that are
+    0 or empty are left out, except the daemon's own gauges."""
     return map(printable, _table("", "daemon", fields))
 
 
 def _table(name: str, title: str, fields: Mapping[str, Any]) -> Iterator[str]:
-    """What ``fields`` say themselves, then the tables in them."""
+    """The lines of a table: first its own fields, then the tables in it."""
     meanings = _MEANINGS.get(name, {})
     tables = {n: v for n, v in fields.items() if n in _MEANINGS or _is_rows(v)}
     shown = {n: v for n, v in fields.items() if n not in tables and _shows(v, not name)}
@@ -49,7 +49,7 @@ def _table(name: str, title: str, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shows(value: Any, zero: bool) -> bool:
-    """Whether there is something to see; ``zero``: a number 0 is."""
+    """Whether a field is printed. ``zero``: also if it is 0."""
     if isinstance(value, dict) and "counts" in value:
         return any(value["counts"])
     return bool(value) or (zero and value == 0)

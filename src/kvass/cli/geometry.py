@@ -1,4 +1,4 @@
-"""Arguments that several commands share: a size, a count, the geometry of a model."""
+"""Arguments of several commands: a size, a count, the geometry of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_BYTES: Final = 1 << 60
 
 
 def size(text: str) -> int:
-    """Bytes, at least one."""
+    """Parse a size in bytes, at least 1."""
     try:
         parsed = Size.parse(text)
     except ValueError as error:
@@ -25,7 +25,7 @@ def size(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A number, at least 1."""
+    """Parse a number, at least 1."""
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
     if not 0 < number <= 1 << 31:
         raise ArgumentTypeError(f"{text!r} is no number between 1 and {1 << 31}")
@@ -33,7 +33,7 @@ def count(text: str) -> int:
 
 
 def add_model(parser: Parser) -> None:
-    """The flags that ``model_layers`` reads."""
+    """Add the flags that ``model_layers`` reads to ``parser``."""
     parser.add_argument(
         "--model", default="llama-3-8b", metavar="NAME", help=f"one of {', '.join(MODELS)}"
     )
@@ -43,6 +43,6 @@ def add_model(parser: Parser) -> None:
 
 
 def model_layers(options: Namespace) -> tuple[Layers, ...]:
-    """Of the model that is asked for. Raises ``UsageError`` for a name that is not known."""
+    """The layers of the model that the flags name. Raises ``UsageError`` for an unknown name."""
     known = layers_of(options.model)
     return (Layers(1, options.token_bytes),) if options.token_bytes else known

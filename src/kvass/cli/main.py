@@ -1,8 +1,9 @@
-"""The program ``kvass``: runs a command, and reports its failure.
+"""The entry point of ``kvass``: runs a command, and prints its errors.
 
-A failure is reported in one line on stderr that says what to do. The exit status is 2 for a mistake
-of the caller, and 1 if the daemon cannot be reached or refuses. A command is the function ``run``
-of the module with its name. The module is imported only when it runs, so ``serve`` starts fast.
+An error is one line on stderr that says what to do. The exit status is 2 for the caller's mistake,
+and 1 if there is no daemon or it refuses the request. A command is the function ``run`` of the
+module with the command's name. The module is imported only when the command runs, so that ``serve``
+starts fast.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would keep buffers for threads unused
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # or numpy allocates buffers for threads that are never used
 
 from kvass._version import __version__
 from kvass.config import Parser
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # | head
+    except BrokenPipeError:  # the reader has ended, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -1,4 +1,4 @@
-"""``kvass quota``."""
+"""The command ``kvass quota``: changes the quotas of tenants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvass.types import Quota
 
 
 def run(argv: list[str]) -> int:
-    """Give tenants quotas, or take one away. Raises ``ConfigError``, ``Refused``,
+    """Set or remove quotas of tenants. Raises ``ConfigError``, ``Refused``,
     ``Unavailable``."""
     parser = Parser(prog="kvass quota", description="Change what tenants may have of L1.")
     daemon.add_daemon(parser)
@@ -24,16 +24,16 @@ def run(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     removed, texts = options.pop("remove"), options.pop("quota")
     try:
-        given = [Quota.parse(text) for text in texts]
+        quotas = [Quota.parse(text) for text in texts]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if not given and not removed:
+    if not quotas and not removed:
         raise ConfigError("name a quota, like team-a=8GiB:2GiB, or --remove NAME")
     with daemon.client(options) as client:
         for name in removed:
             client.set_quota(Quota(name), remove=True)
             print(f"{name} has no quota")
-        for quota in given:
+        for quota in quotas:
             client.set_quota(quota)
             print(quota)
     return 0

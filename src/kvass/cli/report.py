@@ -1,4 +1,4 @@
-"""``kvass status``: a summary of a daemon's status, with its hit rates and its problems."""
+"""Prints a daemon's status: whether it runs, what it saves, and what is wrong."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _SPANS: Final = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
 
 
 def report(fields: dict[str, Any]) -> Iterator[str]:
-    """Lines of at most ``WIDTH`` characters, from the fields of ``kvass status --json``."""
+    """The lines to print, of at most ``WIDTH`` characters, from the fields of ``kvass status
+    --json``."""
     return map(printable, _report(fields))
 
 
 def printable(text: str) -> str:
-    """``text`` without what moves a terminal's cursor, whatever a client put into a name."""
+    """``text`` without control characters, which a client may have put into a name."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -39,16 +40,16 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
         f"{fields['rows']:,} rows, {evicted:,} evicted{populating}"
     )
     namespaces = fields["namespaces"]
-    asked, given, recent_asked, recent_given = (
+    input_tokens, hit_tokens, recent_tokens, recent_hit_tokens = (
         sum(ns.get(name, 0) for ns in namespaces)
         for name in ("lookup_tokens", "hit_tokens", "minute_lookup_tokens", "minute_hit_tokens")
     )
     yield (
-        f"hits     {percent(given, asked)} of {asked:,} tokens since start, "
-        f"{percent(recent_given, recent_asked)} of {recent_asked:,} in the last minute"
+        f"hits     {percent(hit_tokens, input_tokens)} of {input_tokens:,} tokens since start, "
+        f"{percent(recent_hit_tokens, recent_tokens)} of {recent_tokens:,} in the last minute"
     )
     saved_s = sum(ns.get("saved_prefill_s", 0) for ns in namespaces)
-    yield f"saved    {given:,} tokens, {span(saved_s)} of prefill since start"
+    yield f"saved    {hit_tokens:,} tokens, {span(saved_s)} of prefill since start"
     yield from _engines(fields.get("engines", []))
     yield from _models(namespaces)
     yield from _tenants(fields.get("tenants", []))
@@ -97,7 +98,8 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _tenants(tenants: list[dict[str, Any]]) -> Iterator[str]:
-    """Of those that have asked, or have a quota, once there is more than the default one."""
+    """The table of tenants that use memory, have sent lookups or have a quota. It is left out if
+    it would have one tenant only, and no tenant has a quota."""
     rows = [
         (
             t["tenant"],
@@ -141,7 +143,7 @@ def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The first column gives way if the line would be too long, its end first."""
+    """The lines of a table. If they would be too long, the first column is cut at its end."""
     if not rows:
         return
     yield ""
@@ -153,7 +155,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 
 def size(count: float) -> str:
-    """Bytes, like ``1.5 GiB``."""
+    """A number of bytes as text, like ``1.5 GiB``."""
     unit = 0
     while count >= 1024 and unit < len(_UNITS) - 1:
         count, unit = count / 1024, unit + 1
@@ -161,12 +163,12 @@ def size(count: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Like ``71.2 %``; a dash if there is nothing to have a part of."""
+    """A ratio as text, like ``71.2 %``; a dash if ``whole`` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def span(seconds: float) -> str:
-    """Its two largest units, like ``3h12m``."""
+    """A time as text in its two largest units, like ``3h12m``."""
     left, parts = int(seconds), list[str]()
     for name, unit in _SPANS:
         count, left = divmod(left, unit)

@@ -1,4 +1,4 @@
-"""``kvass serve``."""
+"""The command ``kvass serve``: runs the daemon."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("kvass")
 
 
 def run(argv: list[str]) -> int:
-    """Serve until told to stop, or print the configuration. Raises ``ConfigError``."""
+    """Serve until a signal ends it, or print the configuration. Raises ``ConfigError``."""
     parser = Parser(prog="kvass serve", description="Run the daemon until SIGTERM or SIGINT.")
     add_flags(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
@@ -92,7 +92,7 @@ def _keep_web(config: Config, fd: int, over: threading.Event) -> None:
                 while child.poll() is None and not over.wait(_POLL_S):
                     pass
             ended = f"ended with status {child.returncode}"
-        except OSError as error:  # no process or memory is left now
+        except OSError as error:  # there is no memory or process id left now
             ended = f"cannot be started: {error}"
         if not over.is_set():
             _log.warning("the web process %s: starting another", ended)

@@ -1,4 +1,4 @@
-"""``kvass simulate``: how much memory a workload needs, and what it would gain."""
+"""The command ``kvass simulate``: how much memory a workload needs, and what a cache would save."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _SWEPT: Final[dict[str, Any]] = {
         "tails",
     )
 }
-"""What is swept beside chunks and L1, and what it is if nothing is said."""
+"""The swept options except the sizes of chunks and of L1, and their defaults."""
 _OF_TIERS: Final = tuple(_SWEPT)[1:-1]
 
 
 def run(argv: list[str]) -> int:
-    """Simulate each setting on the trace, and print the results. Raises ``UsageError``."""
+    """Play traces, and print the result of each setting. Raises ``UsageError``."""
     options = _parser().parse_args(argv)
     if options.synth:
         if len(options.trace) != 1:
@@ -101,7 +101,7 @@ def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterato
 
 
 def _sizes_of(best: Best) -> list[int]:
-    """Shares of what the trace needs in all."""
+    """Default sizes of L1: shares of the memory that all rows of the trace need."""
     least = _LEAST_CHUNKS * best.row_bytes
     return sorted({max(int(best.whole_bytes * share), least) for share in _SHARES})
 
@@ -118,7 +118,7 @@ def _play(trace: Trace, setting: Setting, models: dict[int, Model], best: Best) 
 
 
 def _show(text: str) -> None:
-    """One line on a terminal, in place of the last."""
+    """Show progress: replace the last line on a terminal by ``text``."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -150,7 +150,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _words(*known: str) -> Callable[[str], list[str]]:
-    """Some of ``known``, each once."""
+    """A parser of a comma-separated list of words of ``known``, each at most once."""
 
     def parse(text: str) -> list[str]:
         words = text.split(",")
@@ -195,10 +195,10 @@ def _parser() -> Parser:
         "--flush",
         type=_words(*modes),
         metavar="MODES",
-        help=f"as of kvass serve: {','.join(modes)}",
+        help=f"as for kvass serve: {','.join(modes)}",
     )
     for flag in ("--keep-loaded", "--skip-slow-loads"):
-        parser.add_argument(flag, type=_switch, metavar="yes,no", help="as of kvass serve")
+        parser.add_argument(flag, type=_switch, metavar="yes,no", help="as for kvass serve")
     parser.add_argument(
         "--tails",
         type=_switch,
@@ -222,7 +222,13 @@ def _parser() -> Parser:
         "--synth", choices=KINDS, help="write a made-up trace to the file instead of playing it"
     )
     parser.add_argument(
-        "--requests", type=count, default=2000, metavar="N", help="of --synth; default: 2000"
+        "--requests",
+        type=count,
+        default=2000,
+        metavar="N",
+        help="requests that --synth writes; default: 2000",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --synth; default: 0")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed of --synth; default: 0"
+    )
     return parser

@@ -1,4 +1,4 @@
-"""``kvass status``."""
+"""The command ``kvass status``: shows whether a daemon works, and what it saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvass top``."""
+"""The command ``kvass top``: shows the status of a daemon again and again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANSWER_S: Final = 2.0
 
 
 def run(argv: list[str]) -> int:
-    """Show ``kvass status`` again and again, with what happens per second, until Ctrl-C."""
+    """Print the status again and again, with rates per second, until Ctrl-C."""
     parser = Parser(prog="kvass top", description="Watch a daemon; Ctrl-C ends it.")
     daemon.add_daemon(parser)
     parser.add_argument(
@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
         type=int,
         default=0,
         metavar="N",
-        help="end after so many looks (default: 0, never)",
+        help="end after this many looks (default: 0, never)",
     )
     options = vars(parser.parse_args(argv))
     every_s, times = max(0.1, options.pop("every")), options.pop("times")
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
 def rates(
     before: tuple[float, dict[str, Any]] | None, now: tuple[float, dict[str, Any]]
 ) -> Iterator[str]:
-    """What happened per second between two statuses of one boot, each with its time."""
+    """The lines with rates per second between two statuses of one boot, each with its time."""
     if before is None or before[1]["boot"] != now[1]["boot"]:
         return
     (began_s, old), (ended_s, new) = before, now
@@ -67,17 +67,19 @@ def rates(
         after, first = (float(sum(one.get(fields, 0) for one in x[table])) for x in (new, old))
         return max(0.0, (after - first) / took_s)
 
-    asked, given = rate("lookup_tokens", "namespaces"), rate("hit_tokens", "namespaces")
+    input_tokens, hit_tokens = (
+        rate(name, "namespaces") for name in ("lookup_tokens", "hit_tokens")
+    )
     loaded, stored = rate("loaded_bytes", "tiers"), rate("stored_bytes", "tiers")
-    came, lent = (
+    written, read = (
         (new["counters"].get(name, 0) - old["counters"].get(name, 0)) / took_s
         for name in ("l1_in_bytes", "l1_lent_bytes")
     )
     yield (
-        f"now      {rate('lookups', 'namespaces'):,.1f} lookups/s, {given:,.0f} of {asked:,.0f} "
-        f"tokens/s hit"
+        f"now      {rate('lookups', 'namespaces'):,.1f} lookups/s, {hit_tokens:,.0f} of "
+        f"{input_tokens:,.0f} tokens/s hit"
     )
     yield (
-        f"         memory {size(came)}/s in, {size(lent)}/s out; tiers {size(stored)}/s in, "
+        f"         memory {size(written)}/s in, {size(read)}/s out; tiers {size(stored)}/s in, "
         f"{size(loaded)}/s out"
     )

@@ -1,4 +1,4 @@
-"""``kvass web``."""
+"""The command ``kvass web``: serves a daemon's metrics and dashboard over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvass.config import Parser, add_flags, load
 from kvass.daemon import logs
 
 HTTP: Final = ("http", "http_host", "http_token_file", "http_read_token_file")
-"""The options of the daemon that this command has too."""
+"""The options of ``kvass serve`` that this command has, too."""
 
 
 def run(argv: list[str]) -> int:

@@ -1,1 +1,2 @@
-"""Where KV bytes lie (planes) and which of them move (copy plans). Pure: no engine, no memory."""
+"""Where KV bytes lie (planes), and which of them to copy (copy plans). It is pure: it needs no
+engine, and touches no memory."""

@@ -1,10 +1,10 @@
-"""Copy plans: block ids of some rows + the slots of those rows -> what a mover copies.
+"""Copy plans: which blocks and which slots a mover copies, made from block ids and slots of rows.
 
-A plan that exists is safe to carry out: every block id and slot was checked when it was made, and
-no mover checks them again (numpy's gather with ``mode="clip"`` would copy the *wrong block* for an
-id out of range).
+A plan is always safe to carry out: every block id and slot is checked when the plan is made, and no
+mover checks them again (numpy's gather with ``mode="clip"`` would copy the *wrong block* for an id
+out of range).
 
-A plan has no direction: store gathers ``blocks -> slot``, load scatters ``slot -> blocks``.
+A plan has no direction: a store gathers ``blocks -> slot``, a load scatters ``slot -> blocks``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvass.types import PAGE, I64Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowCopy:
-    """The copy of one row or a part of it: pages ``[first, first + len(blocks))`` of the chunk.
+    """A row to copy, or a part of it: pages ``[first, first + len(blocks))`` of the row.
 
     ``slot`` is the byte offset of the row's shard in the arena, ``blocks`` int64 of shape ``(n,)``.
     """
@@ -43,7 +43,8 @@ class RowCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """The rows of one group to copy. ``bytes`` is what moves, ``end`` the first arena byte past it.
+    """The rows of one group to copy. ``bytes`` is the size of all copied pages, and ``end`` is the
+    first byte of the arena behind the last slot.
 
     ``distinct`` says that no block occurs twice, which a load needs.
     """
@@ -67,9 +68,9 @@ def plan_copy(
 
     ``blocks`` has shape ``(rows, planes.chunk_blocks)``: the block ids of each chunk. ``slots`` are
     byte offsets in the arena (``Slots.offsets``). ``skip`` leading blocks of the *first* row are
-    left out, whatever ``blocks`` says of them: a load starts there when the engine's local hit ends
-    inside that chunk. So are the ``drop`` last blocks of the *last* row: a hit, or what is stored,
-    ends there. Some block is left of each row.
+    left out, and their ids are not checked: a load skips them if the engine's local hit ends inside
+    that chunk. The last ``drop`` blocks of the *last* row are left out, too, if the hit or the
+    stored prompt ends before them. At least one block of each row must be left.
 
     Raises :class:`UsageError`: shapes that do not fit, a block id that is 0 (the null block) or out
     of range, a slot that is negative, unaligned or overlaps another.
@@ -113,14 +114,14 @@ def _misfit(
             f"integers of shape {shape}"
         )
     most = planes.chunk_blocks - 1 if rows else 0
-    both = skip + drop if rows == 1 else max(skip, drop)
-    if min(skip, drop) < 0 or both > most:
+    left_out = skip + drop if rows == 1 else max(skip, drop)
+    if min(skip, drop) < 0 or left_out > most:
         return f"cannot skip {skip} and drop {drop} blocks of a chunk of {planes.chunk_blocks}"
     return ""
 
 
 def _unsafe(planes: GroupPlanes, used: I64Array, offsets: I64Array) -> str:
-    """Which of the sorted block ids ``used``, or which slot, must not be copied; empty if none."""
+    """What is wrong with the sorted block ids ``used``, or with the slots; empty if nothing is."""
     if not len(used):
         return ""
     low, high = int(used[0]), int(used[-1])

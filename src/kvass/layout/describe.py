@@ -1,19 +1,21 @@
 """Planes: where the pages of one layer group lie in the engine's memory, and in a slot.
 
-Pages are opaque bytes: what they mean (heads, dtypes, K before V) is the engine's own business.
-Engine memory is one or more *regions*, flat byte ranges. Page of block ``b`` in plane ``p``::
+Pages are opaque bytes: only the engine knows what they mean (heads, dtypes, K before V). The memory
+of an engine is one or more *regions*, which are flat byte ranges. The page of block ``b`` in plane
+``p`` is::
 
     regions[p.region][p.base + b * p.block_stride :][: p.run]
 
-A slot (one row's shard, ``GroupLayout.shard_bytes`` long) holds the group's layers one after the
-other, each as ``chunk_blocks`` pages back to back, in the order of the chunk's tokens; the tail up
-to ``PAGE`` is padding that nobody reads or writes::
+A slot holds one row's shard, and is ``GroupLayout.shard_bytes`` long. It has the group's layers one
+after the other. Each layer is ``chunk_blocks`` adjacent pages, in the order of the chunk's tokens.
+The end of the slot is padding that nobody reads or writes::
 
     slot:  | layer 0: page page .. page | layer 1: page page .. page | ... | padding |
 
-Layers that lie back to back within each block, as they do where blocks are outermost, count as one
-layer (``join_layers``), so a block is one piece in the engine's memory and in a slot. The daemon
-and the namespace know that one layer: who has the layers apart never reads the row.
+If layers are adjacent within each block, as in layouts with blocks as the outermost dimension,
+``join_layers`` makes one layer of them. Then a block is one piece in the engine's memory and in a
+slot. The daemon and the namespace know only the joined layer. So an engine that has
+the same layers apart never reads the row.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from kvass.types import GroupLayout, align_up
 
 
 class Plane(msgspec.Struct, frozen=True):
-    """One layer of one group, in bytes. ``region`` is an index into the engine's memory regions."""
+    """The place of one layer of a group, in bytes. ``region`` is an index into the engine's
+    regions."""
 
     base: int
     block_stride: int
@@ -38,7 +41,7 @@ class Plane(msgspec.Struct, frozen=True):
     region: int = 0
 
     def end(self, blocks: int) -> int:
-        """First byte of the region past the page of block ``blocks - 1``."""
+        """The first byte of the region behind the page of block ``blocks - 1``."""
         return self.base + (blocks - 1) * self.block_stride + self.run
 
 
@@ -46,9 +49,9 @@ class GroupPlanes(msgspec.Struct, frozen=True, dict=True):
     """The planes of one layer group as one rank holds them.
 
     ``planes`` are in the order of ``GroupLayout.layers``. ``blocks`` counts the block ids of the
-    group: valid ids are 1 .. blocks - 1. ``chunk_blocks``: the blocks that a row keeps of one chunk
-    (``GroupLayout.row_blocks``). Planes and blocks of one group must not overlap; those of
-    different groups may. Raises :class:`UsageError` for values that describe no memory.
+    group: valid ids are 1 .. blocks - 1. ``chunk_blocks`` is the number of blocks that a row keeps
+    of its chunk (``GroupLayout.row_blocks``). Planes and blocks of one group must not overlap;
+    those of different groups may. Raises :class:`UsageError` for values that describe no memory.
     """
 
     group: int
@@ -70,7 +73,7 @@ class GroupPlanes(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def block_bytes(self) -> int:
-        """Of one block, in all planes."""
+        """Bytes of one block in all planes."""
         return sum(p.run for p in self.planes)
 
     @cached_property
@@ -79,7 +82,7 @@ class GroupPlanes(msgspec.Struct, frozen=True, dict=True):
         return align_up(max(1, self.chunk_blocks * self.block_bytes))
 
     def slot_offsets(self) -> tuple[int, ...]:
-        """Byte offset inside a slot at which each plane's pages begin; shape ``(len(planes),)``."""
+        """For each plane the byte offset in a slot at which its pages begin."""
         sizes = (self.chunk_blocks * plane.run for plane in self.planes[:-1])
         return tuple(accumulate(sizes, initial=0)) if self.planes else ()
 
@@ -97,7 +100,7 @@ class GroupPlanes(msgspec.Struct, frozen=True, dict=True):
 
 
 class Part(NamedTuple):
-    """One piece of ``run`` bytes in every block: a layer, several, or a part of one."""
+    """A piece of ``run`` bytes in every block: a layer, several joined layers, or a part of one."""
 
     name: str
     base: int
@@ -109,8 +112,9 @@ class Part(NamedTuple):
 def join_layers(
     layout: GroupLayout, parts: Iterable[Part]
 ) -> tuple[GroupLayout, list[int], list[int], list[int]]:
-    """``layout`` with ``parts`` for layers, in the order of memory, neighbours within each block
-    joined; and their bases, block strides and regions, as ``describe_group`` takes them."""
+    """``layout`` with ``parts`` as its layers, and their bases, block strides and regions for
+    ``describe_group``. The parts are sorted by address, and those that are adjacent within each
+    block are joined."""
     joined: list[Part] = []
     for part in sorted(parts, key=lambda p: (p.region, p.base)):
         last = joined[-1] if joined else part
@@ -138,7 +142,7 @@ def describe_group(
     block_strides: Sequence[int],
     regions: Sequence[int] | None = None,
 ) -> GroupPlanes:
-    """The planes of ``layout``: one per layer, from where the engine put that layer's block 0.
+    """The planes of ``layout``, one per layer. ``bases`` are the offsets of block 0 of the layers.
 
     ``bases[i]``, ``block_strides[i]`` (bytes) and ``regions[i]`` (default: all 0) belong to
     ``layout.layers[i]``. Raises :class:`UsageError` if they do not fit together.

@@ -1,7 +1,7 @@
 """Which blocks of a request are the rows of its chunks, group by group.
 
-A block table is a request's block ids by group, in token order; id 0 stands for a block that is not
-there any more (the null block). ``GroupLayout`` says what a row keeps of a chunk and what a hit
+A block table has a request's block ids by group, in token order. Id 0 is the null block: the block
+that was there has been freed. ``GroupLayout`` says what a row keeps of a chunk, and what a hit
 needs.
 """
 
@@ -19,8 +19,7 @@ States = Mapping[tuple[int, int], int]
 
 
 class Spans:
-    """Computes the blocks of rows for the requests of one engine, for chunks of
-    ``chunk_tokens``."""
+    """Maps the chunks of an engine's requests to blocks. A chunk has ``chunk_tokens`` tokens."""
 
     def __init__(self, groups: Sequence[GroupLayout], chunk_tokens: int) -> None:
         self._groups = groups
@@ -33,14 +32,15 @@ class Spans:
         return tuple(ids[end - one.row_blocks(self._chunk_tokens) : end])
 
     def covered(self, table: Table) -> int:
-        """Chunks for which every group has blocks; a group without any covers none."""
+        """The number of leading chunks that have blocks in every group."""
         each = zip(table, self._groups, strict=True)
         return min(len(ids) * one.block_tokens for ids, one in each) // self._chunk_tokens
 
     def storable(self, table: Table, states: States, chunk: int) -> int:
         """Bit mask of the groups whose row of a covered ``chunk`` can be copied now.
 
-        0 unless every ``full`` group is among them: no hit gets past a chunk without.
+        It is 0 unless every ``full`` group is among them, because a hit cannot go beyond a chunk
+        without such a row.
         """
         mask = 0
         for number, one in enumerate(self._groups):
@@ -57,10 +57,10 @@ class Spans:
     def runs(
         self, table: Table, states: States, since: int, ready: int
     ) -> list[tuple[int, int, int]]:
-        """What can be stored of chunks ``[since, ready)``, and of the chunks that ``states`` end:
-        ``(begin, end, mask)`` for each run of chunks of which the same groups can."""
+        """Which rows can be stored of chunks ``[since, ready)``, and of the chunks with a block in
+        ``states``: ``(begin, end, mask)`` for each run of chunks with the same mask of groups."""
         masks = {c: self.storable(table, states, c) for c in range(since, ready)}
-        for group, chunk in states:  # also of chunks whose other rows were offered before
+        for group, chunk in states:  # also for chunks whose other rows were offered before
             masks[chunk] = masks.get(chunk, 0) | 1 << group
         runs: list[tuple[int, int, int]] = []
         for chunk, mask in sorted(masks.items()):
@@ -73,10 +73,10 @@ class Spans:
     def to_store(
         self, table: Table, states: States, mask: int, which: Iterable[Sequence[int]]
     ) -> Blocks:
-        """The blocks of granted rows: of the i-th group in ``mask``, chunks ``which[i]``."""
-        asked = [g for g in range(len(self._groups)) if mask >> g & 1]
+        """The blocks of granted rows. ``which[i]`` has the chunks of the i-th group in ``mask``."""
+        groups = [g for g in range(len(self._groups)) if mask >> g & 1]
         blocks: list[tuple[int, ...]] = [()] * len(self._groups)
-        for number, chunks in zip(asked, which, strict=True):
+        for number, chunks in zip(groups, which, strict=True):
             if self._groups[number].kind == "state":
                 blocks[number] = tuple(states[number, chunk] for chunk in chunks)
             else:
@@ -87,11 +87,13 @@ class Spans:
     def to_load(
         self, table: Table, local: int, first: int, tokens: int, rows: Sequence[int]
     ) -> tuple[Blocks, tuple[int, ...]] | None:
-        """The blocks to fill for a hit of ``tokens``, and how many of each first row to leave out.
+        """The blocks to fill for a hit of ``tokens`` tokens, and for each group how many blocks of
+        its first row to leave out.
 
-        The engine has ``local`` tokens itself, which end in chunk ``first``; ``rows[g]`` rows of
-        group ``g`` were matched. If ``tokens`` end inside of a chunk, only these blocks of its last
-        row are filled. None if that is not what the hit needs: it must not be used.
+        The engine has the first ``local`` tokens itself, and they end in chunk ``first``.
+        ``rows[g]`` rows of group ``g`` were matched. If the hit ends inside a chunk, the last row
+        is filled up to there only. None if these rows are not those that the hit needs: do not use
+        the hit.
         """
         if len(rows) != len(self._groups):
             return None

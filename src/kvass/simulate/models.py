@@ -1,7 +1,8 @@
 """KV cache geometry of well-known models, by name: what one token takes in each layer group.
 
-From the models' ``config.json``: ``2 * num_key_value_heads * head_dim`` values per layer, or with
-MLA ``kv_lora_rank + qk_rope_head_dim``; 2 bytes each (bf16), one shard that holds all of it.
+The numbers are from the models' ``config.json``: ``2 * num_key_value_heads * head_dim`` values per
+layer, or with MLA ``kv_lora_rank + qk_rope_head_dim``. A value has 2 bytes (bf16). One shard has
+all of them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ from kvass.types import GroupKind, GroupLayout
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a model that have the same cache spec: their number, and the bytes of a token
-    in one.
-
-    ``window_tokens`` is as in ``GroupLayout``.
-    """
+    """Layers with the same cache spec: their number, and the bytes of a token in one of them.
+    ``window_tokens`` is that of ``GroupLayout``."""
 
     count: int
     token_bytes: int
@@ -52,7 +50,7 @@ def layers_of(model: str) -> tuple[Layers, ...]:
 
 
 def layout(layers: tuple[Layers, ...], block_tokens: int) -> tuple[GroupLayout, ...]:
-    """As an engine whose blocks are of ``block_tokens`` registers it, page by page."""
+    """The layer groups that an engine with blocks of ``block_tokens`` tokens registers."""
     return tuple(
         GroupLayout(
             each.kind,

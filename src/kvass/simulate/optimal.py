@@ -1,9 +1,9 @@
-"""The optimal eviction policy: Belady's rule, with the choice not to keep what comes.
+"""The optimal eviction policy: Belady's rule, where a new chunk may be dropped at once.
 
-Of all chunks seen so far the cache keeps those that are used again soonest, and of those that are
-used again by the same prompt the first ones. That is exact for tokens: a chunk's next use is never
-later than that of a chunk behind it, so what is kept of a prompt is always a prefix.
-(L. A. Belady, IBM Systems Journal 5(2), 1966.)
+Of all chunks seen so far the cache keeps those that are used again soonest. Of chunks that the same
+prompt uses next, it keeps the first ones. This is optimal in tokens, too: a chunk's next use is
+never later than that of a chunk behind it, so the chunks that are kept of a prompt are always a
+prefix. (L. A. Belady, IBM Systems Journal 5(2), 1966.)
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ _NEVER: Final = 1 << 62
 
 
 class Best:
-    """The best hit rate that any choice of what to keep can have.
-
-    With ``tails`` a chunk is kept as the parts of it that the trace distinguishes, and the end of a
-    prompt as a row.
-    """
+    """The best hit rate that an eviction policy can have. With ``tails`` a chunk is kept in the
+    parts that the trace distinguishes, and the end of a prompt is kept as a row."""
 
     def __init__(self, trace: Trace, models: Mapping[int, Model], tails: bool) -> None:
         self._trace, self._rates = trace, dict[int, float]()
@@ -42,7 +39,7 @@ class Best:
             prompt = prompt_of(trace, r, model.chunk_tokens, block)
             keys, unit, most = prompt.chunks, model.chunk_tokens, _NEVER
             if block:
-                unit, most = min(piece_tokens, unit), prompt.askable * block
+                unit, most = min(piece_tokens, unit), prompt.max_hit_blocks * block
                 keys = prompt.ends(unit // block)
             self._parts = model.chunk_tokens // unit
             self._tokens.append((unit, most))
@@ -50,12 +47,12 @@ class Best:
             self._prompts.append([*map(numbers[r.engine].__getitem__, named)])
             whole += (len(numbers[r.engine]) - known) * model.row_bytes
         self.whole_bytes = whole
-        """What a cache that evicts nothing holds at the end."""
+        """The bytes that a cache that evicts nothing holds at the end."""
         self.row_bytes = max(1, whole // max(1, next(new)))
         self._next_uses = _next_uses(self._prompts)
 
     def rate(self, size: int) -> float:
-        """The best hit rate with ``size`` bytes."""
+        """The best hit rate of a cache of ``size`` bytes."""
         rows = size // self.row_bytes
         if rows not in self._rates:
             hits = optimal_hits(self._prompts, rows * self._parts, self._next_uses)
@@ -75,11 +72,9 @@ def optimal_hits(
     capacity: int,
     next_uses: Sequence[Sequence[int]] | None = None,
 ) -> list[int]:
-    """The number of chunks of each prompt that hit, with room for ``capacity`` chunks.
-
-    ``prompts`` are the ids of the chunks of each prompt. ``next_uses`` is the result of
-    ``_next_uses``, if it was computed before.
-    """
+    """How many chunks of each prompt are hits if the cache has room for ``capacity`` chunks.
+    ``prompts`` has the ids of their chunks. ``next_uses``: the result of ``_next_uses``, if the
+    caller has it."""
     next_uses = next_uses or _next_uses(prompts)
     evicts = capacity < sum(map(len, prompts))
     held: dict[int, int] = {}
@@ -105,7 +100,7 @@ def optimal_hits(
 
 
 def _next_uses(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each chunk of each prompt: which prompt uses it next."""
+    """For each chunk of each prompt the number of the prompt that uses it next."""
     coming: dict[int, int] = {}
     found = []
     for at in range(len(prompts) - 1, -1, -1):

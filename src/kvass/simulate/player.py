@@ -1,9 +1,9 @@
 """Plays a trace through the daemon's core: engines of one rank, one request after the other.
 
-A request looks its prompt up, releases the lease, and stores what it did not find, as the vLLM
-connector does. Copies between the engine and L1 take no time. Transfers of a tier take as long as
-its speed says. So hits and evictions are those of a daemon that gets these requests in this order.
-With ``Setting.tails`` hits may end at any block, and tails are stored, too.
+A request looks up its prompt, releases the lease, and stores the chunks that it did not find, as
+the vLLM connector does. Copies between the engine and L1 take no time. A tier takes the time that
+follows from its speed. So hits and evictions are those of a daemon that gets these requests in this
+order. With ``Setting.tails`` hits end at blocks, and a prompt's last, partial chunk is stored, too.
 """
 
 from __future__ import annotations
@@ -51,19 +51,16 @@ _PROBE_S: Final = 0.0002
 _EVICTED: Final = [name for name in COUNTERS if name.startswith("evicted_")]
 _REMEMBERED: Final = 10_000
 _ROW_BYTES: Final = 1 << 40
-"""More no row of a recording can have."""
+"""The largest size of a row in a recording."""
 _ITEM_CHUNKS: Final = 512
-"""Chunks of one item that has its blocks, too: an engine offers them step by step."""
+"""The most chunks of one item with keys of blocks. An engine, too, offers few chunks in a step."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One configuration of a simulated cache.
-
-    ``l2_bytes`` is 0 without a tier. ``l2_bytes_s`` is the speed of the tier for loads, and the
-    same for stores. ``prefill_tokens_s`` is the measured speed of an engine, 0 if it is not known.
-    With ``tails`` hits may end at any block. The other fields are options of ``kvass serve``.
-    """
+    """One configuration. ``l2_bytes`` 0: no tier. ``l2_bytes_s``: how fast the tier loads, and how
+    fast it stores. ``prefill_tokens_s``: the prefill speed that engines report; 0: not known.
+    ``tails``: hits end at blocks. The other fields are options of ``kvass serve``."""
 
     l1_bytes: int
     chunk_tokens: int
@@ -78,13 +75,11 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """The results of one configuration.
-
-    ``hits`` are the tokens found, by request; ``from_l2`` of them came from the tier. ``waited_s``
-    is the time that requests waited for the tier. ``not_worth_it`` counts the times when the tier
-    was too slow to wait for. ``stored_tokens`` are those of written rows, ``tail_tokens`` of them
-    in tails. ``l2_stored_bytes`` were written to the tier.
-    """
+    """The results of one configuration. ``hits``: the tokens found, by request. ``from_l2_tokens``
+    of them came from the tier. ``waited_s``: how long requests waited for the tier.
+    ``not_worth_it``: how many loads from it were left out, because computing is faster.
+    ``stored_tokens``: the tokens of rows that were written; ``tail_tokens`` of them are in tails.
+    ``l2_stored_bytes``: the bytes that were written to the tier."""
 
     setting: Setting
     input_tokens: int = 0
@@ -114,18 +109,19 @@ class Model:
 
     @cached_property
     def block_tokens(self) -> int:
-        """If hits may end at each block; else 0."""
+        """The tokens of a block if hits may end at each block; else 0."""
         blocks = chunk_blocks(self.groups, self.chunk_tokens)
         return self.chunk_tokens // blocks if blocks else 0
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of a chunk, all groups together."""
+        """The bytes of a chunk in all groups together."""
         return sum(group.shard_bytes(self.chunk_tokens) for group in self.groups)
 
 
 def recorded(engine: EngineLine) -> Model:
-    """As one rank that has all shards. Raises ``UsageError`` for what no engine can have."""
+    """The model of a recorded engine, as one rank that has all shards. Raises ``UsageError`` for a
+    layout that is not possible."""
     groups = []
     for i, group in enumerate(engine.groups):
         layout = GroupLayout(group.kind, group.block_tokens, (str(i),), (1,), group.window_tokens)
@@ -140,7 +136,7 @@ def recorded(engine: EngineLine) -> Model:
 
 @dataclass
 class Sessions:
-    """An engine's. ``found``: by request, the chunks that its last lookup found."""
+    """The sessions of an engine. ``found``: by request, how many chunks its last lookup found."""
 
     model: Model
     scheduler: int
@@ -149,15 +145,13 @@ class Sessions:
 
     @property
     def mask(self) -> int:
-        """All groups."""
+        """The bit mask of all groups."""
         return (1 << len(self.model.groups)) - 1
 
 
 class SimulatedTier:
-    """A store of ``capacity_bytes`` that evicts the least recently stored or loaded record.
-
-    It writes nothing twice. ``stored_bytes`` counts all bytes written.
-    """
+    """A tier of ``capacity_bytes`` with LRU eviction. It does not write a record that it has.
+    ``stored_bytes`` counts all bytes that it wrote."""
 
     def __init__(self, capacity_bytes: int, bytes_s: float) -> None:
         self._records = OrderedDict[bytes, int]()
@@ -165,7 +159,7 @@ class SimulatedTier:
         self._free_s, self.stored_bytes = dict[type, float](), 0
 
     def carry_out(self, effect: effects.ToTier, now: float) -> tuple[float, Event]:
-        """When ``effect`` ends, and how."""
+        """The time at which ``effect`` ends, and the event that says so."""
         match effect:
             case effects.TierProbe():
                 held = [k in self._records for batch in effect.batches for k in _keys(batch)]
@@ -194,7 +188,8 @@ class SimulatedTier:
                 return now, effects.Emptied(effect.op, True)
 
     def _busy_until(self, effect: effects.ToTier, now: float, size: int) -> float:
-        """When it has moved ``size`` bytes more: it loads and stores at the same time."""
+        """The time at which it has moved ``size`` more bytes. Loads and stores do not slow each
+        other down."""
         end = max(now, self._free_s.get(type(effect), 0.0)) + size / self._bytes_s
         self._free_s[type(effect)] = end
         return end
@@ -212,8 +207,8 @@ def _keys(records: effects.Records) -> list[bytes]:
 
 
 class Player:
-    """A daemon's core with ``models``: of a recording by engine, else one, under 0. Raises
-    ``UsageError`` if one does not fit."""
+    """A daemon's core with engines that have ``models``. A recording has a model for each engine;
+    any other trace has one, with number 0. Raises ``UsageError`` if a model does not fit."""
 
     def __init__(self, setting: Setting, models: Mapping[int, Model]) -> None:
         self.setting, self.outcome = setting, Outcome(setting)
@@ -270,7 +265,7 @@ class Player:
             yield self.outcome
 
     def _prompt(self, trace: Trace, request: TraceRequest, model: Model) -> PromptKeys:
-        """Cut to what a message may have: clients ask for no more."""
+        """The keys of a prompt, as many as one message may have, as clients do."""
         block_tokens = model.block_tokens if self.setting.tails else 0
         most = self.machine.state.config.limits.keys_per_message
         return prompt_of(trace, request, model.chunk_tokens, block_tokens).cut(most)
@@ -278,7 +273,7 @@ class Player:
     def _look_up(self, engine: Sessions, request: TraceRequest, prompt: PromptKeys) -> None:
         outcome, model, found = self.outcome, engine.model, Matched()
         outcome.input_tokens += request.input_tokens
-        chunks = prompt.askable_chunks()
+        chunks = prompt.max_hit_chunks()
         if chunks or prompt.after(chunks):
             began_s, loaded = self.now, self._loaded_rows
             found = self._ask(engine.scheduler, self._lookup(request, prompt, chunks))
@@ -300,7 +295,7 @@ class Player:
     def _lookup(
         self, request: TraceRequest, prompt: PromptKeys, chunks: int, again: bool = False
     ) -> Lookup:
-        """As a client asks, and as long as it waits."""
+        """The lookup that a client sends, with the time that it waits."""
         timing, speed = self.machine.state.config.timing, self.setting.prefill_tokens_s
         tokens = chunks * self._engines[request.engine].model.chunk_tokens
         return Lookup(
@@ -324,9 +319,9 @@ class Player:
     def _store(
         self, engine: Sessions, request: TraceRequest, prompt: PromptKeys, first: int
     ) -> None:
-        """Write the chunks from ``first`` on, or from where this cache's hit ended, and the tail.
-        One step of the core decides so many, and says where it left off."""
-        mask, each = request.groups or engine.mask, prompt.each
+        """Write the chunks from ``first`` on, or from the end of this cache's hit, and the tail.
+        One step of the core grants only some chunks. Its answer says where to go on."""
+        mask, each = request.groups or engine.mask, prompt.blocks_per_chunk
         chunks, tail = len(prompt.chunks) // WIDTH, prompt.tail
         if not request.looks_up:
             first = min(first, engine.found.get(request.name, first))
@@ -350,7 +345,7 @@ class Player:
                 return
 
     def _written(self, model: Model, grant: Grant, tail: int) -> None:
-        """Rows were granted, the last of them a tail of ``tail`` blocks, unless that is 0."""
+        """Count the granted rows. The last one is a tail of ``tail`` blocks, unless that is 0."""
         outcome, tokens = self.outcome, tail * model.block_tokens
         outcome.stored_rows += sum(map(len, grant.slots))
         outcome.stored_tokens += tokens + (len(grant.chunks) - (tail > 0)) * model.chunk_tokens
@@ -365,7 +360,8 @@ class Player:
         return session
 
     def _ask(self, session: int, message: FromClient) -> Any:
-        """The answer; time goes on until it is there. None to a one-way message."""
+        """Send ``message``, and let time pass until its answer is there. Returns the answer, or
+        None for a one-way message."""
         message.seq = next(self._seq)
         self._answers.clear()
         self._step(Received(session, message))
@@ -384,7 +380,7 @@ class Player:
         return soonest(of_tier, self.machine.next_deadline())
 
     def _until(self, end: float) -> None:
-        """Let time go on to ``end``, and do what is due by then."""
+        """Let time pass until ``end``, and do everything that is due by then."""
         while (due := self._next_due()) is not None and due <= end:
             self.now = max(self.now, due)
             self._work()

@@ -1,4 +1,4 @@
-"""Reports of a sweep: a table, values for JSON, and an HTML page with plots."""
+"""Prints the results of a sweep: as a table, as values for JSON, and as an HTML page with plots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvass.simulate.traces import Trace
 from kvass.types import Size
 
 KNEE: Final = 0.9
-"""The size to buy has this share of the hits of a cache that evicts nothing."""
+"""The recommended size has this share of the hits of a cache that evicts nothing."""
 _SLICES: Final = 60
 _WIDTH, _HEIGHT, _MARGIN = 720, 300, 48
 _COLOURS: Final = ("#1f6fb4", "#d1581c", "#2c8c4a", "#8a4fb0", "#b02a4c", "#6b6b6b")
@@ -22,11 +22,9 @@ _COLOURS: Final = ("#1f6fb4", "#d1581c", "#2c8c4a", "#8a4fb0", "#b02a4c", "#6b6b
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one setting with one trace.
-
-    ``optimal`` is the best hit rate of any policy with that L1, or with L1 and L2 together.
-    ``infinite`` is the hit rate of a cache that evicts nothing.
-    """
+    """The result of one setting with one trace. ``optimal``: the best hit rate that an eviction
+    policy can have in a cache of the size of L1 and L2 together. ``infinite``: the hit rate of a
+    cache of unlimited size."""
 
     trace: Trace
     outcome: Outcome
@@ -34,7 +32,7 @@ class Result:
     infinite: float
 
     def fields(self) -> dict[str, Any]:
-        """For ``--json``. Rates are 0 to 1."""
+        """The values that ``--json`` prints. Rates are 0 to 1."""
         o, s = self.outcome, self.outcome.setting
         return {
             "trace": self.trace.name,
@@ -59,13 +57,14 @@ class Result:
 
     @property
     def saved_s(self) -> float:
-        """Seconds that computing what was found takes, less those that were waited for the tier."""
+        """The seconds that computing the hit tokens would take, minus those that requests waited
+        for the tier."""
         o = self.outcome
         return o.hit_tokens / max(1.0, o.setting.prefill_tokens_s) - o.waited_s
 
 
 def _dimensions(s: Setting) -> dict[str, str]:
-    """What is swept beside L1, as text; what says something of a tier only if there is one."""
+    """The swept options except L1, by name, as text. Those of a tier only if there is a tier."""
     yes = ("no", "yes")
     of_tier = {
         "L2/s": f"{s.l2_bytes_s / 1e9:g}GB",
@@ -82,18 +81,18 @@ def _dimensions(s: Setting) -> dict[str, str]:
 
 
 def _varying(results: Sequence[Result]) -> list[str]:
-    """The dimensions of which the results have several values."""
+    """The names of swept options that differ between the results."""
     all_of = [_dimensions(r.outcome.setting) for r in results]
     return [name for name in all_of[0] if len({each[name] for each in all_of}) > 1]
 
 
 def _name(setting: Setting, names: Sequence[str]) -> str:
-    """What a setting has of the dimensions ``names``."""
+    """The text of the swept options ``names`` of a setting."""
     return ", ".join(f"{name} {_dimensions(setting)[name]}" for name in names)
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Lines of at most 79 characters, unless much is swept at once."""
+    """The lines of the report. They have at most 79 characters, unless many options are swept."""
     for trace, of_trace in _by_trace(results):
         unit = f"{trace.input_tokens:,} tokens in, {trace.unique_tokens:,} of them different"
         yield f"{trace.name}: {len(trace.asking):,} requests, {unit}"
@@ -112,7 +111,8 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _columns(result: Result, varying: Sequence[str]) -> dict[str, str]:
-    """By name. Those of a tier, or of the speed of prefill, only if that is known."""
+    """The cells of a result's line, by the name of the column. Columns of a tier, or of the prefill
+    speed, exist only if there is one."""
     o, s = result.outcome, result.outcome.setting
     columns = {"L1": Size(s.l1_bytes).rounded()}
     columns |= {name: _dimensions(s)[name] for name in varying}
@@ -133,14 +133,14 @@ def _columns(result: Result, varying: Sequence[str]) -> dict[str, str]:
 
 
 def knee(results: Sequence[Result]) -> Result | None:
-    """The smallest size with ``KNEE`` of the possible hits; None if no size has so many."""
+    """The smallest size with ``KNEE`` of all possible hits. None if no size has so many."""
     wanted = KNEE * results[0].infinite
     enough = [r for r in results if r.outcome.hit_rate >= wanted > 0]
     return min(enough, key=_price, default=None)
 
 
 def advice(results: Sequence[Result]) -> str:
-    """A sentence that recommends a size."""
+    """One sentence that says which size to buy."""
     infinite = results[0].infinite
     if not infinite:
         return "no prompt repeats the beginning of another: a cache finds nothing here"
@@ -161,7 +161,7 @@ def advice(results: Sequence[Result]) -> str:
 
 
 def _price(result: Result) -> tuple[int, int, float]:
-    """By size; of equal ones the one with most hits is first."""
+    """A sort key: by size, and of equal sizes the one with most hits is first."""
     s = result.outcome.setting
     return s.l1_bytes, s.l2_bytes, -result.outcome.hit_rate
 
@@ -175,11 +175,11 @@ def _by_trace(results: Sequence[Result]) -> Iterator[tuple[Trace, list[Result]]]
 # ---------------------------------------------------------------- HTML
 
 Line = tuple[str, list[tuple[float, float]]]
-"""What it shows, and its points."""
+"""A curve: its name in the legend, and its points."""
 
 
 def head(title: str) -> str:
-    """The beginning of a self-contained HTML page."""
+    """The beginning of an HTML page that loads no other files."""
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
         "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:760px;margin:2em auto;"
@@ -191,7 +191,7 @@ def head(title: str) -> str:
 
 
 def page(results: Sequence[Result]) -> str:
-    """A self-contained HTML page."""
+    """An HTML page that loads no other files."""
     parts = [head("kvass simulate")]
     for trace, of_trace in _by_trace(results):
         parts.append(f"<h2>{html.escape(trace.name)}</h2>")
@@ -219,7 +219,7 @@ def _by_size(
 
 
 def _rates(results: Sequence[Result]) -> list[Line]:
-    """Hit rates of all that is swept beside L1, each with the optimal one."""
+    """A curve of hit rates for each combination of swept options, and one of the optimal rate."""
     varying = _varying(results)
     of_best = [name for name in varying if name in ("chunk", "tails", "L2")]
     own = _by_size(results, lambda s: _name(s, varying) or "L1", lambda r: r.outcome.hit_rate)
@@ -228,7 +228,7 @@ def _rates(results: Sequence[Result]) -> list[Line]:
 
 
 def _savings(results: Sequence[Result]) -> Iterator[tuple[str, list[Line]]]:
-    """What need not be computed: tokens, and the seconds that it takes if that is known."""
+    """What hits save: tokens, and prefill seconds if the prefill speed is known."""
     varying = _varying(results)
 
     def name(s: Setting) -> str:
@@ -240,7 +240,7 @@ def _savings(results: Sequence[Result]) -> Iterator[tuple[str, list[Line]]]:
 
 
 def _mark(results: Sequence[Result]) -> tuple[float, str] | None:
-    """Where ``knee`` lies."""
+    """The place of ``knee`` in the plot, and the text beside it."""
     if (least := knee(results)) is None:
         return None
     size = least.outcome.setting.l1_bytes
@@ -248,12 +248,12 @@ def _mark(results: Sequence[Result]) -> tuple[float, str] | None:
 
 
 def _over_time(trace: Trace, results: Sequence[Result]) -> list[Line]:
-    """A curve for each of the largest few settings: tokens hit of tokens asked, by slice."""
+    """The hit rate over time, by slices of it: a curve for each of the last few settings."""
     begin, each = trace.requests[0].time_s, max(trace.seconds / _SLICES, 1e-9)
-    asked = [0] * (_SLICES + 1)
+    input_tokens = [0] * (_SLICES + 1)
     slices = [min(int((r.time_s - begin) / each), _SLICES) for r in trace.asking]
     for at, request in zip(slices, trace.asking, strict=True):
-        asked[at] += request.input_tokens
+        input_tokens[at] += request.input_tokens
     lines, varying = [], _varying(results)
     for result in results[-len(_COLOURS) :]:
         hit = [0] * (_SLICES + 1)
@@ -261,13 +261,13 @@ def _over_time(trace: Trace, results: Sequence[Result]) -> list[Line]:
             hit[at] += tokens
         s = result.outcome.setting
         name = f"L1 {Size(s.l1_bytes).rounded()} {_name(s, varying)}"
-        points = [(i * each, hit[i] / asked[i]) for i in range(_SLICES + 1) if asked[i]]
+        points = [(i * each, hit[i] / tokens) for i, tokens in enumerate(input_tokens) if tokens]
         lines.append((name, points))
     return lines
 
 
 def _top(most: float) -> float:
-    """Four steps of a round number, which reach ``most``."""
+    """The top of an axis: four times a round number, and at least ``most``."""
     unit = 10.0 ** floor(log10(max(most, 1.0) / 4))
     return next(4 * n * unit for n in (1, 2, 2.5, 5, 10) if 4 * n * unit >= most)
 
@@ -279,11 +279,9 @@ def plot(
     what: str = "hit rate",
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """An SVG plot of ``what``. x runs from the smallest to the largest value of all points.
-
-    Hit rates run from 0 to 100 %, other values from 0 to a round number. ``sizes``: x is log2 of
-    bytes. ``mark`` is an x that gets a vertical line, and the text beside it.
-    """
+    """A plot of ``what`` as SVG. x runs from the smallest to the largest x of all points. A hit
+    rate runs from 0 to 100 %, all other values from 0 to a round number. ``sizes``: x is log2 of
+    bytes. ``mark``: the x of a vertical line, and the text beside it."""
     xs = [x for _, points in lines for x, _ in points]
     low, span = min(xs), max(xs) - min(xs) or 1.0
     rate = what == "hit rate"

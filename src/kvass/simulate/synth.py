@@ -1,4 +1,4 @@
-"""Made-up traces that may be shared: chat of many turns, questions about documents, agents."""
+"""Synthetic traces, free to share: chats of many turns, questions about documents, agents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvass.simulate.traces import MOONCAKE_TOKENS
 
 KINDS: Final = ("chat", "rag", "agents")
 _Turn = tuple[float, int, int, list[int]]
-"""Seconds, tokens of the prompt, tokens of the answer, ids of the prompt's whole pieces."""
+"""A request: seconds, tokens of the prompt, tokens of the answer, ids of the prompt's pieces."""
 
 
 def write(path: Path, kind: str, requests: int, seed: int) -> None:
@@ -28,22 +28,23 @@ def write(path: Path, kind: str, requests: int, seed: int) -> None:
         raise UsageError(f"--synth {path}: {error.strerror}") from error
 
 
-def _line(time_s: float, given: int, output: int, ids: list[int]) -> dict[str, Any]:
+def _line(time_s: float, input_tokens: int, output_tokens: int, ids: list[int]) -> dict[str, Any]:
     return {
         "timestamp": int(time_s * 1000),
-        "input_length": given,
-        "output_length": output,
+        "input_length": input_tokens,
+        "output_length": output_tokens,
         "hash_ids": ids,
     }
 
 
 def _turns(kind: str, requests: int, random: Random) -> Iterator[_Turn]:
-    """More than ``requests`` turns, in any order: sessions come at random, one a second."""
+    """More than ``requests`` turns, in any order. On average a new session begins each second."""
     fresh, made, begin_s = count(), 0, 0.0
     systems = [_ids(fresh, random.randint(1, 4)) for _ in range(8)]
     lengths = [random.randint(4, 24) for _ in range(200)]
     stems = dict[tuple[int, int], list[int]]()
-    """By system prompt and document: an id is that of all tokens before it, too."""
+    """The ids of a document's pieces by system prompt and document. They depend on the system
+    prompt, because an id stands for all tokens before it, too."""
     while made < 2 * requests:
         begin_s += random.expovariate(1.0)
         system, at_s = random.randrange(len(systems)), begin_s
@@ -56,9 +57,9 @@ def _turns(kind: str, requests: int, random: Random) -> Iterator[_Turn]:
         turns = {"chat": random.randint(1, 8), "rag": random.randint(1, 3)}.get(kind, 20)
         for _ in range(turns):
             prompt = prompt + _ids(fresh, random.randint(1, 6 if kind == "agents" else 2))
-            output = random.randint(20, 400)
-            given = len(prompt) * MOONCAKE_TOKENS + random.randrange(MOONCAKE_TOKENS)
-            yield at_s, given, output, prompt
+            output_tokens = random.randint(20, 400)
+            input_tokens = len(prompt) * MOONCAKE_TOKENS + random.randrange(MOONCAKE_TOKENS)
+            yield at_s, input_tokens, output_tokens, prompt
             made += 1
             at_s += random.expovariate(1 / (5.0 if kind == "agents" else 60.0))
 

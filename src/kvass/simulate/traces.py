@@ -1,10 +1,10 @@
-"""Readers of traces in three file formats. A trace is a list of requests in order of time.
+"""Traces: requests in order of time, each with the ids of its prompt's pieces.
 
-A *piece* is ``piece_tokens`` tokens of the engine. Equal ids mean equal prompts up to the piece's
-end, as in vLLM's block hashes.
+A *piece* is ``piece_tokens`` tokens of a prompt. Equal ids mean that the prompts are equal up to
+the piece's end, as with vLLM's block hashes. There are three file formats:
 
 - ``mooncake``: JSON lines with ``timestamp`` (ms), ``input_length``, ``output_length`` and
-  ``hash_ids``, one for 512 tokens (https://github.com/kvcache-ai/Mooncake, FAST25-release).
+  ``hash_ids``, one per 512 tokens (https://github.com/kvcache-ai/Mooncake, FAST25-release).
 - ``csv``: a header, then ``time_s,input_tokens,output_tokens,prefix_id,prefix_tokens``. Prompts
   with one ``prefix_id`` have their first ``prefix_tokens`` tokens in common.
 - A recording of ``kvass serve --record`` (``kvass/recording.py``).
@@ -30,31 +30,29 @@ from kvass.types import U64Array
 MOONCAKE_TOKENS: Final = 512
 CSV_TOKENS: Final = 16
 MOST_WRONG: Final = 100
-"""So many lines of a trace may be wrong; they are skipped and counted."""
+"""The most lines of a trace that may be wrong. They are skipped and counted."""
 MOST_TOKENS: Final = 16 << 20
-"""Of one prompt."""
+"""The most tokens of a prompt."""
 _LINE_CHARS: Final = 4 << 20
 NEVER: Final = 1 << 40
 _PROMPTS: Final = 10_000
-"""Of so many requests the last lookup is remembered."""
+"""The number of requests whose last lookup is remembered."""
 _CSV: Final = ("time_s", "input_tokens", "output_tokens", "prefix_id", "prefix_tokens")
 
 
 class WrongLine(ValueError):
-    """A line of a trace that is no request; the text says why."""
+    """A line of a trace is not a request. The text says why."""
 
 
 @dataclass(frozen=True)
 class TraceRequest:
     """A request of a trace.
 
-    ``pieces`` are the ids of the whole pieces of its prompt, uint64. ``part`` is the id of the
-    piece after them, of which the prompt has only a part, if that id is known. ``rest`` are the
-    keys of the blocks after the last chunk, for a recording.
-
-    ``first`` is -1 if the prompt is looked up, and what was not found is stored. It is ``NEVER`` if
-    the prompt is only looked up. Else the prompt is only stored, from chunk ``first`` on.
-    ``groups`` is a bit mask of the layer groups that are stored; 0 means all.
+    ``pieces``: the ids of the whole pieces of its prompt, uint64. ``part``: the id of the partial
+    piece after them, if it is known. ``rest``: in a recording, the keys of the blocks after the
+    last chunk. ``first``: -1 if the prompt is looked up, and the chunks that are not found are
+    stored; ``NEVER`` if it is only looked up; else it is only stored, from this chunk on.
+    ``groups``: a bit mask of the layer groups that are stored; 0: all.
     """
 
     time_s: float
@@ -70,7 +68,7 @@ class TraceRequest:
 
     @property
     def all_pieces(self) -> U64Array:
-        """Also the one of which it has a part."""
+        """The ids of its pieces, including the partial one."""
         part = () if self.part is None else (self.part,)
         return np.append(self.pieces, np.array(part, np.uint64))
 
@@ -83,10 +81,9 @@ class TraceRequest:
 class Trace:
     """The requests of a file.
 
-    ``wrong`` counts the lines that were skipped; ``why`` has the first few reasons. Two fields are
-    filled for a recording only, where a piece is a chunk. ``engines`` is what each engine
-    registered. ``blocks`` has the keys of the blocks of a chunk, by engine and chunk, as far as
-    they are known.
+    ``wrong``: how many lines were skipped; ``why`` says why the first few were. ``engines``: in a
+    recording, what each engine registered; a piece is then a chunk. ``blocks``: by engine and chunk
+    the keys of the chunk's blocks, if the recording has them.
     """
 
     name: str
@@ -108,7 +105,8 @@ class Trace:
 
     @property
     def unique_tokens(self) -> int:
-        """Tokens of all different pieces: what a cache that evicts nothing holds at the end."""
+        """The tokens of all distinct pieces: those that a cache that evicts nothing holds at the
+        end."""
         return sum(
             len(np.unique(np.concatenate([r.pieces for r in self.requests if r.engine == engine])))
             * self.tokens_of(engine)
@@ -116,7 +114,7 @@ class Trace:
         )
 
     def tokens_of(self, engine: int) -> int:
-        """The tokens of one of its pieces."""
+        """The number of tokens of a piece of this engine."""
         return self.engines[engine].chunk_tokens if self.engines else self.piece_tokens
 
     @property
@@ -125,7 +123,7 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """Read a trace, line by line. Raises ``UsageError`` if it cannot be read, is empty, or more
+    """The trace in a file. Raises ``UsageError`` if it cannot be read, is empty, or more
     than ``MOST_WRONG`` of its lines are wrong."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -151,7 +149,7 @@ def read(path: Path) -> Trace:
 
 
 def _lines(file: IO[str], path: Path) -> Iterator[str]:
-    """Raises ``UsageError`` for a line without an end."""
+    """The lines of a file. Raises ``UsageError`` for a line that is too long."""
     while line := file.readline(_LINE_CHARS):
         if len(line) == _LINE_CHARS:
             raise UsageError(f"trace {path}: a line has more than {_LINE_CHARS} characters")
@@ -187,7 +185,7 @@ def _mooncake(lines: Iterable[str]) -> Iterator[tuple[int, TraceRequest | WrongL
 
 
 def _mooncake_request(line: str, before: dict[int, int]) -> TraceRequest:
-    """``before``: of each id of a line so far the one before it, or -1."""
+    """The request of a line. ``before`` maps each id so far to the id before it, or to -1."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -204,15 +202,15 @@ def _mooncake_request(line: str, before: dict[int, int]) -> TraceRequest:
                 f"hash_ids: {each} follows {found} here, and {was} before; equal ids must mean "
                 "equal prompts up to there"
             )
-    time_s, given, output = (
+    time_ms, input_tokens, output_tokens = (
         _number(fields, name) for name in ("timestamp", "input_length", "output_length")
     )
-    whole = min(len(ids), int(given) // MOONCAKE_TOKENS)
-    part = ids[whole] if whole < len(ids) and given % MOONCAKE_TOKENS else None
+    whole = min(len(ids), int(input_tokens) // MOONCAKE_TOKENS)
+    part = ids[whole] if whole < len(ids) and input_tokens % MOONCAKE_TOKENS else None
     return TraceRequest(
-        time_s / 1000,
-        int(given),
-        int(output),
+        time_ms / 1000,
+        int(input_tokens),
+        int(output_tokens),
         np.array(ids[:whole], np.uint64),
         part=part,
     )
@@ -232,7 +230,8 @@ def _number(fields: dict[str, object], name: str, most: float = float(MOST_TOKEN
 
 
 def _recorded(lines: Iterable[str], trace: Trace) -> Iterator[tuple[int, TraceRequest | WrongLine]]:
-    """A store's line has no keys of what comes before: its request's lookup had them."""
+    """The requests of a recording. A store's line has no keys of the chunks before it; they are
+    those of the request's lookup."""
     decoder, engines = msgspec.json.Decoder(AnyLine), trace.engines
     prompts: dict[tuple[int, int], U64Array] = {}
     for number, text in enumerate(lines, 1):
@@ -256,7 +255,12 @@ def _recorded(lines: Iterable[str], trace: Trace) -> Iterator[tuple[int, TraceRe
             if isinstance(line, LookupLine):
                 tokens = len(keys) * engine.chunk_tokens + len(rest) * block_tokens
                 prompts[name] = keys
-                yield number, TraceRequest(line.t, tokens, 0, keys, *name, NEVER, rest=rest)
+                yield (
+                    number,
+                    TraceRequest(
+                        line.t, tokens, 0, keys, line.engine, line.request, NEVER, rest=rest
+                    ),
+                )
             elif not 0 <= line.first <= len(before):
                 yield number, WrongLine("a store of a request that was not looked up")
             elif line.groups >> len(engines[line.engine].groups):
@@ -270,7 +274,17 @@ def _recorded(lines: Iterable[str], trace: Trace) -> Iterator[tuple[int, TraceRe
                 keys = prompts[name] = np.concatenate([before[: line.first], keys])
                 yield (
                     number,
-                    TraceRequest(line.t, 0, 0, keys, *name, line.first, line.groups, rest=rest),
+                    TraceRequest(
+                        line.t,
+                        0,
+                        0,
+                        keys,
+                        line.engine,
+                        line.request,
+                        line.first,
+                        line.groups,
+                        rest=rest,
+                    ),
                 )
             if len(prompts) > _PROMPTS:
                 del prompts[next(iter(prompts))]
@@ -292,14 +306,17 @@ def _csv(lines: Iterable[str]) -> Iterator[tuple[int, TraceRequest | WrongLine]]
 
 
 def _csv_request(row: dict[str, object], prefixes: dict[str, int], count: int) -> TraceRequest:
-    """The pieces of a prefix are numbered by it; all others belong to one request alone."""
-    time_s, given, output, shared = (_number(row, n) for n in _CSV if n != "prefix_id")
-    if shared > given:
+    """The request of a line. The ids of a prefix's pieces follow from its ``prefix_id``; the ids of
+    all other pieces belong to this request alone."""
+    time_s, input_tokens, output_tokens, shared = (
+        _number(row, name) for name in _CSV if name != "prefix_id"
+    )
+    if shared > input_tokens:
         raise WrongLine("prefix_tokens is more than input_tokens")
     name = str(row.get("prefix_id") or "")
     prefix = prefixes.setdefault(name, len(prefixes)) if name else 0
-    whole, common = int(given) // CSV_TOKENS, int(shared) // CSV_TOKENS if name else 0
+    whole, common = int(input_tokens) // CSV_TOKENS, int(shared) // CSV_TOKENS if name else 0
     pieces = np.arange(whole, dtype=np.uint64)
     pieces[:common] += np.uint64(prefix << 21 | 1 << 62)
     pieces[common:] += np.uint64(count << 21)
-    return TraceRequest(time_s, int(given), int(output), pieces)
+    return TraceRequest(time_s, int(input_tokens), int(output_tokens), pieces)

@@ -1,4 +1,4 @@
-"""Support for tests of what is built on kvass. No other part of kvass imports it.
+"""Helpers for tests of third-party tiers and connectors. No other part of kvass imports them.
 
 - ``TierSuite``: the tests that a tier must pass. It needs pytest.
 - ``FakeEngine``: an engine without a model, on any parallel strategy, over a real daemon.
@@ -19,7 +19,7 @@ __all__ = ["Daemon", "FakeEngine", "TierSuite", "running_daemon", "spread"]
 
 
 def __getattr__(name: str) -> object:
-    """``TierSuite`` at first use, because the rest does not need pytest."""
+    """``TierSuite``, imported at its first use, because only it needs pytest."""
     if name != "TierSuite":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvass.testing.tier_suite import TierSuite

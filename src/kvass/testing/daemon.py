@@ -27,7 +27,7 @@ READY_S = 30.0
 """How long a daemon may take to start or to end; a loaded machine starts Python slowly."""
 KVASS = ("-m", "kvass")
 GRACE_S = 1.0
-"""``lost_engine_grace_s`` by default; kvass's own is longer, for much pinned memory."""
+"""The default of ``lost_engine_grace_s`` here. That of kvass is longer, for large pinned arenas."""
 
 
 class Daemon:
@@ -84,7 +84,7 @@ class Daemon:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end. Idempotent."""
+        """Send SIGKILL, and wait for the end of the process. Idempotent."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> int:
@@ -95,12 +95,12 @@ class Daemon:
         return self._process.wait(timeout=READY_S)
 
     def restart(self) -> None:
-        """SIGKILL, and start again on the same path."""
+        """Kill the process, and start a new one on the same socket path."""
         self.kill()
         self.start()
 
     def suspend(self) -> None:
-        """SIGSTOP, and wait until it has stopped. Its sockets stay open."""
+        """Send SIGSTOP, and wait until the process has stopped. Its sockets stay open."""
         os.kill(self.pid, signal.SIGSTOP)
         state = Path(f"/proc/{self.pid}/stat")
         while state.read_text().rpartition(")")[2].split()[0] not in "TZ":
@@ -110,12 +110,13 @@ class Daemon:
         os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> dict[str, Any]:
-        """The fields of ``kvass status``, by a connection of its own."""
+        """The fields of ``kvass status``, from a new connection."""
         with Client(self.socket) as client:
             return client.status(READY_S)
 
     def wait_until(self, timeout_s: float = READY_S, **fields: Any) -> dict[str, Any]:
-        """Wait until ``status()`` shows these values; returns it. Raises ``AssertionError``."""
+        """Wait until ``status()`` has these values. Returns the status. Raises
+        ``AssertionError``."""
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.status()
@@ -142,8 +143,8 @@ class Daemon:
 def running_daemon(
     folder: Path, l1_size: str = "64MiB", program: Sequence[str] = KVASS, **options: Any
 ) -> Iterator[Daemon]:
-    """A daemon with its socket in ``folder``; ``options`` are those of ``kvass serve``. Python
-    runs ``program``."""
+    """A running daemon with its socket in ``folder``. ``options`` are those of ``kvass serve``.
+    ``program`` has the arguments of Python that run kvass."""
     daemon = Daemon(
         folder, {"l1_size": l1_size, "lost_engine_grace_s": GRACE_S, **options}, program
     )

@@ -1,7 +1,8 @@
 """A fake engine: a scheduler and its ranks over a real daemon, without torch and without a model.
 
-It follows all rules of a connector. ``kill`` ends a rank as SIGKILL does: what it owes stays open.
-The content of a page follows from its place (``pages``), so every loaded page can be checked.
+It follows all rules of a connector. ``kill`` ends a rank as SIGKILL does: it sends none of the
+commits and releases that it owes. The content of a page follows from its chunk and its place in it
+(``pages``), so every loaded page can be checked.
 
 ::
 
@@ -11,8 +12,8 @@ The content of a page follows from its place (``pages``), so every loaded page c
         assert engine.load(range(64)) == 4
         engine.verify()
 
-To kill a rank in the middle, take the steps of ``store`` and ``load`` one by one: ``reserve`` or
-``match``, ``hand_over``, ``copy``, ``wait``.
+To kill a rank in the middle of a transfer, call the steps of ``store`` and ``load`` one by one:
+``reserve`` or ``match``, ``hand_over``, ``copy``, ``wait``.
 """
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ from kvass.types import SCHEDULER, I64Array, RankLayout
 WIDTH: Final = 16
 """Bytes of a chunk hash: SHA-256 cut to 128 bits."""
 PATIENCE_S: Final = 30.0
-"""How long to wait for an answer; generous, for loaded machines."""
+"""How long to wait for an answer. It is long, for machines with much load."""
 
 SLOW_TOKENS_S: Final = 0.01
-"""Its prefill speed in tokens per second: so slow that waiting for a tier always pays."""
+"""The engine's prefill speed in tokens per second. It is so low that the daemon always loads from
+tiers."""
 
 _names = itertools.count()
 
 
 def spread(world: ParallelStrategy, layout: RankLayout) -> tuple[RankLayout, ...]:
-    """The part of a model's ``layout`` that each shard holds, by shard.
+    """The layout of each shard: its part of the ``layout`` of a model.
 
-    Each group's layers are divided evenly among the ``world.pp`` pipeline stages; page sizes are
-    those of one shard. Raises ``UsageError`` if a group has fewer layers than there are stages.
+    The layers of each group are divided evenly among the ``world.pp`` pipeline stages. Page sizes
+    are those of one shard. Raises ``UsageError`` if a group has fewer layers than there are stages.
     """
     if any(len(group.layers) < world.pp for group in layout.groups):
         raise UsageError(f"{world.pp} stages: give every group at least as many layers")
@@ -81,11 +83,11 @@ def chunk_keys(prompt: Sequence[int], chunk_tokens: int) -> list[bytes]:
 
 
 class FakeEngine:
-    """An instance with the ranks of ``world``; ``layouts`` by shard (see ``spread``).
+    """An engine with the ranks of ``world``. ``layouts`` has one for each shard (see ``spread``).
 
-    Each group has ``blocks`` block ids, of which 0 is the null block; ``seed`` decides the order in
-    which they are used. ``tenant``: whose its requests are; it may be changed. The constructor
-    waits until all processes are registered. Use it from one thread.
+    Each group has ``blocks`` block ids, of which 0 is the null block. ``seed`` decides the order in
+    which they are used. ``tenant`` is the tenant of its requests, and may be changed. The
+    constructor waits until all sessions are registered. Use an engine from one thread.
 
     Raises ``Unavailable`` if there is no daemon within ``PATIENCE_S``, and ``UsageError`` if a
     prompt needs more blocks than are free.
@@ -144,7 +146,7 @@ class FakeEngine:
         return scheduler
 
     def wait_connected(self) -> None:
-        """Wait until every living process is registered. Raises ``Unavailable``."""
+        """Wait until the scheduler and all living ranks are registered. Raises ``Unavailable``."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not all(client.connected for client in self._living()):
             if time.monotonic() > deadline_s:
@@ -158,7 +160,8 @@ class FakeEngine:
     # ------------------------------------------------------------ whole requests
 
     def index(self, prompt: Sequence[int], space: bytes = b"") -> None:
-        """Have the chunks of ``prompt`` that are stored, or being stored, found by their tokens."""
+        """Index the chunks of ``prompt`` that are stored, or being stored, so that ``find`` finds
+        them."""
         keys = b"".join(chunk_keys(prompt, self.chunk_tokens))
         tokens = np.array(prompt, "<u4")[: len(keys) // WIDTH * self.chunk_tokens]
         client = SegmentClient(self.scheduler, self.chunk_tokens)
@@ -169,21 +172,24 @@ class FakeEngine:
         """The segments of ``prompt`` from token ``first`` on."""
         client, tokens = SegmentClient(self.scheduler, self.chunk_tokens), np.array(prompt, "<u4")
         self.scheduler.new_step()
-        asked = f"{next(self._requests)}", space, tokens.tobytes(), WIDTH, first
-        while isinstance(found := client.find_segments(*asked), Pending):
+        request, prompt_bytes = f"{next(self._requests)}", tokens.tobytes()
+        found = client.find_segments(request, space, prompt_bytes, WIDTH, first)
+        while isinstance(found, Pending):
             self.scheduler.new_step()
+            found = client.find_segments(request, space, prompt_bytes, WIDTH, first)
         return found
 
     def store(self, prompt: Sequence[int]) -> int:
-        """Compute ``prompt`` and store its missing chunks; returns how many were stored."""
+        """Compute ``prompt``, and store its missing chunks. Returns how many were stored."""
         return self._whole(self.reserve(prompt))
 
     def load(self, prompt: Sequence[int]) -> int:
-        """Load the longest cached prefix of ``prompt``; returns how many chunks every rank got."""
+        """Load the longest cached prefix of ``prompt``. Returns how many chunks every rank
+        loaded."""
         return self._whole(self.match(prompt))
 
     def load_keys(self, keys: list[bytes]) -> int:
-        """As ``load``, for the chunks of a prefix and of segments."""
+        """Load the chunks of a prefix and of segments by their keys, as ``load`` does."""
         return self._whole(self.match_keys(keys))
 
     def _whole(self, what: Transfer | None) -> int:
@@ -196,9 +202,9 @@ class FakeEngine:
         return self.wait(what)
 
     def verify(self) -> int:
-        """Check every page that was loaded since the last call; returns how many there were.
+        """Check every page that was loaded since the last call. Returns how many there were.
 
-        Raises ``WrongPageError``. Ranks that died since then are skipped.
+        Raises ``WrongPageError`` for a wrong page. Ranks that are dead are skipped.
         """
         right = 0
         for what, ranks in self._loaded:
@@ -212,7 +218,8 @@ class FakeEngine:
     # ------------------------------------------------------------ step by step
 
     def reserve(self, prompt: Sequence[int]) -> Transfer | None:
-        """Compute ``prompt`` on all ranks and reserve its missing chunks; None without a grant."""
+        """Compute ``prompt`` on all ranks, and reserve its missing chunks. None if none is
+        granted."""
         keys = chunk_keys(prompt, self.chunk_tokens)
         every = (1 << len(self.layouts[0].groups)) - 1
         item = ReserveItem(
@@ -243,15 +250,17 @@ class FakeEngine:
         return what
 
     def match(self, prompt: Sequence[int]) -> Transfer | None:
-        """Look ``prompt`` up and take blocks for the hit; None without a hit."""
+        """Look up ``prompt``, and take blocks for the hit. None if there is no hit."""
         return self.match_keys(chunk_keys(prompt, self.chunk_tokens))
 
     def match_keys(self, keys: list[bytes]) -> Transfer | None:
-        """Look chunks up: those of a prefix, or of a prefix and segments."""
+        """Look up chunks by their keys: those of a prefix, or of a prefix and of segments."""
         request = f"{next(self._requests)}"
         self.scheduler.new_step()
-        asked = request, b"".join(keys), WIDTH, 0, SLOW_TOKENS_S, self.tenant
-        while (found := self.scheduler.match(*asked)) is PENDING:
+        digests = b"".join(keys)
+        while (
+            found := self.scheduler.match(request, digests, WIDTH, 0, SLOW_TOKENS_S, self.tenant)
+        ) is PENDING:
             time.sleep(0.001)
             self.scheduler.new_step()
         if not isinstance(found, Match):
@@ -274,13 +283,14 @@ class FakeEngine:
         return what
 
     def hand_over(self, *what: Transfer) -> bool:
-        """The step's metadata is built: from now on only the ranks settle. False if it failed."""
+        """Tell the daemon that the step's metadata is built, so that only the ranks settle from now
+        on. False if that failed."""
         leases = [one.id for one in what if one.kind == "load"]
         reservations = [one.id for one in what if one.kind == "store"]
         return self.scheduler.handed_over(leases, reservations, what[0].boot)
 
     def give_back(self, what: Transfer) -> None:
-        """Settle, in the scheduler, what was not handed over."""
+        """Settle a transfer that was not handed over, in the scheduler."""
         if what.kind == "load":
             self.scheduler.release(what.boot, what.id)
         else:
@@ -288,12 +298,12 @@ class FakeEngine:
         self._give_blocks(what.tables)
 
     def copy(self, what: Transfer, ranks: Iterable[int] | None = None) -> None:
-        """Start the copies of these ranks; by default of all that take part."""
+        """Start the copies of ``ranks``, by default of all ranks that take part."""
         for rank in what.ranks if ranks is None else ranks:
             self.ranks[rank].copy(what)
 
     def wait(self, what: Transfer) -> int:
-        """Wait for all ranks; returns the chunks that arrived: all or none."""
+        """Wait for all ranks. Returns how many chunks were copied: all or none."""
         self.wait_ranks(what, what.ranks)
         if what.kind == "load" and what.whole:
             self._loaded.append((what, [self.ranks[rank] for rank in what.ranks]))
@@ -302,7 +312,7 @@ class FakeEngine:
         return len(what.keys) if what.whole else 0
 
     def wait_ranks(self, what: Transfer, ranks: Iterable[int]) -> None:
-        """Wait until the copies of these ranks have ended and the daemon has read their reports.
+        """Wait until the copies of ``ranks`` have ended, and the daemon has read their reports.
 
         Raises ``Unavailable`` after ``PATIENCE_S``.
         """
@@ -316,7 +326,7 @@ class FakeEngine:
         self.flush(names)
 
     def flush(self, ranks: Iterable[int]) -> None:
-        """Return once the daemon has handled all messages of these ranks."""
+        """Wait until the daemon has handled all messages of ``ranks``."""
         for rank in ranks:
             if self.ranks[rank].alive:
                 self.ranks[rank].client.call(Ping(), PATIENCE_S)
@@ -324,14 +334,15 @@ class FakeEngine:
     # ------------------------------------------------------------ processes end
 
     def kill(self, rank: int) -> None:
-        """End a process as SIGKILL does (``SCHEDULER``: the scheduler's)."""
+        """End a rank, or the scheduler (``SCHEDULER``), as SIGKILL does."""
         if rank == SCHEDULER:
             hang_up(self.scheduler)
         else:
             self.ranks[rank].kill()
 
     def revive(self, rank: int) -> None:
-        """Start a process in its place, with empty memory, and wait until it is registered."""
+        """Start a rank or the scheduler again, with empty memory, and wait until it is
+        registered."""
         if rank == SCHEDULER:
             self.scheduler = self._new_scheduler()
         else:
@@ -339,7 +350,7 @@ class FakeEngine:
         self.wait_connected()
 
     def close(self) -> None:
-        """End copies, then sessions."""
+        """End the copies, then the sessions."""
         for rank in self.ranks:
             if rank.alive:
                 rank.close()

@@ -1,6 +1,6 @@
-"""One rank of a fake engine, and the transfers that it gets from the scheduler.
+"""A rank of a fake engine, and the transfers that it gets from the scheduler.
 
-A rank settles a transfer right after its last byte, on the copy thread. A dead rank settles
+A rank settles a transfer on the copy thread, right after the last byte. A dead rank settles
 nothing; the daemon sees its EOF.
 """
 
@@ -28,9 +28,9 @@ MakeMover = Callable[[Sequence[U8Array], Sequence[GroupPlanes]], Mover]
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """A grant or a match, until its last copy has ended.
+    """The store of a grant, or the load of a match.
 
-    ``keys``: the keys of its chunks; ``tables[g]``: their blocks in group ``g``.
+    ``keys``: the keys of its chunks. ``tables[g]``: their blocks in group ``g``.
     """
 
     kind: Literal["store", "load"]
@@ -44,20 +44,21 @@ class Transfer:
     ranks: tuple[int, ...]
     """The ranks that owe a commit or a release."""
     which: tuple[tuple[int, ...], ...] = ()
-    """By group: the indices in ``keys`` of the chunks that move; empty: all in every group."""
+    """By group: which chunks are copied, as indices in ``keys``. Empty: all chunks in every
+    group."""
     outcomes: dict[int, str] = field(default_factory=dict)
-    """By rank: how its copy ended; ``done`` is success."""
+    """By rank: the outcome of its copy; ``done`` is success."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def report(self, rank: int, outcome: str) -> None:
-        """A rank's copy has ended, or never will; the first report counts."""
+        """Set the outcome of a rank's copy. If there are several reports, the first counts."""
         with self.changed:
             self.outcomes.setdefault(rank, outcome)
             self.changed.notify_all()
 
     @property
     def moving(self) -> tuple[I64Array, ...]:
-        """The blocks that move, by group."""
+        """The blocks that are copied, by group."""
         if not self.which:
             return self.tables
         return tuple(t[list(w)] for t, w in zip(self.tables, self.which, strict=True))
@@ -69,9 +70,9 @@ class Transfer:
 
 
 class FakeRank:
-    """One worker process: ``blocks`` blocks of KV memory, its copies, its session.
+    """A rank with ``blocks`` blocks of KV memory, a mover and a session.
 
-    ``mover`` makes the mover, for host memory or for a fake GPU.
+    ``mover`` is a function that makes the mover, for host memory or for a fake GPU.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class FakeRank:
         self.client.start()
 
     def copy(self, what: Transfer) -> None:
-        """Start this rank's copy; it is settled on the copy thread."""
+        """Start this rank's copy. The copy thread settles it."""
         if not self.alive:
             what.report(self.rank, "dead")
             return
-        self.mover.poll()  # or it keeps what has ended, and so the arenas of daemons that are gone
+        self.mover.poll()  # or the mover keeps jobs that have ended, and with them old arenas
         arena = self.client.arena(what.boot, what.given_s)
         if arena is None:
             self._settle(what, ok=False)
@@ -124,23 +125,25 @@ class FakeRank:
             self.client.abort(what.boot, what.id)
 
     def kill(self) -> None:
-        """End as SIGKILL does: copies stop, nothing is settled, the daemon sees EOF."""
+        """End the rank as SIGKILL does: copies stop, nothing is settled, and the daemon sees
+        EOF."""
         self.alive = False
         self._end_copies()
         hang_up(self.client)
 
     def close(self) -> None:
-        """End copies, then the session."""
+        """End the copies, then the session."""
         self._end_copies()
         self.client.close()
 
     def _end_copies(self) -> None:
         self.mover.close()
-        self.mover.poll()  # or they would keep this rank's memory until garbage is collected
+        self.mover.poll()  # or the ended jobs keep this rank's memory until garbage is collected
 
 
 def hang_up(client: Endpoint) -> None:
-    """Close a session as its process's death does: EOF, without a message, for good."""
+    """Close a session as the death of its process does: by EOF, without a message. It does not
+    reconnect."""
     with client.lock:
         client._connection.closed = True
         if client.session is not None:

@@ -1,8 +1,8 @@
-"""A rank's KV memory with content that can be checked.
+"""The KV memory of a fake rank, with contents that can be checked.
 
-The content of a page follows from its chunk's key, group, shard, layer and place in the chunk. So
-ranks that share a shard hold equal bytes, and a page in the wrong place or of the wrong shard is
-noticed.
+The content of a page follows from its chunk's key, its group, shard and layer, and its place in the
+chunk. So ranks that share a shard have equal bytes, and ``verify`` finds a page that is in the
+wrong place or of the wrong shard.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class WrongPageError(AssertionError):
-    """A page does not hold the bytes that belong there."""
+    """A page has other bytes than it should have."""
 
 
 def page_bytes(key: bytes, group: int, shard: int, layer: int, pages: int, size: int) -> U8Array:
@@ -63,20 +63,21 @@ class RankMemory:
         self.planes = tuple(planes)
 
     def compute(self, keys: Sequence[bytes], tables: Sequence[I64Array]) -> None:
-        """The forward pass: write the pages of these chunks."""
+        """Write the pages of these chunks, as a forward pass does."""
         for group, table in enumerate(tables):
             for key, ids in zip(keys, table, strict=True):
                 for layer, pages in enumerate(self._pages[group]):
                     pages[ids] = self._expected(key, group, layer, len(ids))
 
     def wipe(self, tables: Sequence[I64Array]) -> None:
-        """Zero these pages, so that none is right by chance."""
+        """Zero the pages of these blocks, so that no page is right by chance."""
         for group, table in enumerate(tables):
             for pages in self._pages[group]:
                 pages[table.reshape(-1)] = 0
 
     def verify(self, keys: Sequence[bytes], tables: Sequence[I64Array]) -> int:
-        """Check these pages; returns how many there are. Raises ``WrongPageError``."""
+        """Check the pages of these chunks. Returns how many there are. Raises
+        ``WrongPageError``."""
         right = 0
         for group, table in enumerate(tables):
             for chunk, (key, ids) in enumerate(zip(keys, table, strict=True)):

@@ -7,8 +7,8 @@
         def make_tier(self, tmp_path):
             return lambda: MyTier(tmp_path)
 
-``make_tier`` opens the same store, empty at first, at every call. A record that was stored must
-come back: an eviction counts as a failure, so give the tier room for ``ROOM`` bytes.
+Every call of ``make_tier`` opens the same store, which is empty at first. The suite fails if a tier
+evicts a record, so give the tier room for ``ROOM`` bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPES: Final = {
 
 
 def data_of(key: bytes, shape: tuple[int, ...], version: int = 0) -> list[Buffer]:
-    """Bytes that follow from key, version and place; all of these differ."""
+    """The shards of a record. Their bytes differ by key, version and place."""
     seed = hashlib.sha256(key + version.to_bytes(8, "little")).digest()
     made = np.random.default_rng(list(seed))
     return [made.integers(0, 256, n, dtype=np.uint8) for n in shape]
@@ -73,7 +73,7 @@ def same(got: list[Buffer], want: list[Buffer]) -> bool:
 
 
 def fetch(tier: Tier, key: bytes, shape: tuple[int, ...]) -> list[Buffer] | None:
-    """Load one record; ``None`` if it is a miss."""
+    """Load one record. None if it is a miss."""
     into = room_for(shape)
     return into if tier.load([key], [into]) == [True] else None
 
@@ -86,7 +86,7 @@ def eventually(ask: Callable[[], bool], seconds: float) -> None:
 
 
 class TierSuite:
-    """See the top of this file."""
+    """The tests that every tier must pass; see the top of this file."""
 
     persistent: ClassVar[bool] = True
     """Whether records outlive ``close``."""
@@ -155,9 +155,9 @@ class TierSuite:
 
     def test_the_caller_may_reuse_its_memory_at_once(self, tier: Tier) -> None:
         want = data_of(b"key", (5 * PAGE, 99))
-        given = aligned_copy(want)
-        assert tier.store([b"key"], [given]) == [True]
-        for shard in given:
+        shards = aligned_copy(want)
+        assert tier.store([b"key"], [shards]) == [True]
+        for shard in shards:
             shard[:] = 0
         assert same(fetch(tier, b"key", (5 * PAGE, 99)) or [], want)
 
@@ -318,7 +318,7 @@ class TierSuite:
             readers = [pool.submit(read) for _ in range(3)]
             for _ in readers:
                 reading.acquire()
-            time.sleep(later_s)  # meet them at different places
+            time.sleep(later_s)  # close at different moments of a load
             tier.close()
             for reader in readers:
                 reader.result(timeout=60)
@@ -343,8 +343,8 @@ class TierSuite:
                 done.result(timeout=120)
 
     def test_one_key_torn_by_many_is_never_mixed(self, tier: Tier) -> None:
-        """Store, delete and load the same keys at once: each load returns one whole store, and none
-        older than the last one that had ended when the load began."""
+        """Store, delete and load the same keys at once. Each load returns the record of one store.
+        That store is not older than the last one that had ended when the load began."""
         shape = (40 * PAGE + 5, PAGE)
         keys = [b"hot 0", b"hot 1"]
         versions = {
@@ -403,7 +403,7 @@ class TierSuite:
         tier.delete([b"deleted"])
         tier.close()
         tier = make_tier()
-        if not self.persistent:  # then each is a miss or right
+        if not self.persistent:  # then each record is a miss or right
             for key, shape in shapes.items():
                 want = data_of(key, shape, 0 if key == b"kept" else 1)
                 assert fetch(tier, key, shape) is None or same(fetch(tier, key, shape) or [], want)

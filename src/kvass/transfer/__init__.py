@@ -3,8 +3,8 @@
 from typing import Final
 
 DEVICES: Final = frozenset({"cpu"})
-"""Kinds of device whose KV caches are moved; engines on others run uncached."""
+"""The kinds of devices whose KV caches kvass copies. Engines on other devices run uncached."""
 
 ON_REQUEST: Final = frozenset({"cuda"})
-"""Kinds that are moved only for who asks for it (``kvass.gpu``), because nobody has seen that work
-yet; docs/gpu.md says what must be shown before they belong above."""
+"""The kinds of devices that are supported only if the engine sets ``kvass.gpu``, because nobody has
+seen it work on a real one yet. docs/gpu.md says what must be shown before they belong above."""

@@ -1,26 +1,26 @@
-"""A mover carries out copy plans in the background and settles every job exactly once.
+"""A mover carries out copy plans in the background, and reports the end of every job exactly once.
 
-It knows bytes, not requests, and never talks to the daemon. Whoever submits a job hears of its end
-and sends ``Commit``, ``Release`` or ``Abort``.
+It knows bytes, not requests, and never talks to the daemon. The caller that submits a job gets its
+outcome, and sends ``Commit``, ``Release`` or ``Abort``.
 
 Duties of the caller, which a mover does not check:
 
-- The blocks of a job are held and its slots reserved or leased until it is settled. So no two rows
-  of unsettled jobs touch the same bytes, and their order does not matter.
+- The blocks of a job are held, and its slots reserved or leased, until the job has ended. So no two
+  rows of jobs that have not ended touch the same bytes, and their order does not matter.
 - A store is submitted after the forward pass that computed its blocks.
-- ``arena`` is the mapping of the boot whose slots the plan names. The job keeps the array alive.
+- ``arena`` is the mapping of the boot that the plan's slots belong to. The job keeps it alive.
 - One thread submits, polls and closes. ``on_done`` runs on another.
 
 Promises of a mover:
 
 - ``submit`` waits for no copy. If it raises, the job was not accepted and no byte was moved.
-- Every accepted job is settled exactly once: by ``on_done`` on the copy thread, then through
-  ``poll``; also when the copy raised, and when the mover closes.
+- The end of every accepted job is reported once by ``on_done``, on the copy thread, and then once
+  by ``poll``. This holds even if the copy raised, or if the mover was closed.
 - ``done`` means that every byte of the plan was moved before ``deadline_s``.
 - A copy that raises fails its own job only.
-- Loads go before stores, since a request waits for them. Within a kind a smaller job may overtake a
-  bigger one, but only until the mover has moved as many bytes as the bigger one has. So no job
-  starves. A job that goes first waits for at most one row.
+- Loads go before stores, because a request waits for them. Among loads, and among stores, a smaller
+  job may overtake a larger one, but only until the mover has copied as many bytes as the larger job
+  has. So no job starves. A job that goes first waits for at most one row.
 - The copy does not hold the GIL and takes it only a few times per row.
 """
 
@@ -48,9 +48,9 @@ Kind = Literal["store", "load"]
 
 Outcome = Literal["done", "late", "failed", "cancelled", "lost"]
 """``late``: past its deadline (law 5), so what it wrote into blocks must not be used. ``failed``:
-the copy raised. ``cancelled``: the mover closed first. Of all these nothing reads or writes any
-more. ``lost``: the device died or hangs, and nobody can say that. Tell the daemon nothing; it waits
-for the end of this process (law 3)."""
+the copy raised. ``cancelled``: the mover was closed first. After all of these nothing reads or
+writes for the job any more. ``lost``: the device died or hangs, so it may still read or write. Then
+send the daemon nothing; it waits for the end of this process (law 3)."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +59,11 @@ _log = logging.getLogger(__name__)
 class Job:
     """One store (blocks -> slots) or load (slots -> blocks), usually with one plan per group.
 
-    ``arena`` is uint8 of shape ``(arena_bytes,)``; its first ``populated`` bytes have memory, and a
-    mover pins nothing beyond. ``prepare(lo, hi)`` has memory for these bytes, too, or raises
-    ``OSError``: a store writes to none that may not be had, because that would be SIGBUS.
-    ``deadline_s`` is CLOCK_MONOTONIC, of the lease or the reservation. ``name`` is for the caller.
+    ``arena`` is uint8 of shape ``(arena_bytes,)``. Its first ``populated`` bytes have memory, and a
+    mover pins nothing beyond them. ``prepare(lo, hi)`` allocates memory for these bytes, or raises
+    ``OSError``. A store calls it before it writes, because writing where there is no memory raises
+    SIGBUS. ``deadline_s`` is the deadline of the lease or the reservation, in CLOCK_MONOTONIC.
+    ``name`` is for the caller.
     ``on_done`` is called on the copy thread and must not block.
     """
 
@@ -76,13 +77,13 @@ class Job:
     prepare: Callable[[int, int], None] | None = None
 
     def prepare_row(self, planes: GroupPlanes, row: RowCopy) -> None:
-        """Before ``row`` is copied: its slot has memory. Raises ``OSError``."""
+        """Allocate memory for the slot of ``row``, which is copied next. Raises ``OSError``."""
         if self.prepare is not None and self.kind == "store":
             self.prepare(row.slot, row.slot + planes.shard_bytes)
 
     @property
     def bytes(self) -> int:
-        """KV bytes that this job moves."""
+        """The KV bytes that this job copies."""
         return sum(plan.bytes for plan in self.plans)
 
 
@@ -101,7 +102,8 @@ class Done:
 
 
 class Mover(ABC):
-    """Copies between slots and the planes of ``groups`` in regions of ``region_bytes`` bytes each.
+    """A mover between arena slots and the planes of ``groups``, in regions of ``region_bytes``
+    bytes.
 
     The copy thread starts with the first job. Raises UsageError if a plane leaves its region.
     """
@@ -126,15 +128,15 @@ class Mover(ABC):
     @abstractmethod
     def submit(self, job: Job) -> None:
         """Queue ``job``. Raises UsageError if the mover is closed or the job does not fit arena or
-        planes, RuntimeError if no thread can be started."""
+        planes, RuntimeError if the copy thread cannot be started."""
 
     @abstractmethod
     def _run(self) -> None:
-        """The copy thread: returns once the mover is closed and all jobs are settled."""
+        """Run the copy thread until the mover is closed and all jobs have ended."""
 
     def poll(self) -> list[Done]:
-        """What was settled since the last call, oldest first. Never waits."""
-        if not self._settled:  # without the lock: it is asked in each step
+        """The jobs that ended since the last call, oldest first. Never waits."""
+        if not self._settled:  # without the lock: this is called in each step
             return []
         with self._changed:
             done = list(self._settled)
@@ -142,20 +144,20 @@ class Mover(ABC):
             return done
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every submitted job is settled; False if ``timeout_s`` passed first."""
+        """Wait until every submitted job has ended; False if ``timeout_s`` passed first."""
         with self._changed:
             return self._changed.wait_for(lambda: self._unsettled == 0, timeout_s)
 
     def close(self) -> None:
-        """Cancel what is queued, finish what is being copied, end the thread. Idempotent.
+        """Cancel the queued jobs, finish rows that are being copied, end the thread. Idempotent.
 
-        All jobs are settled when it returns; ``poll`` still delivers them. Raises UsageError if it
+        All jobs have ended when it returns; ``poll`` still returns them. Raises UsageError if it
         is called from ``on_done``.
         """
         self._join()
 
     def _join(self, timeout_s: float | None = None) -> bool:
-        """Close, and wait for the thread; whether it has ended."""
+        """Close, and wait for the thread. Returns whether it has ended."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -166,7 +168,8 @@ class Mover(ABC):
         return self._thread is None or not self._thread.is_alive()
 
     def _start(self) -> None:
-        """Raise as ``submit`` does unless a job can be accepted. The caller holds ``_changed``."""
+        """Start the copy thread if there is none. Raises as ``submit`` if no job can be accepted.
+        The caller holds ``_changed``."""
         if self._closed:
             raise UsageError("this mover is closed; submit before close()")
         if self._thread is None:
@@ -179,7 +182,7 @@ class Mover(ABC):
         if job.on_done is not None:
             try:
                 job.on_done(done)
-            except Exception:  # noqa: BLE001 - the caller's bug must not cost other jobs their end
+            except Exception:  # noqa: BLE001 - a caller's bug must not keep other jobs open
                 _log.exception("on_done of job %r raised", job.name)
         with self._changed:
             self._settled.append(done)

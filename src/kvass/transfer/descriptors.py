@@ -1,8 +1,8 @@
-"""A job as batches of copies: arrays of addresses and lengths, without Python per block.
+"""Splits a job into batches of copies: arrays of addresses and lengths, without Python per block.
 
-What lies back to back on both sides is one run. No run crosses a boundary of the arena's windows.
-What a batch needs of the arena is pinned as late as possible, while earlier batches are in flight.
-Runs in windows that are not pinned go the slow way.
+Pages that are adjacent both in the arena and on the device are one run. No run crosses a boundary
+of the arena's windows. The windows of a batch are pinned as late as possible, while earlier batches
+are in flight. Runs in windows that are not pinned are copied as pageable memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from kvass.transfer.runtime import MAX_DESCRIPTORS, Batch, Kind, Region, Way
 from kvass.types import I64Array
 
 KERNEL_BELOW: Final[dict[Kind, int]] = {"store": 0, "load": 28 << 10}
-"""By kind: shorter runs than this are moved by a kernel. Published for H100, not measured by us."""
+"""By kind: runs shorter than this are copied by a kernel. The numbers were published for H100; we
+did not measure them."""
 KERNEL_UNIT: Final = 8
-"""The kernel moves words; runs that are no multiple of them go by DMA."""
+"""The kernel copies words of this many bytes. Runs that are no multiple of it are copied by DMA."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """``count[i]`` bytes at device address ``device[i]`` and at byte ``host[i]`` of the arena."""
+    """Runs of bytes to copy: ``count[i]`` bytes at device address ``device[i]`` and at byte
+    ``host[i]`` of the arena."""
 
     device: I64Array
     host: I64Array
@@ -49,8 +51,8 @@ def job_batches(
     limit: int,
     most: int,
 ) -> Iterator[Batch]:
-    """The batches of ``job``, of some ``limit`` bytes and at most ``most`` runs. ``below`` as
-    ``kernel_below`` of ``CudaMover``; ``pinned`` is of the job's arena."""
+    """The batches of ``job``, each of about ``limit`` bytes and at most ``most`` runs. ``below`` is
+    ``kernel_below`` of ``CudaMover``. ``pinned`` belongs to the job's arena."""
     for runs in plan_runs(job.plans, regions, pinned.window):
         fast = pinned.want(runs.host // pinned.window, job.populated if below else 0)
         for way, some in choose(runs, job.kind, fast, below):
@@ -62,8 +64,8 @@ def job_batches(
 
 
 def plan_runs(plans: Sequence[CopyPlan], regions: Sequence[Region], window: int) -> Iterator[Runs]:
-    """All runs of ``plans``, cut where they cross a multiple of ``window`` in the arena; some rows
-    at a time, so that the first are on their way while the others are made."""
+    """All runs of ``plans``, cut where they cross a multiple of ``window`` in the arena. A part is
+    yielded for some rows at a time, so that it is copied while the next parts are computed."""
     for plan in plans:
         pages = plan.planes.chunk_blocks * len(plan.planes.planes)
         step = max(1, MAX_DESCRIPTORS // max(1, pages))
@@ -73,7 +75,7 @@ def plan_runs(plans: Sequence[CopyPlan], regions: Sequence[Region], window: int)
 
 
 def _pages(group: GroupPlanes, rows: Sequence[RowCopy], regions: Sequence[Region]) -> Runs:
-    """Single pages, row by row, plane by plane."""
+    """A run for each page, row by row, plane by plane."""
     planes = group.planes
     base = np.array([regions[p.region].address + p.base for p in planes], np.int64)[:, None]
     stride = np.array([p.block_stride for p in planes], np.int64)[:, None]
@@ -118,7 +120,7 @@ def _cut(runs: Runs, window: int) -> Runs:
 def choose(
     runs: Runs, kind: Kind, pinned: BoolArray, below: Mapping[Kind, int]
 ) -> list[tuple[Way, Runs]]:
-    """The runs by the way they go; ``pinned[i]``: the window of run ``i`` is registered."""
+    """The runs by how they are copied. ``pinned[i]``: the window of run ``i`` is registered."""
     words = (runs.device | runs.host | runs.count) % KERNEL_UNIT == 0
     kernel = pinned & words & (runs.count < below.get(kind, 0))
     ways: dict[Way, BoolArray] = {"dma": pinned & ~kernel, "kernel": kernel, "pageable": ~pinned}
@@ -126,8 +128,8 @@ def choose(
 
 
 def batches(count: I64Array, limit: int, most: int = MAX_DESCRIPTORS) -> Iterator[slice]:
-    """Slices of at most ``most`` runs of ``count[i]`` bytes, that end with the run that reaches
-    ``limit`` bytes."""
+    """Slices of the runs, where run ``i`` has ``count[i]`` bytes. A slice ends with the run that
+    reaches ``limit`` bytes, and has at most ``most`` runs."""
     ends, at = np.cumsum(count), 0
     while at < len(count):
         before = int(ends[at - 1]) if at else 0

@@ -1,19 +1,20 @@
 """The mover for KV pages in host memory: numpy on a copy thread, and a second one for loads.
 
-A request waits for its load, and often nothing else runs meanwhile: two threads copy it in two
-thirds of the time. A store has time, and runs beside the engine's own threads.
+A request waits for its load, and often nothing else runs meanwhile. Two threads copy the load in
+two thirds of the time. No request waits for a store, and it runs beside the engine's own threads.
 
-One numpy call moves one row of a *bundle*: all layers of a group where they lie evenly, as they do
-in vLLM. So a thread takes the GIL a handful of times per row. Of the ways that were measured,
-those below were the fastest: 92 to 118 % of a memcpy, for runs of 18 KiB and more.
+A *bundle* is layers of a group at equal distances in memory; in vLLM that is all of them. One numpy
+call copies one row of a bundle, so a thread takes the GIL a few times per row. These ways to copy
+were the fastest of those measured: 92 to 118 % of a memcpy, for runs of 18 KiB and more.
 
-Pages are items of numpy's void dtype ``V<run>``: as fast as words, at any alignment and length.
-``np.take`` would first copy a source that is not contiguous. So strided planes are taken from a
-contiguous view over their gaps or, where the stride is no multiple of the run, block by block.
+Pages are items of numpy's void dtype ``V<run>``. It is as fast as words at any alignment and
+length. ``np.take`` would first copy a source that is not contiguous. So strided planes are taken
+from a contiguous view over their gaps or, where the stride is no multiple of the run, block by
+block.
 
 numpy keeps the GIL while it assigns fewer than 500 items, unless they have an axis that is not
-indexed; and a row of 8 blocks and 12 layers has 96 pages. So slices are copied as bytes, and what
-is scattered has a last axis of one page.
+indexed. A row of 8 blocks and 12 layers has only 96 pages. So slices are copied as bytes, and pages
+that are scattered have a last axis of one page.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ from kvass.types import I64Array
 Pages = npt.NDArray[np.void]
 
 BLOCKS_PER_SPAN: Final = 4
-"""From this many consecutive blocks on (on average), slices beat gather and scatter."""
+"""If the runs of consecutive blocks have at least this many on average, slices are faster than
+gather and scatter."""
 PAGE_IN_ORDER: Final = 4096
-"""From pages of this many bytes on, to scatter in the slot's order is faster than block by block,
-1.1 to 1.4 times. Smaller ones take up to 1.5 times as long."""
+"""If pages have at least this many bytes, scattering them in the slot's order is 1.1 to 1.4 times
+as fast as block by block. Smaller pages would take up to 1.5 times as long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Bundle:
-    """Consecutive planes of one group that lie evenly in one region: their pages as one grid.
+    """Consecutive planes of one group at equal distances in one region: their pages as one grid.
 
     ``grid`` has shape ``(layers, blocks)`` and ``at`` is where its first layer begins in a slot.
     ``flat``, if stride and spacing are multiples of the page, is the same memory as a contiguous
-    list of pages; page of (l, b) is ``flat[origin[l] + b * step]``.
+    list of pages. The page of layer l and block b is ``flat[origin[l] + b * step]``.
     """
 
     grid: Pages
@@ -132,10 +134,10 @@ def _bundle(part: list[Plane], at: int, planes: GroupPlanes, regions: Sequence[U
 
 
 class _Task:
-    """A job, the rows that nobody has begun to copy, and its place in the queue.
+    """A queued job: the rows that no thread has begun to copy, and its place in the queue.
 
-    ``copying``: rows that are being copied. ``end``: how the job will end, if that is known before
-    all rows are copied; it is settled when no row is being copied.
+    ``copying`` counts the rows that are being copied. ``end`` is the outcome of the job, if it is
+    known before all rows are copied. The job ends when no row is being copied.
     """
 
     def __init__(self, job: Job, since: float, moved_bytes: int) -> None:
@@ -144,18 +146,18 @@ class _Task:
         self.rows = deque((p.planes, row) for p in job.plans for row in p.rows)
         self.copying = 0
         self.end: tuple[Outcome, str] | None = None
-        # Fair finish: what would have moved by its end if it were alone from now on. Smaller jobs
-        # that come soon have a lower one; those that come later do not.
+        # The bytes that the mover would have copied at the end of this job, if no other job came.
+        # A smaller job that comes soon has a lower number, one that comes later does not.
         self.place = (job.kind == "store", moved_bytes + job.bytes)
 
     def stop(self, outcome: Outcome, error: str = "") -> None:
-        """It ends so, and no row of it is begun any more."""
+        """Set the outcome, unless there is one, and begin no more rows."""
         self.end = self.end or (outcome, error)
         self.rows.clear()
 
 
 class HostMover(Mover):
-    """Copies between ``regions`` (uint8 arrays of shape ``(bytes,)``) and arena slots."""
+    """A mover between ``regions`` (uint8 arrays of shape ``(bytes,)``) and arena slots."""
 
     def __init__(
         self,
@@ -183,7 +185,7 @@ class HostMover(Mover):
 
     def _run(self) -> None:
         helper = Thread(target=self._help, name="kvass-copy-2", daemon=True)
-        with suppress(RuntimeError):  # no thread left: this one copies all
+        with suppress(RuntimeError):  # there is no thread left: this one copies everything
             helper.start()
         while self._step():
             pass
@@ -195,10 +197,10 @@ class HostMover(Mover):
             pass
 
     def _step(self, helps: bool = False) -> bool:
-        """Copy one row or, unless this thread only ``helps``, settle a job; False when closed and
-        nothing is left for this thread.
+        """Copy one row or, unless this thread only ``helps``, end a job. False when the mover is
+        closed and nothing is left for this thread.
 
-        No local outlives the step, so that an idle mover keeps no arena alive.
+        No local variable outlives the step, so an idle mover keeps no arena alive.
         """
         with self._changed:
             self._changed.wait_for(
@@ -211,7 +213,7 @@ class HostMover(Mover):
             if task.rows:
                 row = task.rows.popleft()
                 task.copying += 1
-            elif task.copying:  # it is settled when the helper's row has ended
+            elif task.copying:  # the job ends when the helper has copied its row
                 return True
             else:
                 row = None
@@ -219,23 +221,24 @@ class HostMover(Mover):
         if row is not None:
             self._move(task, *row)
         else:
-            self._settle(task.job, task.since, *self._end_of(task))
+            outcome, error = self._end_of(task)
+            self._settle(task.job, task.since, outcome, error)
         return True
 
     def _next(self, helps: bool) -> _Task | None:
-        """The first job that this thread can do something for; no store is begun while a load is
-        copied. The caller holds ``_changed``."""
+        """The first job that this thread can copy a row of, or can end. No store is begun while a
+        load is copied. The caller holds ``_changed``."""
         for task in self._queue:
             if task.job.kind == "store" and (helps or task is not self._queue[0]):
                 return None
             if task.rows and not (helps and self._closed):
                 return task
             if task is self._queue[0] and not (task.copying or helps):
-                return task  # jobs are settled in their order
+                return task  # jobs end in their order
         return None
 
     def _end_of(self, task: _Task) -> tuple[Outcome, str]:
-        """How ``task`` ended, of which nothing is left to copy."""
+        """The outcome of ``task``. No row of it is left to copy."""
         if task.end is not None:
             return task.end
         return ("done" if self._clock() < task.job.deadline_s else "late"), ""
@@ -252,7 +255,7 @@ class HostMover(Mover):
                 self._changed.notify_all()
 
     def _copy(self, job: Job, planes: GroupPlanes, row: RowCopy) -> tuple[Outcome, str] | None:
-        """Copy one row. If it cannot be copied, or not in time: how its job ends."""
+        """Copy one row. Returns the outcome of its job if the row could not be copied in time."""
         try:
             if self._clock() >= job.deadline_s:
                 return "late", ""

@@ -1,11 +1,11 @@
-"""Which windows of which arenas are registered (pinned) with the device.
+"""The windows of arenas that are registered (pinned) with the device.
 
-- A window is registered before a copy uses it and unregistered before its mapping goes away: jobs
-  hold the arena's array, and ``Pinned`` holds the mapping under it.
-- Being registered keeps no array alive. When it is gone, the copy thread unregisters its windows,
-  and then a daemon that ended gets its memory back.
-- What the daemon has not populated is not registered: this process would wait for it, and be
-  charged for it.
+- A window is registered before a copy uses it, and unregistered before its mapping ends: jobs hold
+  the arena's array, and ``Pinned`` holds the mapping under it.
+- A registered window does not keep the arena's array alive. When the array is gone, the copy thread
+  unregisters its windows. Then the memory of a daemon that has ended is freed.
+- A window that the daemon has not populated is not registered: this process would wait for the
+  memory, and it would count as this process's memory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ WINDOW_BYTES: Final = 1 << 30
 
 _log = logging.getLogger(__name__)
 _kept: Final[list[object]] = []
-"""What stays registered until this process ends, and therefore mapped: the driver goes by
-addresses, and would take what is mapped there next for pinned."""
+"""Mappings that stay registered, and therefore mapped, until this process ends. The driver knows
+pinned memory by its address, and would take the next mapping at that address for pinned."""
 
 
 class Pinned:
-    """One arena, and which windows of it are registered.
+    """The registered windows of one arena.
 
-    Memory that numpy allocated itself goes away with its array, so it is never registered.
+    Memory that numpy allocated is freed with its array, so it is never registered.
     """
 
     def __init__(self, runtime: Runtime, arena: U8Array, window: int) -> None:
@@ -51,8 +51,8 @@ class Pinned:
         self._refused = set[int]()
 
     def want(self, windows: I64Array, populated: int) -> BoolArray:
-        """Which of ``windows`` are registered, after those were that lie within the first
-        ``populated`` bytes. Takes its time."""
+        """Register those of ``windows`` that lie within the first ``populated`` bytes. Returns
+        which of ``windows`` are registered then. This is slow."""
         for window in np.unique(windows).tolist():
             if window not in self.registered and window not in self._refused:
                 self._register(window, populated)
@@ -77,7 +77,7 @@ class Pinned:
         self._refused.add(window)
 
     def let_go(self) -> None:
-        """Unregister a window. Nothing copies to or from this arena."""
+        """Unregister one window. No copy may be using this arena."""
         window = self.registered.pop()
         fault = self._runtime.unregister(self.address + window * self.window)
         if fault is not None:
@@ -86,7 +86,7 @@ class Pinned:
 
 
 class Pins:
-    """The arenas that jobs named so far. Used by the copy thread only."""
+    """The arenas of all jobs so far. Only the copy thread uses this."""
 
     def __init__(
         self, runtime: Runtime, window: int, clock: Callable[[], float] = monotonic
@@ -96,7 +96,7 @@ class Pins:
         self._next_s = 0.0
 
     def of(self, arena: U8Array) -> Pinned:
-        """What is registered of the mapping under ``arena``."""
+        """The registered windows of the mapping under ``arena``."""
         root = arena
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -107,10 +107,10 @@ class Pins:
         return self._arenas[-1]
 
     def reap(self) -> bool:
-        """Unregister a window of an arena that is gone; whether there was one.
+        """Unregister one window of an arena that is gone. Returns whether there was such an arena.
 
-        Then nothing is done for as long as that took: it takes the driver's locks, which the engine
-        needs. No copy of a job that is settled runs.
+        After that it does nothing for as long as unregistering took, because that holds locks of
+        the driver that the engine needs. No copy uses such an arena, because its jobs have ended.
         """
         begin = self._clock()
         gone = next((pinned for pinned in self._arenas if pinned.arena() is None), None)
@@ -131,6 +131,6 @@ class Pins:
         self._arenas = []
 
     def abandon(self) -> None:
-        """Unregister nothing, ever: the device is dead."""
+        """Keep everything registered until this process ends, because the device is dead."""
         _kept.extend(self._arenas)
         self._arenas = []

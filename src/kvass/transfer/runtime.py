@@ -1,10 +1,11 @@
-"""What the GPU mover needs of a GPU: ``cuda_runtime.py`` has it; tests have a hostile fake.
+"""The calls to a GPU that the GPU mover needs. ``cuda_runtime.py`` makes them; tests have a fake
+GPU.
 
-Handles and addresses are integers. Errors are values (:class:`Fault`), and none is left behind for
-the engine's next call to find. No call waits for work on the device, except ``pageable`` copies.
+Handles and addresses are integers. Errors are values (:class:`Fault`), and no error is left for the
+engine's next call to find. No call waits for work on the device, except ``pageable`` copies.
 
-Order is CUDA's: work on one stream happens one after the other, streams among themselves in any
-order, copies of one batch in any order and in parts. An event marks a place in a stream.
+The order is that of CUDA. Work on one stream happens in its order, work on different streams in any
+order. Copies of one batch happen in any order, and in parts. An event marks a place in a stream.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ Stream = NewType("Stream", int)
 Event = NewType("Event", int)
 
 Way = Literal["dma", "kernel", "pageable"]
-"""``dma``: copy engines, host memory registered. ``kernel``: a kernel reads or writes registered
-host memory. ``pageable``: host memory that is not registered; may block."""
+"""How a batch is copied. ``dma``: by copy engines, with registered host memory. ``kernel``: by a
+kernel that reads or writes registered host memory. ``pageable``: with host memory that is not
+registered; the call may block."""
 
 MAX_DESCRIPTORS: Final = 4096
-"""Of one batch: beyond, the driver's own cost per descriptor rises."""
+"""The most copies of one batch. With more, the driver's cost per copy rises."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error. ``dead``: the context is unusable. Nothing asked of it from now on is known to
-    happen, and what was asked before may or may not have."""
+    """An error of the device. ``dead``: its context is unusable. Whether earlier calls had their
+    effect is not known, and later ones may have none."""
 
     text: str
     dead: bool = False
@@ -61,37 +63,39 @@ class Batch:
 
 
 class Runtime(Protocol):
-    """One device, from one process. Used by any thread.
+    """One device, as one process uses it. Any thread may call it.
 
-    ``batch_runs``: the most copies of a batch. Two such batches may be in flight on a stream: given
+    ``batch_runs``: the most copies of a batch. Two such batches may be in flight on a stream. With
     more, the driver may block the caller until the engine's work is done.
     """
 
     batch_runs: int = MAX_DESCRIPTORS
 
     def order(self) -> Event | Fault:
-        """A new event after all that the calling thread's compute stream was given so far."""
+        """A new event after all work that is queued on the calling thread's compute stream."""
 
     def open_stream(self, kind: Kind) -> Stream | Fault:
-        """A new stream for copies of ``kind``. The kernel of loads goes before the engine's."""
+        """A new stream for copies of ``kind``. Kernels of loads have a higher priority than the
+        engine's."""
 
     def close_stream(self, stream: Stream) -> Fault | None:
-        """Give the stream back; nothing runs on it."""
+        """Destroy the stream. No work runs on it."""
 
     def wait(self, stream: Stream, event: Event) -> Fault | None:
-        """What is given to ``stream`` from now on happens after ``event``."""
+        """Let all later work of ``stream`` happen after ``event``."""
 
     def mark(self, stream: Stream) -> Event | Fault:
-        """A new event after all that ``stream`` was given so far."""
+        """A new event after all work that is queued on ``stream``."""
 
     def done(self, event: Event) -> bool | Fault:
-        """Whether ``event`` was reached: what lies before it has happened, for all to see."""
+        """Whether ``event`` was reached: the work before it is done, and its result is visible to
+        all."""
 
     def idle(self, stream: Stream) -> bool | Fault:
-        """Whether all that ``stream`` was given has happened, for all to see."""
+        """Whether all work of ``stream`` is done, and its result is visible to all."""
 
     def forget(self, event: Event) -> Fault | None:
-        """Destroy the event. Waits that were asked for keep their meaning."""
+        """Destroy the event. Streams that wait for it go on waiting."""
 
     def register(self, address: int, count: int) -> Fault | None:
         """Pin ``count`` bytes of host memory, which the device then knows by the same address."""
@@ -100,8 +104,9 @@ class Runtime(Protocol):
         """Undo ``register``. No copy may be using the memory."""
 
     def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-        """Give ``stream`` a batch of at most ``batch_runs`` copies.
+        """Queue a batch of at most ``batch_runs`` copies on ``stream``.
 
-        Each lies in one registration (but for ``pageable``). The source of a ``load`` may be read
-        from now on, whatever the stream waits for. After a fault any part may have been given.
+        Each copy lies in one registration (except ``pageable``). The source of a ``load`` may be
+        read from now on, even if the stream still waits. After a fault any part of the batch may
+        have been queued.
         """

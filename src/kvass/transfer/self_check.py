@@ -1,7 +1,7 @@
-"""A trial of a GPU before it is used: pages of known bytes, there and back.
+"""A test of a GPU before it is used: stores and loads of pages of known bytes.
 
-What passes has moved the right bytes, and no others, on this very machine, and its stores and loads
-have waited for work that was queued before. The pages are a scratch of its own.
+A GPU that passes has copied the right bytes, and no others, on this machine, and its stores and
+loads have waited for work that was queued before. The pages are in memory that only the test uses.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from kvass.transfer.runtime import Kind, Region, Runtime, Way
 
 NO_KERNEL: Final[Mapping[Kind, int]] = {"store": 0, "load": 0}
 NO_PINS: Final[Mapping[Kind, int]] = {}
-"""For ``CudaMover``: pin nothing."""
+"""The argument ``kernel_below`` of a ``CudaMover`` that pins nothing."""
 _ALWAYS_KERNEL: Final[Mapping[Kind, int]] = {"store": 0, "load": 1 << 40}
 _BLOCKS, _CHUNK, _ROWS = 24, 4, 5
 _PAGES: Final = (4096 + 8, 16 << 10)
-"""Bytes: a short run of odd words, and a longer one. Below 1 MiB in all: for more, torch takes
-20 MiB of the device's memory, and keeps them."""
+"""Page sizes in bytes: a short one with an odd number of words, and a longer one. All pages
+together are below 1 MiB, because for more torch takes 20 MiB of device memory, and keeps them."""
 _KINDS: Final[tuple[Kind, ...]] = ("store", "load")
 _PATIENCE_S: Final = 60.0
-"""The first copy of a process compiles the kernel."""
+"""The time limit of a copy. The first copy of a process compiles the kernel."""
 
 
 class Scratch(Protocol):
-    """Device memory that is nobody else's, of ``SCRATCH_BYTES``."""
+    """``SCRATCH_BYTES`` of device memory that only the test uses."""
 
     region: Region
 
     def write(self, data: U8Array) -> None:
-        """Have the calling thread's compute stream write it, after something that takes time."""
+        """Queue a write of ``data`` on the calling thread's compute stream, behind work that takes
+        time."""
 
     def read(self) -> U8Array:
-        """What is there now: waits for no work but its own."""
+        """The bytes that are there now. Waits for no other work."""
 
 
 def _groups() -> tuple[GroupPlanes, ...]:
@@ -58,11 +59,11 @@ SCRATCH_BYTES: Final = sum(2 * _BLOCKS * page for page in _PAGES)
 
 
 def self_check(runtime: Runtime, scratch: Scratch) -> tuple[Mapping[Kind, int] | None, str]:
-    """Which table of ways this device can be trusted with, and what was wrong.
+    """The argument ``kernel_below`` for a mover of this device, and what was wrong.
 
-    ``KERNEL_BELOW`` if all is right; ``NO_KERNEL`` if copy engines are, but not the kernel;
-    ``NO_PINS`` if no memory could be pinned (of which the mover has warned), so that neither was
-    seen at work; None if bytes do not arrive at all.
+    ``KERNEL_BELOW`` if everything works. ``NO_KERNEL`` if copy engines work, but the kernel does
+    not. ``NO_PINS`` if no memory could be pinned, so that neither could be tested; the mover has
+    logged a warning. None if copies are wrong.
     """
     wrong, ways = _trial(runtime, scratch, NO_KERNEL)
     if wrong:
@@ -76,7 +77,7 @@ def self_check(runtime: Runtime, scratch: Scratch) -> tuple[Mapping[Kind, int] |
 
 
 def _trial(runtime: Runtime, scratch: Scratch, below: Mapping[Kind, int]) -> tuple[str, set[Way]]:
-    """What is wrong with a store and a load this way (empty: nothing), and the ways taken."""
+    """What is wrong with a store and a load with ``below`` (empty: nothing), and the ways used."""
     groups, rng = _groups(), np.random.default_rng(1)
     plans, at = [], 0
     for group in groups:
@@ -99,8 +100,11 @@ def _rounds(
     plans: tuple[CopyPlan, ...],
     arena: U8Array,
 ) -> str:
-    """A round that nobody judges: it compiles, pins and opens streams, for longer than any work
-    before it lasts. Then the one that counts."""
+    """Do a store and a load twice. Returns what is wrong in the second round; empty if nothing is.
+
+    The first round compiles the kernel, pins memory and opens streams. That takes longer than any
+    work that is queued before it, so it would hide a copy that does not wait.
+    """
     rng = np.random.default_rng(2)
     for judged in (False, True):
         for kind in _KINDS:
@@ -110,7 +114,9 @@ def _rounds(
             mover.submit(Job(kind, plans, arena))
             if not mover.drain(_PATIENCE_S):
                 return f"a {kind} did not end within {_PATIENCE_S:g} s"
-            found = scratch.read() if judged else before  # at once: not what comes after the end
+            found = (
+                scratch.read() if judged else before
+            )  # read at once, so that no later write is seen
             there = arena.copy()
             (done,) = mover.poll()
             if not done.ok:

@@ -1,28 +1,29 @@
-"""``kvass bench``: how fast kvass is on this machine, as ratios to what the machine can do.
+"""The command ``kvass bench``: the speed of kvass on this machine, relative to the machine's own.
 
-It starts a daemon of its own, or measures one that runs: there it uses at most a sixteenth of L1 at
-a time, in a namespace of its own that no tier sees, and clears it. Bytes are compared after every
-load (exit status 1 if they differ), and hits are counted. Both sides of a ratio alternate; it is
-that of the fastest rounds, of lookups the median. With several engines all of them do the same
-step at once.
+It starts a daemon, or measures one that runs. In a running daemon it uses at most a sixteenth of L1
+at a time, in a namespace that no tier stores and that it clears. Bytes are compared after every
+load (the exit status is 1 if they differ), and hits are counted. The two sides of a ratio are
+measured in turns. A ratio is that of the fastest rounds; for lookups it is the median of the
+rounds' ratios. If there are several engines, all of them do the same step at once.
 
-What the names mean:
+The figures:
 
 - ``ready_s``: from the daemon's start to its ready line.
-- ``store_vs_memcpy``: reserve, copies, commit of a prompt of 64 MiB (all engines together), its
-  pages scattered over the engine's memory, against memcpy of the same bytes into the same kind of
-  memory, chunk by chunk, one call each; ``load_vs_memcpy``: lookup, copies, release.
-- ``store_copies_vs_pages``: the copies of that store alone, from ``submit`` until they are settled,
-  against memcpy of the same pages, one by one in the same order; ``load_copies_vs_pages`` likewise,
-  with two threads against one.
-- ``lookup_128k_us``: a prompt of 512 keys (131,072 tokens in chunks of 256), all hits, chosen at
-  random among 128 that were stored, rows of 4 KiB: found, pinned, answered. ``release_128k_us``:
-  its release, until the daemon has carried it out. ``lookup_128k_vs_dict``: both, against a bare
-  process that finds 512 keys in a dict and answers through a socket.
-- ``tier_store_vs_raw``: from the commit of a prompt of 64 MiB until a disk tier, which is full and
-  evicts, has it, against writing as much of a fallocated file past the page cache (``direct_io``);
-  ``tier_load_vs_raw``: from a lookup to its match, by a daemon that has nothing of the prompt in
-  L1, against reading.
+- ``store_vs_memcpy``: the store of a prompt of 64 MiB (all engines together): reserve, copies,
+  commit. Its pages are scattered over the engine's memory. It is compared with memcpy of the same
+  bytes into the same kind of memory, one call per chunk. ``load_vs_memcpy``: the load of that
+  prompt: lookup, copies, release.
+- ``store_copies_vs_pages``: only the copies of that store, from ``submit`` until the job has ended.
+  They are compared with memcpy of the same pages, one by one in the same order.
+  ``load_copies_vs_pages``: likewise for the load, which has two threads; its memcpy has one.
+- ``lookup_128k_us``: the round trip of a lookup of 512 keys (131,072 tokens in chunks of 256). The
+  prompt is chosen at random among 128 that were stored, so all keys are hits. Rows have 4 KiB.
+  ``release_128k_us``: its release, until the daemon has carried it out. ``lookup_128k_vs_dict``:
+  the sum of the two, compared with a process that finds 512 keys in a dict and answers on a socket.
+- ``tier_store_vs_raw``: the time from the commit of a prompt of 64 MiB until a disk tier has it.
+  The tier is full, and evicts. It is compared with writing as many bytes of a fallocated file
+  past the page cache (``direct_io``). ``tier_load_vs_raw``: the time from a lookup to its match, by
+  a daemon that has none of the prompt in L1, compared with reading the file.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from kvass.types import Size
 MIN_ROUNDS = 7
 _L1_BYTES: Final = 3 << 30
 _OWN_SHARE: Final = 4
-"""What one engine may write at a time is a quarter of L1."""
+"""One engine may write a quarter of L1 at a time (``Limits.instance_write_share``)."""
 _SHARE: Final = 16
 _MOST_ENGINES: Final = 64
 
@@ -153,7 +154,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
 
 
 def _settings(args: Namespace) -> dict[str, str | int]:
-    """What the ratios depend on."""
+    """The settings that the ratios depend on."""
     model = f"{args.token_bytes} bytes a token" if args.token_bytes else args.model
     tier = "disk" if args.tier else "none"
     chunk_tokens, engines = args.chunk_tokens, args.engines
@@ -161,7 +162,7 @@ def _settings(args: Namespace) -> dict[str, str | int]:
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """All figures, by the names in this module's docstring. Raises ``KvassError``."""
+    """All figures; this module's docstring explains the names. Raises ``KvassError``."""
     figures = {"version": __version__, "cores": os.cpu_count(), "rounds": args.rounds}
     figures |= _settings(args) | {"bytes_equal": True}
     socket, engines, private = args.socket, args.engines, args.socket is not None
@@ -177,10 +178,18 @@ def measure(args: Namespace) -> dict[str, Any]:
             say("a daemon")
             daemon = ending.enter_context(start_daemon(l1_bytes))
             socket, figures["ready_s"] = daemon
-        how = {"engines": engines, "private": private, "daemon_uid": args.daemon_uid}
-        copies = measure_copies(socket, args.rounds, prompt, **how)
+        copies = measure_copies(
+            socket,
+            args.rounds,
+            prompt,
+            engines=engines,
+            private=private,
+            daemon_uid=args.daemon_uid,
+        )
         figures |= copies | {"bytes_equal": copies["bytes_equal"] and figures["bytes_equal"]}
         rows = max(KEYS, min(RESIDENT // engines, l1_bytes // share // ROW_BYTES))
         say(f"lookups among {engines} x {rows} rows")
-        figures |= measure_lookups(socket, rows, **how)
+        figures |= measure_lookups(
+            socket, rows, engines=engines, private=private, daemon_uid=args.daemon_uid
+        )
     return figures

@@ -1,9 +1,10 @@
 """A file of ratios that later runs are compared with.
 
-Ratios differ from run to run: by where memory lies, and by what else the machine does. So a
-baseline has the medians of ``RUNS`` runs. A ratio may be lower than that by ``DEVIATIONS`` times
-the runs' median deviation from it, which one bad run does not change, and by ``TOLERANCE`` at
-least. If one is lower, all is measured ``RUNS_AGAIN`` times more, and the medians count.
+Ratios differ from run to run, because of where memory lies, and of what else the machine does. So a
+baseline has the medians of ``RUNS`` runs. A ratio may be lower than its median by ``DEVIATIONS``
+times the median deviation of the runs; one bad run does not change that. It may always be lower by
+the share ``TOLERANCE``. If a ratio is lower than that, everything is measured ``RUNS_AGAIN`` times
+more, and the medians count.
 
 Measured on two cores with a load of 20: most runs were within 6 % of the median, those of the disk
 within 14 %, and one in ten was 35 % below.
@@ -29,14 +30,15 @@ Figures = dict[str, Any]
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """A ratio of a baseline. ``ratio`` is the median; a value below ``least`` is a regression."""
+    """A ratio of the baseline. ``ratio``: its median; ``least``: the lowest value that is
+    accepted."""
 
     ratio: float
     least: float
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """``settings``: what was measured; other settings have other ratios."""
+    """The content of a baseline file. ``settings``: those with which the ratios were measured."""
 
     kvass_bench: Literal[1]
     settings: dict[str, str | int]
@@ -83,7 +85,7 @@ def write(path: Path, settings: dict[str, str | int], runs: Sequence[Figures]) -
 
 
 def ratio_names(figures: Figures) -> list[str]:
-    """Of the figures that are compared."""
+    """The names of the figures that are compared."""
     return [name for name in figures if "_vs_" in name]
 
 

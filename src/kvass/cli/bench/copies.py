@@ -1,4 +1,4 @@
-"""Store and load of a prompt's chunks, against memcpy in the same rounds."""
+"""Measures store and load of a prompt's chunks, compared with memcpy in the same rounds."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from kvass.types import GroupLayout, I64Array, Size, Slots
 Pages = npt.NDArray[np.void]
 
 PROMPT_BYTES: Final = 64 << 20
-"""Of all engines together. Each step has memory of its own, so that a CPU's caches do not hold it;
-and it is short, so that some rounds are not interrupted."""
+"""The size of the prompts of all engines together. Each step uses its own memory, so the CPU's
+caches do not have it. Steps are short, so that some rounds are not interrupted."""
 
 
 class PromptShape(NamedTuple):
-    """The shape of the prompt that an engine stores and loads at a time."""
+    """The prompt that an engine stores and loads: its layer groups and its chunks."""
 
     groups: tuple[GroupLayout, ...]
     chunk_tokens: int
@@ -53,8 +53,8 @@ class PromptShape(NamedTuple):
         return self.chunks * sum(group.shard_bytes(self.chunk_tokens) for group in self.groups)
 
     def within(self, room: int, engines: int = 1) -> PromptShape:
-        """As many such chunks as there are in an engine's part of ``PROMPT_BYTES``, but one at
-        least. Raises ``ConfigError`` if ``room`` bytes do not hold it."""
+        """The prompt with as many chunks as fit into an engine's part of ``PROMPT_BYTES`` and into
+        ``room`` bytes, at least one. Raises ``ConfigError`` if no chunk fits into ``room``."""
         if not (most := room // self.bytes):
             raise ConfigError(
                 f"a chunk of {self.chunk_tokens} tokens takes {Size(self.bytes).rounded()}, and an "
@@ -66,8 +66,8 @@ class PromptShape(NamedTuple):
 
 
 class KvCache:
-    """The pages of an engine in host memory, for one prompt, and as much memory of the arena's
-    kind, ``shared``. ``ending`` ends it."""
+    """The KV pages of an engine in host memory, for one prompt. ``shared`` is as much memory of the
+    arena's kind. ``ending`` frees both."""
 
     def __init__(self, prompt: PromptShape, engine: EngineSessions, ending: ExitStack) -> None:
         self.prompt, self.engine, self.digests = prompt, engine, b""
@@ -77,16 +77,17 @@ class KvCache:
         shared = shared_memory(prompt.bytes)
         ending.callback(shared.close)
         self.shared: U8Array = shared.buffer
-        ending.callback(delattr, self, "shared")  # before that: a view keeps the mapping
+        ending.callback(delattr, self, "shared")  # this comes first: a view keeps the mapping
         self._private = private_memory(prompt.bytes)
         self.loaded = 0
-        """Rows that the last load brought."""
+        """The number of rows of the last load."""
         self.copies_s = 0.0
-        """What the copies of the last store or load took, without its messages; or the last
+        """The time of the copies of the last store or load, without messages; or of the last
         ``gather`` or ``scatter``."""
 
     def renew(self, digests: bytes = b"") -> None:
-        """Another prompt, with other bytes in every page. ``digests``: its keys (default: new)."""
+        """Begin another prompt, with other bytes in every page. ``digests``: its keys, or new
+        ones."""
         self.digests = digests or os.urandom(WIDTH * self.prompt.chunks)
         for group in self.groups:
             group.pages[:, group.source, 0] += 1
@@ -100,7 +101,8 @@ class KvCache:
         self.fetch(self.engine.look_up(self.digests))
 
     def fetch(self, matched: Matched) -> None:
-        """Copy what was matched, and release it. A hit may need the last rows of a group only."""
+        """Copy the matched rows, and release them. Of some groups a hit needs only the last
+        rows."""
         for group, slots in zip(self.groups, matched.slots, strict=True):
             group.needed = len(slots) * group.planes.chunk_blocks
         self.loaded = sum(map(len, matched.slots))
@@ -108,32 +110,32 @@ class KvCache:
         self.engine.release(matched)
 
     def copy_in(self) -> None:
-        """What a store is compared with."""
+        """The memcpy that a store is compared with."""
         self._memcpy(self.shared, self._private)
 
     def copy_out(self) -> None:
-        """What the last load is compared with."""
+        """The memcpy that the last load is compared with."""
         self._memcpy(self._private[: self.loaded_bytes], self.shared[: self.loaded_bytes])
 
     def gather(self) -> None:
-        """What a store's copies are compared with: the same pages in the same order, memcpy by
-        memcpy (numpy's ``take`` was as fast as a loop of memcpy in C)."""
+        """The copies that a store's copies are compared with: the same pages in the same order, one
+        at a time (numpy's ``take`` was as fast as a loop of memcpy in C)."""
         began_s = time.perf_counter()
         for group, places, row in self._pages():
             group.flat.take(places, None, row, "clip")
         self.copies_s = time.perf_counter() - began_s
 
     def scatter(self) -> None:
-        """What a load's copies are compared with. After ``gather`` it changes no byte of what was
-        stored; what was loaded must have been compared before."""
+        """The copies that a load's copies are compared with. After ``gather`` it writes the bytes
+        that the stored pages have. It overwrites loaded pages, so compare these before."""
         began_s = time.perf_counter()
         for group, places, row in self._pages(needed=True):
             group.flat[:, np.newaxis][places] = row[..., np.newaxis]
         self.copies_s = time.perf_counter() - began_s
 
     def _pages(self, needed: bool = False) -> Iterator[tuple[_Group, I64Array, Pages]]:
-        """Of each row the places of its pages in ``flat``, and as much of ``shared``. ``needed``:
-        only of the rows that the last hit needed."""
+        """For each row its group, the places of its pages in ``flat``, and a row of ``shared``.
+        ``needed``: only the rows that the last hit needed."""
         at = 0
         for group in self.groups:
             rows = group.places()
@@ -145,13 +147,13 @@ class KvCache:
                 at = end
 
     def _memcpy(self, to: U8Array, source: U8Array) -> None:
-        """A call for each chunk."""
+        """Copy with one call for each chunk."""
         step = -(-source.nbytes // self.prompt.chunks)
         for at in range(0, source.nbytes, step):
             to[at : at + step] = source[at : at + step]
 
     def right(self) -> bool:
-        """Whether every page was loaded that the last hit needs. They are made wrong again."""
+        """Whether every page that the last hit needs is right. Zeroes these pages afterwards."""
         same = True
         for group in self.groups:
             source, target = group.source[-group.needed :], group.target[-group.needed :]
@@ -217,9 +219,9 @@ def measure_copies(
     private: bool = False,
     daemon_uid: int | None = None,
 ) -> dict[str, Any]:
-    """Ratios, rates and times, by the names in the package's docstring. Raises ``KvassError``.
+    """Ratios, rates and times; the package's docstring explains the names. Raises ``KvassError``.
 
-    ``private``: the daemon serves others, so nothing of one round is left in the next.
+    ``private``: the daemon serves others, so the rows of a round are cleared after it.
     """
     with ExitStack() as ending:
         caches = [_cache(socket, prompt, private, daemon_uid, ending) for _ in range(engines)]

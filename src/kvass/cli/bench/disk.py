@@ -1,7 +1,7 @@
-"""A disk tier behind a daemon, against a raw file in the same folder.
+"""Measures a disk tier of a daemon, compared with a raw file in the same folder.
 
-Law of this file: nothing of the user's is touched. All is in a new folder inside of the one that is
-named, which is gone afterwards.
+Law of this file: no file of the user is touched. All files are in a new folder inside the user's
+folder. The new folder is removed afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvass.tiers.url import TierUrl, parse_tier_url, read_tier_url, redacted
 from kvass.types import Size
 
 WARM_UP: Final = 3
-"""Rounds after which a disk's places have all been written once, and are written over."""
+"""Rounds after which all places of the tier have been written once, and are overwritten."""
 _SPARE_BYTES: Final = 64 << 20
 
 
@@ -50,8 +50,7 @@ def disk_url(text: str) -> TierUrl:
 
 
 def measure_tier(url: TierUrl, l1_bytes: int, rounds: int, prompt: PromptShape) -> dict[str, Any]:
-    """``tier_store_vs_raw`` and its like, by the names in the package's docstring. Raises
-    ``KvassError``."""
+    """The figures of a tier; the package's docstring explains the names. Raises ``KvassError``."""
     capacity, need = 2 * prompt.bytes + _SPARE_BYTES, 3 * prompt.bytes + 2 * _SPARE_BYTES
     with own_folder(Path(url.where), need) as folder, ExitStack() as ending:
         (place := folder / "tier").mkdir()
@@ -93,21 +92,21 @@ def _engine(
 
 
 class Tiered(KvCache):
-    """The cache of an engine on a daemon with one tier. Each step gives its seconds."""
+    """The KV cache of an engine of a daemon with one tier. Each step returns its seconds."""
 
     same = True
-    """Whether all that was loaded was right."""
+    """Whether all loaded pages were right."""
 
     def flush(self) -> float:
-        """From the commit of a new prompt until the tier has all of it."""
+        """The time from the commit of a new prompt until the tier has all of it."""
         wanted = self._rows("stored") + self.prompt.chunks * len(self.groups)
         self.renew()
         self.store()
         return seconds(partial(wait_for, lambda: self._rows("stored") >= wanted, "the flush"))
 
     def promote(self) -> float:
-        """From a lookup of the prompt to its match. The daemon drops what it loaded once it is
-        released, so each time all comes from the tier. Raises ``Unavailable`` if it did not."""
+        """The time from a lookup of the prompt to its match. The daemon drops loaded rows when they
+        are released, so all rows come from the tier. Raises ``Unavailable`` if they did not."""
         before = self._rows("loaded")
         began_s = time.perf_counter()
         matched = self.engine.look_up(self.digests)
@@ -119,13 +118,14 @@ class Tiered(KvCache):
         return took_s
 
     def found(self) -> bool:
-        """Not at once after a start: a daemon must ask the tier for its epoch first."""
+        """Whether a lookup finds the whole prompt. False right after a
+        start of the daemon, because it has to read the epoch from the tier first."""
         matched = self.engine.ask(self.digests)
         self.engine.release(matched)
         return matched.chunks == self.prompt.chunks
 
     def _rows(self, what: str) -> int:
-        """How many the tier has stored or loaded. Raises ``TierDown`` if it is in trouble."""
+        """How many rows the tier has stored or loaded. Raises ``TierDown`` if the tier fails."""
         (tier,) = self.engine.scheduler.status()["tiers"]
         if not tier.get("up", True) or tier.get("store_failures", 0):
             raise TierDown(f"{tier['tier']}: {tier.get('trouble') or 'rows were not stored'}")
@@ -135,7 +135,7 @@ class Tiered(KvCache):
 def _in_turns(
     ours: Callable[[], float], theirs: Callable[[], object], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of both in each round; they take turns to begin."""
+    """The seconds of both steps in each round. They take turns to be the first."""
     times = list[float](), list[float]()
     steps = ours, partial(seconds, theirs)
     for number in range(rounds + WARM_UP):
@@ -145,15 +145,15 @@ def _in_turns(
 
 
 def spelled(scheme: str, where: str, options: Mapping[str, str]) -> str:
-    """The URL of a tier."""
+    """The parts of a tier's URL as text."""
     values = (f"{name}={quote(value, safe='/:')}" for name, value in options.items())
     return f"{scheme}:{quote(where, safe='/:')}?{'&'.join(values)}"
 
 
 @contextmanager
 def own_folder(parent: Path, need: int) -> Iterator[Path]:
-    """A new folder in ``parent``, gone afterwards. Raises ``ConfigError`` without ``need`` bytes of
-    room."""
+    """A new folder in ``parent``, removed afterwards. Raises ``ConfigError`` if fewer than ``need``
+    bytes are free."""
     try:
         with tempfile.TemporaryDirectory(prefix="kvass-bench-", dir=parent) as made:
             if (free := shutil.disk_usage(made).free) < need:
@@ -165,8 +165,8 @@ def own_folder(parent: Path, need: int) -> Iterator[Path]:
 
 
 class RawFile:
-    """A fallocated file of ``count`` records, written and read past the page cache (``direct``:
-    whether it can be) by ``threads`` threads."""
+    """A fallocated file of ``count`` records that ``threads`` threads write and read. ``direct``:
+    whether this bypasses the page cache."""
 
     def __init__(self, path: Path, size: int, count: int, threads: int) -> None:
         self._path, self._size = path, size
@@ -183,15 +183,15 @@ class RawFile:
         os.posix_fallocate(self._fd, 0, count * size)
 
     def put(self, data: Sequence[Buffer]) -> None:
-        """Write all of it over what is there."""
+        """Overwrite the whole file."""
         self._each(os.pwritev, data)
 
     def get(self, into: Sequence[Buffer]) -> None:
-        """Read it back."""
+        """Read the whole file."""
         self._each(os.preadv, into)
 
     def close(self) -> None:
-        """Close, and remove it."""
+        """Close the file, and remove it."""
         self._pool.shutdown()
         os.close(self._fd)
         self._path.unlink()

