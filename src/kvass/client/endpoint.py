@@ -1,13 +1,13 @@
-"""A connection to the daemon that comes and goes by itself, and requests over it.
+"""A connection to the daemon that reconnects by itself, and the requests sent over it.
 
 Laws of this file:
 
-- No call waits for the daemon longer than its caller says; most do not wait at all.
-- A thread connects, registers, notices a hang-up and writes what the socket would not take at once.
-  A caller reads its own reply. The thread reads replies that no caller waits for, and everything if
-  there is an arena; else what nobody asked for is read with the next reply.
-- A reply that nobody waits for any more is settled: a late match is released, a late grant aborted.
-- What was asked or held through a lost connection is void.
+- No call waits for the daemon longer than its caller allows. Most calls do not wait at all.
+- A thread connects, registers, notices EOF and writes what the socket did not take at once.
+- A caller reads its own reply. The thread reads replies that no caller waits for any more. If the
+  session has an arena, the thread reads all messages.
+- A reply that nobody waits for any more is undone: a late match is released, a late grant aborted.
+- When a connection is lost, its open requests, leases and reservations are void.
 - Sockets belong to the process that opened them; a forked child drops its copies and opens its own.
 """
 
@@ -42,12 +42,12 @@ from kvass.wire.framing import one_line
 BACKOFF_MIN_S: Final = 0.01
 BACKOFF_MAX_S: Final = 0.5
 BACKOFF_LASTING_S: Final = 30.0
-"""The longest pause if the daemon will hardly change its mind: another version, another clock, an
-arena too small. A daemon started in its place ends the pause."""
+"""The longest pause after a failure that lasts: another version, another clock, an arena too small.
+The pause ends when another daemon listens at the path."""
 STEADY_S: Final = 1.0
-"""A connection that lived this long starts the next back-off from the beginning."""
+"""After a connection that lasted this long, the back-off starts again at ``BACKOFF_MIN_S``."""
 LATE_TICK_S: Final = 0.05
-"""How often the thread looks for late replies that no caller may ever come by to read."""
+"""How often the thread reads late replies, which no caller waits for."""
 CLOSE_S: Final = 1.0
 """How long ``close`` waits for the thread."""
 
@@ -56,13 +56,15 @@ _alive: Final[weakref.WeakSet[Endpoint]] = weakref.WeakSet()
 
 
 class Endpoint:
-    """What clients of all kinds share. Thread-safe: one lock over everything. Whoever waits for a
-    reply holds it, so threads that wait at the same time need a client each.
+    """The base class of all clients. Thread-safe: one lock guards everything.
 
-    ``registration``: sent after every (re)connect; a client without one can only look.
+    A thread that waits for a reply holds the lock. Threads that wait at the same time need a client
+    each.
+
+    ``registration``: sent after every (re)connect. A client without one is no engine.
     ``wants_arena``: map the arena. ``incomplete``: the registration's identity lacks fields, so
-    nobody connects before ``complete``. ``daemon_uid``: the user of the daemon, where the files do
-    not show it (``wire.trust``).
+    the client does not connect before ``complete``. ``daemon_uid``: the daemon's user, if the files
+    do not show it (``wire.trust``).
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Endpoint:
         daemon_uid: int | None = None,
     ) -> None:
         self.registration = registration
-        """Said from the next connection on. One being made with another is given up."""
+        """Sent on the next connection. An attempt that has sent an older one is dropped."""
         self.counters: Counter[str] = Counter()
         """``lookups``, ``unasked`` (there was no connection), ``hits``, ``misses``, ``timeouts``,
         ``late_replies``, ``dropped``, ``lost``, ``connects``, ``too_large``, ``refused_<code>``,
@@ -86,27 +88,27 @@ class Endpoint:
         self.daemon_uid = daemon_uid
         self._incomplete = incomplete
         self._logged: dict[str, str] = {}
-        """By kind: what was logged last."""
+        """The last text that was logged, by kind."""
         self._lost_s = 0.0
-        """When the connection was lost last; 0: never."""
+        """When a connection was last lost (CLOCK_MONOTONIC); 0: never."""
         self._unasked = 0
-        """``counters["unasked"]`` when it was."""
+        """``counters["unasked"]`` at ``_lost_s``."""
         self._begin()
         _alive.add(self)
 
     def _begin(self) -> None:
-        """What belongs to one process."""
+        """Set the state that belongs to one process: a forked child calls this again."""
         self.lock = threading.Condition()
-        """Notified when a connection was made or lost, or could not be made."""
+        """Guards everything. Notified when an attempt ends and when a connection is lost."""
         self.session: DaemonSession | None = None
-        """The connection as it is now: welcomed and registered. Another object is another one."""
+        """The current connection, welcomed and registered. Each connection has its own object."""
         self._thread: threading.Thread | None = None
         self._wake_fd = -1
         self._attempts = 0
         self._failure: KvassError | None = None
 
     def forked(self) -> None:
-        """This is a child: let go of the parent's socket, without a word to the daemon."""
+        """Called in a forked child: close its copies of the parent's socket. Sends nothing."""
         session, wake_fd = self.session, self._wake_fd
         self._begin()
         if wake_fd >= 0:
@@ -118,18 +120,18 @@ class Endpoint:
 
     @property
     def connected(self) -> bool:
-        """Whether a daemon has welcomed and registered us, and has not hung up."""
+        """Whether there is a connection on which the daemon has registered us."""
         return self.session is not None
 
     @property
     def silent_s(self) -> float:
-        """For how long the daemon has owed an answer that a caller gave up waiting for; 0: not."""
+        """Seconds for which an answer that nobody waits for has been overdue; 0: none is."""
         session = self.session
         since_s = 0.0 if session is None else session.requests.silent_since_s
         return time.monotonic() - since_s if since_s else 0.0
 
     def silent_since(self, since_s: float) -> None:
-        """An answer that nobody waited for is overdue since ``since_s`` (CLOCK_MONOTONIC)."""
+        """Record that an answer is overdue since ``since_s`` (CLOCK_MONOTONIC)."""
         with self.lock:
             if self.session is not None and not self.session.requests.silent_since_s:
                 self.session.requests.silent_since_s = since_s
@@ -137,8 +139,10 @@ class Endpoint:
     # ------------------------------------------------------------ connecting
 
     def start(self) -> None:
-        """Begin connecting in the background, in this process (after any fork). Never blocks nor
-        raises: what this process has no room for now is tried by the next call of any kind."""
+        """Begin connecting in the background, in this process (after any fork).
+
+        Never blocks or raises. If this process has no thread or descriptor left, the next call of
+        any kind tries again."""
         if self._thread is not None or self._incomplete:
             return
         with self.lock:
@@ -153,7 +157,7 @@ class Endpoint:
                     self._failed(Unavailable(f"cannot begin to connect: {error}"))
 
     def complete(self, identity: Mapping[str, str]) -> None:
-        """``start`` with the fields that the registration's identity lacked. From any thread."""
+        """Add the fields that the registration's identity lacks, and ``start``. From any thread."""
         with self.lock:
             assert self.registration is not None
             self.registration.identity.update(identity)
@@ -162,7 +166,7 @@ class Endpoint:
 
     def connect(self, timeout_s: float) -> Welcome:
         """Wait for a connection. Raises ``Unavailable``, ``Incompatible``, ``UntrustedDaemon`` or
-        ``Refused``, at once when an attempt that ended after this call began failed."""
+        ``Refused`` as soon as an attempt fails that ends after this call began."""
         self.start()
         deadline_s = time.monotonic() + timeout_s
         with self.lock:
@@ -178,8 +182,9 @@ class Endpoint:
             return self.session.welcome
 
     def close(self) -> None:
-        """End the session; the daemon cancels what was not handed over. An arena in use defers the
-        EOF until it is left. Idempotent."""
+        """End the session. The daemon cancels what was not handed over. Idempotent.
+
+        While an ``ArenaLease`` is in use, the socket stays open until it is closed."""
         with self.lock:
             self.closed = True
             self._wake()
@@ -240,7 +245,7 @@ class Endpoint:
             return requests.fetch(seq)
 
     def discard(self, seq: int) -> None:
-        """Nobody will wait for ``seq`` any more: its reply is settled when it comes."""
+        """Stop waiting for ``seq``. Its reply is undone when it comes."""
         with self.lock:
             if self.session is None:
                 return
@@ -251,7 +256,7 @@ class Endpoint:
                 self._settle(reply)
 
     def poll(self) -> None:
-        """Take in what has arrived, without waiting, if an answer is owed."""
+        """Read what has arrived, without waiting, if a reply is due."""
         if (session := self.session) is None:
             self.start()
         elif session.requests.owed:
@@ -259,8 +264,8 @@ class Endpoint:
                 self._read()
 
     def post(self, message: OneWay, only: DaemonSession | None = None) -> bool:
-        """Send a one-way message; False if its boot is not the one we are connected to, or that
-        connection is not ``only``."""
+        """Send a one-way message. False: there is no connection, it is to another boot than the
+        message's, or it is not ``only``."""
         self.start()
         with self.lock:
             session = self.session
@@ -271,8 +276,10 @@ class Endpoint:
             return True
 
     def deliver(self, message: OneWay, session: DaemonSession) -> bool:
-        """Have the kernel take ``message`` whole, on ``session`` and no other: then the daemon
-        reads it before this session's EOF. False: it cannot, and ``session`` is given up."""
+        """Send ``message`` on ``session``, and have the kernel take all of it.
+
+        Then the daemon reads it before this session's EOF. False: it could not be sent whole. A
+        session whose socket is full is ended."""
         with self.lock:
             if not self.post(message, session):
                 return False
@@ -282,7 +289,7 @@ class Endpoint:
             return True
 
     def leave(self, session: DaemonSession) -> None:
-        """The last to leave a lost connection closes it."""
+        """End one use of ``session``. The last user closes it."""
         with self.lock:
             session.users -= 1
             last = not session.users
@@ -290,7 +297,7 @@ class Endpoint:
             session.end()
 
     def fault(self, session: DaemonSession, text: str) -> None:
-        """The daemon broke the protocol on ``session``: that connection ends."""
+        """End the connection ``session``, on which the daemon broke the protocol."""
         with self.lock:
             self._lose(session, RemoteError(text))
 
@@ -323,7 +330,7 @@ class Endpoint:
             self._lose(session, error)
 
     def _settle(self, reply: FromDaemon) -> None:
-        """A reply that nobody waits for: give back what it holds."""
+        """Undo a reply that nobody waits for: give back its lease or reservations."""
         if isinstance(reply, Error):
             self.refused(reply)
             return
@@ -348,12 +355,12 @@ class Endpoint:
             os.eventfd_write(self._wake_fd, 1)
 
     def _say(self, level: int, text: str) -> None:
-        """Log an event of the connection: an engine says it once, in its scheduler's process."""
+        """Log an event of the connection. In an engine only the scheduler logs it above DEBUG."""
         known = self.registration is not None and self.registration.rank == SCHEDULER
         _log.log(level if known else logging.DEBUG, "%s", text)
 
     def _note(self, kind: str, text: str, again: bool = False) -> None:
-        """Count, and log the first of its kind; with ``again`` each that differs from the last."""
+        """Count an event. Log the first of its ``kind``, and with ``again`` each new text."""
         self.counters[kind] += 1
         if self.counters[kind] == 1 or (again and self._logged.get(kind) != text):
             level = logging.DEBUG if self.registration is None else logging.WARNING
@@ -413,7 +420,7 @@ class Endpoint:
             self.lock.notify_all()
 
     def _since(self) -> str:
-        """For people: what is shared, or for how long there was no connection."""
+        """The end of the log line: the chunk size, or how long there was no connection."""
         if self._lost_s:
             unasked = self.counters["unasked"] - self._unasked
             return (
@@ -424,7 +431,7 @@ class Endpoint:
         return "" if known is None else f"; it shares chunks of {known.chunk_tokens} tokens"
 
     def _watch(self, session: DaemonSession) -> bool:
-        """One look at the socket; False once the session is over."""
+        """Wait for one event of the socket and handle it. False: the session is over."""
         with self.lock:
             if self.closed:
                 self._lose(session, None)
@@ -448,7 +455,7 @@ class Endpoint:
         return True
 
     def _pause(self, seconds: float, tried: tuple[int, ...] | None) -> None:
-        """Sleep, unless closed, or until another socket stands where ``tried`` stood."""
+        """Sleep for ``seconds``; less if closed or if a new socket file replaces ``tried``."""
         deadline_s = time.monotonic() + seconds
         with self.lock:
             while not self.closed and (left_s := deadline_s - time.monotonic()) > 0:
@@ -458,7 +465,7 @@ class Endpoint:
 
 
 def _socket_file(path: str) -> tuple[int, ...] | None:
-    """What tells the socket of one daemon from that of the next; None where there is none."""
+    """What identifies the socket's file: another daemon's differs. None: there is no file."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -467,7 +474,7 @@ def _socket_file(path: str) -> tuple[int, ...] | None:
 
 
 def _lasting(error: KvassError) -> bool:
-    """Whether trying again soon can only give the same answer."""
+    """Whether another attempt would soon fail in the same way."""
     if isinstance(error, Refused):
         return error.code not in ("rank_taken", "shutting_down")
     return isinstance(error, (Incompatible, UsageError))
