@@ -42,7 +42,7 @@ from kvass.messages import (
 from kvass.types import MAX_PATIENCE_S
 
 LATE_S: Final = 2.0
-"""How long an answer to a reserve may take, and how long reserves are still sent to a silent daemon.
+"""How long an answer to a reserve may take, and how long a silent daemon still gets reserves.
 With four busy processes per core a daemon waited 0.35 s for a core."""
 
 
@@ -98,7 +98,7 @@ class SchedulerClient(Endpoint):
 
     @property
     def answering(self) -> bool:
-        """Whether a daemon is connected, was silent for at most ``LATE_S`` and has confirmed resets."""
+        """Whether the daemon is silent for ``LATE_S`` at most and has confirmed all resets."""
         return self.connected and not self._reset.pending and self.silent_s <= LATE_S
 
     def new_step(self) -> None:

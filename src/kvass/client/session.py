@@ -69,7 +69,7 @@ class DaemonSession:
         return self.welcome.boot
 
     def send(self, message: Request | OneWay) -> None:
-        """Send a message, and note that a request is open. Raises what ``Channel.send`` raises."""
+        """Send a message; a request is then open. Raises what ``Channel.send`` raises."""
         reply = REPLY_TO.get(type(message))
         if reply is not None:
             message.seq = next(_seqs)
@@ -78,7 +78,8 @@ class DaemonSession:
             self.requests.add(message.seq, reply)
 
     def receive(self, timeout_s: float) -> list[FromDaemon]:
-        """Read the messages that arrive first within ``timeout_s``. Returns those nobody will fetch.
+        """Read the messages that arrive first within ``timeout_s``. Returns those nobody will
+        fetch.
 
         Raises ``Unavailable`` or ``RemoteError``: the connection cannot be used any more.
         """
@@ -164,7 +165,7 @@ def open_session(
 
 
 def refusal(error: Error) -> Refused:
-    """The daemon's ``Error`` as an exception. Its code may be one that this client does not know."""
+    """The daemon's ``Error`` as an exception. This client may not know its code."""
     return Refused(cast(ErrorCode, one_line(error.code)), one_line(error.text))
 
 

@@ -10,7 +10,7 @@ from kvass.types import MAX_PATIENCE_S
 
 
 class StepBudget:
-    """The wait budget. ``wait_s``: seconds per step; ``left_s``: what is left of them in this step."""
+    """The wait budget. ``wait_s``: seconds per step; ``left_s``: those left in this step."""
 
     def __init__(self, wait_s: float) -> None:
         self.wait_s = self.left_s = wait_s

@@ -27,13 +27,14 @@ class ArenaLease:
         self.buffer: npt.NDArray[np.uint8] = session.arena.buffer
         """The whole arena: uint8, shape ``(arena_bytes,)``. Keep no view of it after leaving."""
         self.populated = session.watermark
-        """How many bytes of it, from its beginning, the daemon had populated by now."""
+        """How many bytes of it, from its beginning, the daemon had populated when the lease
+        began."""
         self._endpoint = endpoint
         self._session: DaemonSession | None = session
 
     def prepare(self, lo: int, hi: int) -> None:
-        """Populate bytes ``[lo, hi)`` if the daemon has not done so yet. Raises ``OSError`` if there
-        is no memory: a process that touches them then is killed (SIGBUS)."""
+        """Populate bytes ``[lo, hi)`` if the daemon has not done so yet. Raises ``OSError`` if
+        there is no memory: a process that touches them then is killed (SIGBUS)."""
         assert self._session is not None, "the lease was left"
         assert self._session.arena is not None
         if hi > self.populated:
@@ -75,7 +76,7 @@ class WorkerClient(Endpoint):
         self._rank = registration.rank
 
     def arena(self, boot: bytes, given_s: float = math.inf) -> ArenaLease | None:
-        """The arena of ``boot``, to copy rows of a lease or reservation given at ``given_s``.
+        """The arena of ``boot``, to copy rows given at ``given_s`` (by default now).
 
         None: this rank is not connected to that boot, or registered after ``given_s``. In that case
         an EOF has settled what this rank owed, and its slots may belong to others by now.
