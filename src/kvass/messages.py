@@ -10,7 +10,7 @@ Encoding: MessagePack maps tagged by ``t``, in the frames of ``wire/framing.py``
 echoed, 0 if none was given). The daemon pushes ``Populated`` with ``seq`` 0.
 
 Order of a session: ``Hello`` -> ``Welcome``, then ``Register`` -> ``Registered``, then anything. A
-session without an engine (a command) skips ``Register``: below, it *only looks*.
+session that registers no engine, such as a command's, skips ``Register``: it *only looks*.
 
 Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's run: every message
 that names arena memory, a lease or a reservation carries it. ``digests`` are equally wide chunk
@@ -319,10 +319,11 @@ class Reserve(Message, tag="reserve"):
 
 
 class Grant(msgspec.Struct, omit_defaults=True):
-    """The slots granted for one item. ``chunks``: the granted chunk indices, from the prompt's
-    start.
+    """The slots granted for one item. ``chunks``: the indices of the granted chunks,
+    counted from the prompt's beginning.
 
-    Rows already held, being written or refused are not in it; ``reservation`` 0 means none was.
+    Rows that exist, are being written or were refused are not in it. ``reservation`` 0: no row was
+    granted.
     ``slots[i]`` belongs to the i-th group named in the item's mask: one row for each of
     ``chunks``, or of ``which[i]`` if the groups differ.
 
@@ -371,7 +372,8 @@ class Abort(Message, tag="abort"):
 
 
 class HandedOver(Message, tag="handed_over"):
-    """One-way, from the scheduler: from here on only the ranks settle these."""
+    """One-way, from the scheduler: from now on only the ranks settle these leases and
+    reservations."""
 
     boot: ShortBytes
     leases: Many64 = ()

@@ -24,7 +24,7 @@ def bounded(value: float) -> float:
 
 
 class Client(Endpoint):
-    """A client that registers no engine. ``Client(path).status()`` is a complete use of it."""
+    """A client without a registration. ``Client(path).status()`` is a complete use of it."""
 
     def __enter__(self) -> Self:
         return self

@@ -2,13 +2,13 @@
 
 Laws of this file:
 
-- No call waits for the daemon longer than its caller allows. Most calls do not wait at all.
-- A thread connects, registers, notices EOF and writes what the socket did not take at once.
-- A caller reads its own reply. The thread reads replies that no caller waits for any more. If the
-  session has an arena, the thread reads all messages.
-- A reply that nobody waits for any more is undone: a late match is released, a late grant aborted.
-- When a connection is lost, its open requests, leases and reservations are void.
-- Sockets belong to the process that opened them; a forked child drops its copies and opens its own.
+- No call waits for the daemon longer than its caller allows. Most calls do not wait at all. - A
+thread connects, registers, notices EOF and writes what the socket did not take at once. - A caller
+reads its own reply. The thread reads replies that no caller waits for any more. If the session has
+an arena, the thread reads all messages. - A reply that nobody waits for any more is undone: a late
+match is released, a late grant is aborted. - When a connection is lost, its open requests, leases
+and reservations are void. - Sockets belong to the process that opened them; a forked child drops
+its copies and opens its own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Endpoint:
     A thread that waits for a reply holds the lock. Threads that wait at the same time need a client
     each.
 
-    ``registration``: sent after every (re)connect. A client without one is no engine.
+    ``registration``: sent after every (re)connect. A client without one registers no engine.
     ``wants_arena``: map the arena. ``incomplete``: the registration's identity lacks fields, so
     the client does not connect before ``complete``. ``daemon_uid``: the daemon's user, if the files
     do not show it (``wire.trust``).
@@ -184,7 +184,7 @@ class Endpoint:
     def close(self) -> None:
         """End the session. The daemon cancels what was not handed over. Idempotent.
 
-        While an ``ArenaLease`` is in use, the socket stays open until it is closed."""
+        The socket stays open until each ``ArenaLease`` of the session is closed."""
         with self.lock:
             self.closed = True
             self._wake()
@@ -253,7 +253,7 @@ class Endpoint:
             if reply is None:
                 self._wake()  # the thread looks for it from now on
             else:
-                self._settle(reply)
+                self._undo(reply)
 
     def poll(self) -> None:
         """Read what has arrived, without waiting, if a reply is due."""
@@ -325,11 +325,11 @@ class Endpoint:
             return
         try:
             for reply in session.receive(timeout_s):
-                self._settle(reply)
+                self._undo(reply)
         except (Unavailable, RemoteError) as error:
             self._lose(session, error)
 
-    def _settle(self, reply: FromDaemon) -> None:
+    def _undo(self, reply: FromDaemon) -> None:
         """Undo a reply that nobody waits for: give back its lease or reservations."""
         if isinstance(reply, Error):
             self.refused(reply)

@@ -49,7 +49,7 @@ With four busy processes per core a daemon waited 0.35 s for a core."""
 @dataclass(slots=True)
 class Reserving:
     """A reserve of ``items`` items, sent as ``seq`` at ``asked_s`` (CLOCK_MONOTONIC). ``wait_s``:
-    how long the first look for its answer may take."""
+    how long the first call of ``granted`` may wait."""
 
     seq: int
     items: int

@@ -47,8 +47,8 @@ _seqs: Final = itertools.count(1)  # no number twice in a process, whatever the 
 
 
 class DaemonSession:
-    """A connection, made by ``open_session``. ``users``: how many use it, which are the connecting
-    thread and the arena leases."""
+    """A connection, made by ``open_session``. ``users``: how many users it has: the connecting
+    thread and each arena lease."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -139,8 +139,9 @@ def open_session(
     wants_arena: bool,
     daemon_uid: int | None = None,
 ) -> DaemonSession:
-    """Open a connection: check the daemon, map the arena, register. Each answer may take
-    ``HANDSHAKE_S``.
+    """Open a connection: check the daemon, map the arena, register.
+
+    Waits up to ``HANDSHAKE_S`` for each answer.
 
     If a row has one shard, any slot may be this rank's own, so all of the arena gets populated.
 

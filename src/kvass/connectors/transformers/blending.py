@@ -2,8 +2,8 @@
 
 Laws of this file:
 
-- K and V before the first segment are exact and do not change. All after it is an approximation and
-  is never stored.
+- The loaded prefix does not change. K and V from the first segment on are an approximation and are
+  never stored.
 - A token is computed with all tokens before it, and with none after it.
 """
 

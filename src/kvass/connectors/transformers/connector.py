@@ -197,7 +197,7 @@ class CachedModel:
     def _begin(
         self, name: str, ids: Any, salt: str, tenant: str, choice: Choice | None
     ) -> Cached | None:
-        """Load the prefix and the segments of a prompt. None: nothing was loaded."""
+        """Load a prompt's prefix and segments, and blend these. None: nothing was loaded."""
         prompt = Hashed(ids[0].tolist(), salt)
         kv, loaded = self._store.prefix(name, prompt, tenant, choice is not None)
         reuse = Reuse(ids.shape[1], loaded)
