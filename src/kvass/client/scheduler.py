@@ -127,7 +127,7 @@ class SchedulerClient(Endpoint):
         """Rows of ``request`` from chunk ``first`` on; None is a miss, ``PENDING`` means ask again.
 
         ``digests``: all chunk hashes from chunk 0, ``width`` bytes each. A held match is returned
-        again until ``take`` or ``settle``; for another ``first``, or with less than half its time
+        again until ``take`` or ``settle``. For another ``first``, or with less than half its time
         left, it is released and looked up again. ``prefill_tokens_s``: what the engine computes
         per second, or 0; loading has to be faster. With ``blocks`` a match may end inside of a
         chunk. If it ends between chunk ``first`` and the last one, that takes a second lookup.
@@ -147,7 +147,7 @@ class SchedulerClient(Endpoint):
         return taken
 
     def settle(self, request: str) -> None:
-        """Give back whatever is held or asked for ``request`` and forget it: the request ended, was
+        """Give back the match of ``request`` and discard its lookup: the request ended, was
         preempted, or got no external tokens. Idempotent."""
         self.lookups.give_back(request)
 

@@ -49,9 +49,9 @@ class SegmentClient:
         start: int = 0,
         predecessor: bytes = b"",
     ) -> bool:
-        """Have chunks found wherever their tokens stand (``messages.IndexChunks``); whether the
-        daemon was asked. Waits for nothing. Only for chunks that were computed as they are, never
-        for what was put together from segments."""
+        """Index chunks by their tokens (``messages.IndexChunks``). Returns whether all was sent.
+
+        Does not wait. Only for chunks with exact KV, never for KV that depends on segments."""
         limits = self._limits()
         if limits is None:
             return False
@@ -80,9 +80,9 @@ class SegmentClient:
         first: int = 0,
         min_tokens: int = 0,
     ) -> Segments | Pending:
-        """Indexed chunks in a prompt (``messages.FindSegments``). ``PENDING``: ask again in a later
-        step, and call ``settle`` if the request ends before. Tokens beyond the daemon's limit
-        (``Limits.segment_tokens``) are not searched."""
+        """Find indexed chunks in a prompt (``messages.FindSegments``). ``PENDING``: ask again in a
+        later step, and call ``abandon`` if the request ends before. Tokens beyond the daemon's
+        limit (``Limits.segment_tokens``) are not searched."""
         if request not in self._searching:
             limits, session = self._limits(), self._scheduler.session
             if limits is None or session is None:
@@ -96,7 +96,7 @@ class SegmentClient:
         reply = self._reply(session, message.seq)
         if reply is None and time.monotonic() - asked_s < SEARCH_S:
             return PENDING
-        self.settle(request)
+        self.abandon(request)
         if not isinstance(reply, Segments):
             return Segments()
         if not self._right(reply, message):
@@ -104,7 +104,7 @@ class SegmentClient:
             return Segments()
         return reply
 
-    def settle(self, request: str) -> None:
+    def abandon(self, request: str) -> None:
         """Stop waiting for the answer to this request's search. Idempotent."""
         session, message, _ = self._searching.pop(request, (None, None, 0.0))
         if message is not None and session is self._scheduler.session:

@@ -81,7 +81,8 @@ class Blender:
         return bytes.fromhex(identity.digest([self._fingerprint, salt]))
 
     def move(self, kv: KV, segments: Sequence[PlacedSegment]) -> None:
-        """Turn the stored K of ``segments``, which lie in ``kv`` where they stand now."""
+        """Rotate the stored K of ``segments`` in ``kv`` from their old positions to the new
+        ones."""
         spans = [np.arange(s.length) for s in segments]
         new = np.concatenate([a + s.new_start for a, s in zip(spans, segments, strict=True)])
         old = np.concatenate([a + s.old_start for a, s in zip(spans, segments, strict=True)])
@@ -94,9 +95,10 @@ class Blender:
                 tensor[:, :, at] = turn(tensor[:, :, at])
 
     def recompute(self, ids: Any, kv: KV, prompt: Prompt, choice: Choice) -> int:
-        """Compute into ``kv`` what ``plan`` says, but for the last token: the caller computes that.
-        Returns how many were tokens of segments. ``ids`` ``(1, tokens)``; ``kv`` of all tokens but
-        the last, finite where nothing is yet."""
+        """Compute the tokens that ``plan`` chooses into ``kv``, except the prompt's last token.
+
+        Returns how many of them are tokens of segments. ``ids``: shape ``(1, tokens)``. ``kv``: of
+        all tokens but the last, with finite values where nothing was computed yet."""
         if isinstance(choice, float):
             choice = KvDev(choice, lambda _: self._deviation(ids, kv))
         positions = plan(prompt, choice)[:-1]

@@ -110,8 +110,8 @@ class KVStore:
     # ------------------------------------------------------------ loads
 
     def prefix(self, name: str, prompt: Hashed, tenant: str, whole: bool) -> tuple[KV, int]:
-        """K and V of the longest stored prefix, and its tokens: never the last one, which is always
-        computed. ``whole``: with room for all other tokens."""
+        """K and V of the longest stored prefix, and its number of tokens. The prompt's last token
+        is never part of it. ``whole``: make the tensors long enough for all other tokens."""
         each, most = self._rows.chunk_blocks, len(prompt.tokens) - 1
         end = most // BLOCK
 
@@ -134,8 +134,8 @@ class KVStore:
     def segments(
         self, name: str, prompt: Hashed, space: bytes, tenant: str, first: int, kv: KV
     ) -> tuple[PlacedSegment, ...]:
-        """Load indexed chunks that stand in the prompt after token ``first``, but for its last
-        token, into ``kv``: where they stand, as they were stored."""
+        """Load indexed chunks that stand in the prompt from token ``first`` on into ``kv``, at
+        their places in the prompt, with K as it was stored. The last token is left out."""
         each = self._rows.chunk_tokens
         found = self.find(name, prompt.tokens[:-1], space, first)
         keys = chunk_keys(found, WIDTH)
@@ -177,8 +177,8 @@ class KVStore:
             self._client.settle(name)
 
     def _read(self, match: Match, places: list[tuple[int, int, int]], kv: KV) -> bool:
-        """Copy rows of ``match``: row, first token, blocks. Whether all was there in time. Settles
-        the lease."""
+        """Copy rows of ``match``: ``places`` are (row, first token, blocks). Returns whether all
+        were copied in time. Settles the lease."""
         if not self._client.handed_over([match.lease], [], match.boot):
             self._client.release(match.boot, match.lease)
             return False

@@ -85,7 +85,7 @@ class BlendPlanner:
         self._settle(name)
 
     def _settle(self, name: str) -> None:
-        self._segments.settle(name)
+        self._segments.abandon(name)
         self._client.settle(_second(name))
 
     def match(self, name: str, local: int) -> int | None:
