@@ -1,4 +1,4 @@
-"""Every message on the wire, and nothing else.
+"""All messages between clients and the daemon.
 
 Law of this file: a field is only ever added, with a default; a name is never reused and a default
 never changed. So an older peer's message decodes here and ours decodes there: unknown fields are
@@ -10,7 +10,7 @@ Encoding: MessagePack maps tagged by ``t``, in the frames of ``wire/framing.py``
 echoed, 0 if none was given). The daemon pushes ``Populated`` with ``seq`` 0.
 
 Order of a session: ``Hello`` -> ``Welcome``, then ``Register`` -> ``Registered``, then anything. A
-session that only looks (CLI) skips ``Register``.
+session that registers no engine, such as a command's, skips ``Register``: it *only looks*.
 
 Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's run: every message
 that names arena memory, a lease or a reservation carries it. ``digests`` are equally wide chunk
@@ -52,7 +52,7 @@ belongs to protocol 1."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
-    """Base of all: ``seq`` pairs a reply with its request."""
+    """The base class of all messages. ``seq`` pairs a reply with its request."""
 
     seq: Int64 = 0
 
@@ -63,7 +63,7 @@ class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
 class Hello(Message, tag="hello"):
     """First message of a client. ``clock_s`` is its CLOCK_MONOTONIC when it sent this."""
 
-    protocol_min: Int32 = 1  # as any default here: what a peer that says nothing means, for ever
+    protocol_min: Int32 = 1  # a default is what a missing field means, and never changes
     protocol_max: Int32 = 1
     features: Names = ()
     client: Name = ""
@@ -72,10 +72,11 @@ class Hello(Message, tag="hello"):
 
 
 class Welcome(Message, tag="welcome"):
-    """Answer to ``Hello``. The arena's fd rides on this frame when it was asked for.
+    """Answer to ``Hello``. With ``wants_arena`` the arena's descriptor comes with this frame.
 
-    The client checks that ``clock_s`` lies between its sending and its receiving. With ``tiers``
-    (their number) a ``Lookup`` may be answered late.
+    The client checks that ``clock_s`` lies between the times at which it sent ``Hello`` and
+    received this. ``tiers`` is the number of tiers: if there are any, a ``Lookup`` may be answered
+    late.
     """
 
     protocol: int = 1
@@ -91,7 +92,8 @@ class Welcome(Message, tag="welcome"):
 
 
 class Register(Message, tag="register"):
-    """Who this session is. Scheduler: ``rank`` -1 and no layout. Worker: its rank and layout.
+    """The registration of a scheduler (``rank`` -1, no layout) or of a worker (its rank and
+    layout).
 
     ``ranks`` is the number of worker processes, ``world_size`` that of distinct shards, ``shard``
     the one this worker holds, ``writer`` whether it is the rank that writes it. ``identity`` are
@@ -118,7 +120,8 @@ class Register(Message, tag="register"):
 
 
 class Registered(Message, tag="registered"):
-    """``namespace`` is empty while ranks are missing; until then every lookup is a miss."""
+    """Answer to ``Register``. While ranks are ``missing``, ``namespace`` is empty and every lookup
+    is a miss."""
 
     namespace: bytes = b""
     missing: tuple[int, ...] = ()
@@ -133,20 +136,20 @@ class Lookup(Message, tag="lookup"):
     ``readers`` are the ranks that will each send one ``Release``; missing means exactly rank 0.
     ``spare`` chunks after the match must be cached too; they are checked but not returned.
 
-    What L1 lacks may be promoted from a tier. Then the answer comes when that is done, or after
-    ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with what is there by then. If L1 has a
-    part of what is asked for, the budget is the rest's share of that, but no less than
-    ``lookup_budget_ms``. What would take longer than computing it at ``prefill_tokens_s`` (0: not
-    known) is not promoted.
+    Rows that L1 lacks may be promoted from a tier. The answer then comes after the promotion, or
+    after ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with the rows that are READY by then.
+    If L1 has a part of the rows, the budget shrinks to the share of the others, but not below
+    ``lookup_budget_ms``. Rows that take longer to load than to compute at ``prefill_tokens_s``
+    (0: not known) are not promoted.
 
-    ``tenant``: who pays for what is promoted, and whose figures count it; empty: the default one.
-    ``blocks``: hashes of the first blocks of the chunk after ``digests``, fewer than a chunk has.
-    If all chunks of ``digests`` match, so do those of these that some row of L1 has. Only where all
-    groups are ``full`` with one block size. ``again``: the lookup of a prompt that was looked up
-    just now, with the blocks of the chunk at which that match ended; it is not counted as another.
-    ``first_blocks``: hashes of the first blocks of chunk ``first``, which ``digests`` has; those of
-    them that some row of L1 has match if no chunk does.
-    ``writing``: rows that engines are writing are waited for, as tiers are, and within that budget.
+    ``tenant``: who pays for promoted rows, and in whose figures the lookup counts; empty: the
+    default one. ``blocks``: hashes of the first blocks of the chunk after ``digests``, fewer than a
+    chunk has. If all chunks of ``digests`` match, those blocks that a row of L1 has match too. Only
+    where all groups are ``full`` with one block size. ``again``: the lookup of a prompt that was
+    looked up just now, with the blocks of the chunk at which that match ended; it is not counted as
+    another. ``first_blocks``: hashes of the first blocks of chunk ``first``, which ``digests`` has;
+    those of them that some row of L1 has match if no chunk does. ``writing``: wait for rows that
+    engines are writing, as for tiers, within the same budget.
     """
 
     request: Name
@@ -165,15 +168,15 @@ class Lookup(Message, tag="lookup"):
 
 
 class Promoting(Message, tag="promoting"):
-    """To a ``Lookup`` or ``Prefetch`` (its ``seq``), at once: tiers are at work on it, or engines
-    are storing it, and the answer follows."""
+    """Sent at once for a ``Lookup`` or ``Prefetch`` (same ``seq``) that waits for tiers or for
+    engines that store its rows. The answer follows."""
 
 
 class Prefetch(Message, tag="prefetch"):
-    """Promote what a later ``Lookup`` of these digests would, and hold nothing of it.
+    """Promote what a ``Lookup`` of these digests would promote, without a lease.
 
-    Of an engine's scheduler: its own namespace (empty); of a session that only looks: that digest.
-    ``budget_ms`` as there (0: a minute).
+    ``namespace`` is empty from an engine's scheduler, which means its own. A session that only
+    looks gives the digest of one. ``budget_ms`` as in ``Lookup`` (0: a minute).
     """
 
     request: Name
@@ -184,21 +187,22 @@ class Prefetch(Message, tag="prefetch"):
 
 
 class Prefetched(Message, tag="prefetched"):
-    """``chunks`` of the prompt, from its beginning, are in L1 now."""
+    """Answer to ``Prefetch``: the first ``chunks`` chunks of the prompt are in L1 now."""
 
     chunks: int = 0
 
 
 class Matched(Message, tag="matched"):
-    """``chunks`` counts from chunk 0, so ``chunks == first`` is a miss and takes no lease (0).
+    """Answer to ``Lookup``. ``chunks`` counts from chunk 0: ``chunks == first`` is a miss, and
+    ``lease`` is 0.
 
-    ``slots[g]`` are the rows of group ``g``: of chunks ``[first, chunks)`` those that
-    ``GroupLayout.needs`` names, so the last ``len(slots[g])`` of them. A read counts only if
+    ``slots[g]`` are the slots of group ``g``: those of the last ``len(slots[g])`` chunks of
+    ``[first, chunks)``, which are the ones that ``GroupLayout.needs`` names. A read counts only if
     it finished before ``deadline_s``, and only by a rank that was registered at ``given_s`` and has
-    been since: a rank's EOF settles its debts, so what it was to copy may be another's by now.
-    ``spare`` repeats that of the lookup.
+    been since: a rank's EOF settles its leases and reservations, so those slots may belong to
+    others by now. ``spare`` repeats that of the lookup.
 
-    ``blocks``: so many of ``Lookup.blocks`` match, too. Then ``slots[g]`` have one more row, of
+    ``blocks``: how many of ``Lookup.blocks`` match too. Then ``slots[g]`` have one more row, of
     which only the first ``blocks`` blocks may be read, and there is a lease even if ``chunks`` is
     ``first``.
     """
@@ -215,7 +219,8 @@ class Matched(Message, tag="matched"):
 
 
 class Release(Message, tag="release"):
-    """One-way: ``rank`` has read. -1: the scheduler gives back what it never handed over."""
+    """One-way: ``rank`` has read the lease's rows. -1: the scheduler gives back a lease that it did
+    not hand over."""
 
     boot: ShortBytes
     lease: Int64
@@ -226,14 +231,14 @@ class Release(Message, tag="release"):
 
 
 class IndexChunks(Message, tag="index_chunks"):
-    """Have chunks found by their tokens, wherever they stand in a prompt (``FindSegments``).
+    """Index chunks by their tokens, so that ``FindSegments`` finds them anywhere in a prompt.
 
-    The exact KV of the chunks is stored under ``digests``, or is being stored. Others are left out,
-    so index what a ``Reserve`` has just granted, and what a ``Lookup`` has just hit. To index again
-    does no harm. ``space``: at most 32 bytes that stand for all that must be alike beside the
-    namespace, such as a salt or an adapter. ``tokens``: those of the chunks, uint32, little endian.
-    ``start``: the position of the first one. ``predecessor``: the digest of the chunk before, empty
-    at position 0. Refused in a namespace with groups that are not ``full``.
+    The exact KV of the chunks is stored under ``digests``, or is being stored. Chunks without a row
+    are left out, so index chunks that a ``Reserve`` has just granted or a ``Lookup`` has just hit.
+    A chunk may be indexed again. ``space``: at most 32 bytes that stand for all that must be alike
+    beside the namespace, such as a salt or an adapter. ``tokens``: those of the chunks, uint32,
+    little endian. ``start``: the position of the first one. ``predecessor``: the digest of the
+    chunk before, empty at position 0. Refused in a namespace with groups that are not ``full``.
     """
 
     space: ShortBytes
@@ -245,14 +250,14 @@ class IndexChunks(Message, tag="index_chunks"):
 
 
 class Indexed(Message, tag="indexed"):
-    """So many of the chunks are in the index now."""
+    """Answer to ``IndexChunks``: how many of the chunks are in the index now."""
 
     chunks: int = 0
 
 
 class FindSegments(Message, tag="find_segments"):
-    """Which indexed chunks of ``space`` stand in a prompt's ``tokens`` (uint32, little endian) from
-    token ``first`` on? Segments of fewer than ``min_tokens`` tokens are left out. The tokens of
+    """Find indexed chunks of ``space`` in a prompt's ``tokens`` (uint32, little endian) from token
+    ``first`` on. Segments of fewer than ``min_tokens`` tokens are left out. The tokens of
     1,024 chunks are searched at most.
 
     Nothing is pinned: name the digests in a ``Lookup``, each once, after those of the exact prefix.
@@ -277,8 +282,8 @@ class Segment(msgspec.Struct, omit_defaults=True):
 
 
 class Segments(Message, tag="segments"):
-    """Disjoint and ascending. ``digests``: of the chunks of all of them, in this order. A chunk may
-    be found several times."""
+    """Answer to ``FindSegments``: disjoint segments in ascending order. ``digests``: those of their
+    chunks, in the same order. A chunk may be found several times."""
 
     segments: tuple[Segment, ...] = ()
     digests: bytes = b""
@@ -307,21 +312,23 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
 
 
 class Reserve(Message, tag="reserve"):
-    """One per scheduler step: all chunks that become storable in it."""
+    """Ask for slots for all chunks that become storable in one scheduler step."""
 
     items: Annotated[list[ReserveItem], Meta(max_length=1024)]
     width: Int32 = 32
 
 
 class Grant(msgspec.Struct, omit_defaults=True):
-    """What of one item may be written: ``chunks`` are the granted chunk indices (absolute).
+    """The slots granted for one item. ``chunks``: the indices of the granted chunks,
+    counted from the prompt's beginning.
 
-    Rows already held, being written or refused are not in it; ``reservation`` 0 means none was.
+    Rows that exist, are being written or were refused are not in it. ``reservation`` 0: no row was
+    granted.
     ``slots[i]`` belongs to the i-th group named in the item's mask: one row for each of
     ``chunks``, or of ``which[i]`` if the groups differ.
 
-    ``later``: the chunk from which on nothing was decided, because that would have taken too long;
-    -1: all was. Reserve the item again with this as its ``first``.
+    ``later``: the first chunk that was not decided, because that would have taken too long; -1: all
+    were. Reserve the item again with this as its ``first``.
     """
 
     reservation: int = 0
@@ -336,7 +343,8 @@ class Grant(msgspec.Struct, omit_defaults=True):
 
 
 class Granted(Message, tag="granted"):
-    """Parallel to ``Reserve.items``. Commits after ``deadline_s`` publish nothing.
+    """Answer to ``Reserve``. ``grants`` is parallel to its items. Commits after ``deadline_s``
+    publish nothing.
 
     ``given_s`` as in ``Matched``: a rank that registered later must not write.
     """
@@ -356,7 +364,7 @@ class Commit(Message, tag="commit"):
 
 
 class Abort(Message, tag="abort"):
-    """One-way: ``rank`` will not write (any more). -1: the scheduler, before handing over."""
+    """One-way: ``rank`` does not write, or no longer. -1: the scheduler, before ``HandedOver``."""
 
     boot: ShortBytes
     reservation: Int64
@@ -364,7 +372,8 @@ class Abort(Message, tag="abort"):
 
 
 class HandedOver(Message, tag="handed_over"):
-    """One-way, from the scheduler: from here on only the ranks settle these."""
+    """One-way, from the scheduler: from now on only the ranks settle these leases and
+    reservations."""
 
     boot: ShortBytes
     leases: Many64 = ()
@@ -375,7 +384,7 @@ class HandedOver(Message, tag="handed_over"):
 
 
 class Ping(Message, tag="ping"):
-    """Answered after everything this session sent before it was carried out."""
+    """A request that is answered after all earlier messages of this session were carried out."""
 
 
 class Pong(Message, tag="pong"):
@@ -387,7 +396,7 @@ class Clear(Message, tag="clear"):
 
     With ``tiers`` (and ``everything``) the tiers are emptied too. Answered once every tier has
     taken note, so that nothing of before matches again, even after a restart. If a tier cannot, the
-    answer is an ``Error`` of ``tier_down``: say it again.
+    answer is an ``Error`` with the code ``tier_down``: send it again.
     """
 
     namespace: ShortBytes = b""
@@ -396,21 +405,21 @@ class Clear(Message, tag="clear"):
 
 
 class Cleared(Message, tag="cleared"):
-    """How many rows stopped matching."""
+    """Answer to ``Clear`` and ``EmptyTier``: how many rows stopped matching."""
 
     rows: int = 0
 
 
 class EmptyTier(Message, tag="empty_tier"):
-    """Forget all records of the tier of this name, and nothing else: only in a session that only
-    looks. Answered by ``Cleared``, or by an ``Error`` of ``tier_down``: say it again."""
+    """Forget all records of the tier of this name, and nothing else. Only for sessions that only
+    look. Answered by ``Cleared``, or by an ``Error`` with the code ``tier_down``: send it again."""
 
     tier: Name
 
 
 class SetQuota(Message, tag="set_quota"):
-    """Give a tenant this quota from now on, or with ``remove`` none: only of the daemon's own user,
-    in a session that only looks."""
+    """Set a tenant's quota, or with ``remove`` remove it. Only for the daemon's own user, in a
+    session that only looks."""
 
     quota: Quota
     remove: bool = False
@@ -421,8 +430,8 @@ class QuotaSet(Message, tag="quota_set"):
 
 
 class Removals(Message, tag="removals"):
-    """Of a scheduler: which rows of its namespace left L1 since ``since``, the ``upto`` of the last
-    answer (0: there is none)? And which of ``present``, digests by group, are in L1?
+    """A scheduler's question: which rows of its namespace left L1 since ``since``, and which of the
+    digests in ``present`` (by group) are in L1? ``since``: the last answer's ``upto``; 0: none yet.
 
     The daemon notes what leaves from the first such message of a session on.
     """
@@ -433,11 +442,11 @@ class Removals(Message, tag="removals"):
 
 
 class Removed(Message, tag="removed"):
-    """``removed``: digests by group, of the asked width; at most so many that ``upto`` may not be
-    the end. ``present`` is as of ``upto``: a byte, 0 or 1, for each digest asked for; empty if
-    ``upto`` is not the end.
+    """Answer to ``Removals``. ``removed``: digests by group, of the asked width. Their number is
+    limited, so ``upto`` may not be the end. ``present`` is as of ``upto``: a byte, 0 or 1, for each
+    digest asked for; empty if ``upto`` is not the end.
 
-    ``lost``: not all that left is known. So the asker asks for each row that it believes in.
+    ``lost``: some removals are not known any more. The scheduler then asks for each row it knows.
     """
 
     upto: int = 0
@@ -451,7 +460,7 @@ class Status(Message, tag="status"):
 
 
 class StatusReply(Message, tag="status_reply"):
-    """``fields``: what ``kvass status --json`` prints, JSON-able."""
+    """Answer to ``Status``. ``fields``: what ``kvass status --json`` prints, JSON-able."""
 
     fields: dict[str, Any] = {}
 

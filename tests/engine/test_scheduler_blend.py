@@ -178,7 +178,7 @@ class FakeSegments:
             at += CHUNK if entry else 1
         return Segments(segments=tuple(found), digests=digests)
 
-    def settle(self, request: str) -> None:
+    def abandon(self, request: str) -> None:
         """Nothing is pending."""
 
 

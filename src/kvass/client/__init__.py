@@ -1,1 +1,1 @@
-"""The client: what an engine, or a command line, holds of the daemon. No torch."""
+"""The daemon's clients: the connection to it, and the calls of engines and commands. No torch."""

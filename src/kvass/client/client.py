@@ -1,4 +1,4 @@
-"""What anybody may ask of a daemon: its status, a clear, an empty tier, a prefetch, a quota."""
+"""The client of commands and web pages: status, clear, empty a tier, prefetch, set a quota."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvass.types import MOST_SECONDS, Quota
 
 
 def bounded(value: float) -> float:
-    """``value`` as a message may carry it (``Seconds``): a negative one and NaN are 0."""
+    """``value`` limited to what a message may carry (``Seconds``): negatives and NaN become 0."""
     return min(max(0.0, value), MOST_SECONDS)  # in this order: ``max`` keeps its first for a NaN
 
 
 class Client(Endpoint):
-    """Asks the daemon at ``socket``. ``Client(path).status()`` is a complete use of it."""
+    """A client without a registration. ``Client(path).status()`` is a complete use of it."""
 
     def __enter__(self) -> Self:
         return self
@@ -33,7 +33,7 @@ class Client(Endpoint):
         self.close()
 
     def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """The fields of ``kvass status``. Raises as ``call``."""
+        """The fields of ``kvass status``. Raises what ``call`` raises."""
         reply = self.call(Status(), timeout_s)
         assert isinstance(reply, StatusReply)
         return reply.fields
@@ -46,9 +46,9 @@ class Client(Endpoint):
         tiers: bool = False,
         timeout_s: float = 30.0,
     ) -> int:
-        """Forget rows, with ``tiers`` all records too; returns how many rows stopped matching.
+        """Forget rows, and with ``tiers`` all records too. Returns how many rows stopped matching.
 
-        Raises as ``call``; ``Refused`` (``tier_down``) if a tier could not take note of it.
+        Raises what ``call`` raises; ``Refused`` (``tier_down``) if a tier could not note it.
         """
         message = Clear(namespace=namespace, everything=everything, tiers=tiers)
         reply = self.call(message, timeout_s)
@@ -56,18 +56,20 @@ class Client(Endpoint):
         return reply.rows
 
     def empty_tier(self, tier: str, *, timeout_s: float = 30.0) -> None:
-        """Forget all records of the tier of that name (``kvass status``). Raises as ``call``;
-        ``Refused`` if there is none, or it could not."""
+        """Forget all records of the tier with the name ``tier`` (as in ``kvass status``).
+
+        Raises what ``call`` raises; ``Refused`` if there is no such tier or it could not do it."""
         self.call(EmptyTier(tier=tier), timeout_s)
 
     def prefetch(
         self, namespace: bytes, digests: bytes, width: int = 32, *, budget_s: float = 60.0
     ) -> int:
-        """Have the tiers' rows of a prompt promoted, ahead of use; how many chunks of it, from its
-        beginning, are in L1 after at most ``budget_s``.
+        """Promote a prompt's rows from tiers ahead of use. Waits at most ``budget_s``.
+
+        Returns how many chunks, counted from the prompt's beginning, are in L1 then.
 
         ``namespace``: its digest (``kvass status`` has it as hex); ``digests``: all chunk hashes,
-        ``width`` bytes each. Raises as ``call``.
+        ``width`` bytes each. Raises what ``call`` raises.
         """
         message = Prefetch(
             request="prefetch",
@@ -81,6 +83,7 @@ class Client(Endpoint):
         return reply.chunks
 
     def set_quota(self, quota: Quota, *, remove: bool = False, timeout_s: float = 5.0) -> None:
-        """Give a tenant this quota from now on, or none (``remove``). Raises as ``call``;
-        ``Refused`` if it cannot be."""
+        """Set a tenant's quota, or with ``remove`` remove it.
+
+        Raises what ``call`` raises; ``Refused`` if the daemon cannot accept the quota."""
         self.call(SetQuota(quota=quota, remove=remove), timeout_s)

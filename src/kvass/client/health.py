@@ -1,4 +1,4 @@
-"""What is wrong with a daemon, from the fields of its status."""
+"""The troubles of a daemon and of its tiers, read from the fields of its status."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 REFUSED_S: Final = 60.0
-"""So long a refused engine is a trouble: it asks again after pauses of up to half a minute."""
+"""Seconds for which a refusal is listed. A refused engine tries again at least every 30 s."""
 
 FAILING_ROWS: Final = 16
-"""So many rows that a tier could not store, one after the other, are no accident."""
+"""A tier that fails to store this many rows in a row is in trouble."""
 
 
 def troubles(fields: Mapping[str, Any]) -> list[str]:
-    """What is wrong, a line each; empty: nothing."""
+    """The troubles of the daemon, one line each."""
     found = []
     for engine in fields.get("engines", []):
         if missing := engine["missing_ranks"]:
@@ -29,18 +29,18 @@ def troubles(fields: Mapping[str, Any]) -> list[str]:
 
 
 def used_tiers(tiers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without removed ones, in the order in which they are asked."""
+    """The tiers that are not removed, in the order in which lookups ask them."""
     used = [tier for tier in tiers if tier.get("place") != 0]
     return sorted(used, key=lambda tier: tier.get("place", 1))
 
 
 def tier_state(tier: dict[str, Any]) -> str:
-    """In a word."""
+    """The state of a tier: ``up``, ``degraded`` or ``down``."""
     return ("degraded" if tier_trouble(tier) else "up") if tier.get("up") else "down"
 
 
 def tier_trouble(tier: dict[str, Any]) -> str:
-    """What is wrong with a tier, or nothing."""
+    """The trouble of a tier, as one line; empty: none."""
     if not tier.get("up"):
         return f"down: {tier.get('trouble') or 'it has not been opened yet'}"
     failed, stored = tier["store_failures"], tier["stored_rows"]

@@ -1,11 +1,10 @@
-"""Lookups of an engine's requests: asked, answered within a step's time, and held until taken.
+"""The lookups of an engine's requests, and the matches held until the scheduler takes them.
 
 Laws of this file:
 
-- What a request has asked for or holds changes only along ``TRANSITIONS``; any other change is a
-  defect and asserts.
-- A lease is held for exactly one request, here, until ``take`` or ``give_back``.
-- What was asked or is held through a lost connection is void.
+- A request's state changes only along ``TRANSITIONS``. Any other change asserts.
+- This file holds each lease for exactly one request until ``take`` or ``give_back``.
+- When a connection is lost, its lookups and held matches are void.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from kvass.errors import Unavailable
 from kvass.messages import Error, FromDaemon, Lookup, Matched, Release
 
 ANSWER_S: Final = 0.02
-"""How much sooner the daemon is to answer than we give up."""
+"""Seconds by which the daemon's deadline for an answer is earlier than ours."""
 
 Match = Matched
-"""The answer to a lookup that found at least a chunk, or blocks of one. ``slots[g]``: where the
-rows of group ``g`` lie that the hit needs, which are those of its last ``len(slots[g])`` chunks."""
+"""The answer to a lookup that found at least one chunk or one block. ``slots[g]`` are the slots of
+the rows that the hit needs of group ``g``: those of its last ``len(slots[g])`` chunks."""
 BlockHashes = Callable[[int], bytes]
-"""The hashes of the first blocks of a chunk, back to back: of those that a hit may use which ends
-inside of this chunk."""
+"""Takes a chunk's index. Returns the concatenated hashes of its first blocks, as far as a hit that
+ends inside this chunk may use them."""
 
 
 class Pending:
@@ -42,7 +41,7 @@ PENDING: Final = Pending()
 
 
 class LookupState(Enum):
-    """What a request has asked for, or holds."""
+    """The state of a request's lookup."""
 
     IDLE = "nothing is asked and nothing is held"
     ASKED = "its lookup is in flight"
@@ -67,11 +66,12 @@ TRANSITIONS: Final = frozenset(
 
 @dataclass(slots=True, eq=False)
 class RequestLookup:
-    """The lookup of one request. ``session``: the connection that it was asked through.
+    """The lookup of one request. ``session``: the connection on which it was sent.
 
-    In flight it is ``seq``, from chunk ``first`` on: for ``chunks`` chunks in all and ``blocks``
-    blocks of the chunk after them, or ``start`` blocks of chunk ``first``. ``match``: what is held.
-    While it is asked again, that is the match of the first lookup, or None if that missed.
+    ``seq``: the message in flight. It asks for the chunks from ``first`` up to ``chunks``, for
+    ``blocks`` blocks of the chunk after them, and for ``start`` blocks of chunk ``first``.
+    ``match``: the held match. During a second lookup it is the first lookup's, or None if that
+    missed.
     """
 
     state: LookupState = LookupState.IDLE
@@ -83,23 +83,23 @@ class RequestLookup:
     start: int = 0
     match: Match | None = None
     give_up_s: float = 0.0
-    """CLOCK_MONOTONIC until which the caller may be answered ``PENDING``; 0: it never was."""
+    """CLOCK_MONOTONIC until which the caller may get ``PENDING``; 0: nothing was sent yet."""
     acknowledged_by_s: float = 0.0
-    """CLOCK_MONOTONIC until which the daemon must have said that what is asked for may come."""
+    """CLOCK_MONOTONIC by which the daemon must have answered or sent ``Promoting``."""
 
     @property
     def in_flight(self) -> bool:
         return self.state in (LookupState.ASKED, LookupState.ASKED_AGAIN)
 
     def move(self, to: LookupState) -> None:
-        """It is asked, answered, taken or given back."""
+        """Change the state to ``to``."""
         assert (self.state, to) in TRANSITIONS, (self.state, to)
         self.state = to
         if not self.in_flight:
             self.seq = 0
 
     def end(self, match: Match | None = None) -> None:
-        """Nothing is in flight any more; ``match`` is held."""
+        """End the message in flight, and hold ``match``."""
         self.match = match
         to = LookupState.IDLE if match is None else LookupState.MATCHED
         if to is not self.state:
@@ -112,16 +112,16 @@ class RequestLookup:
         return self.start if end == self.first else 0
 
     def may_go_on(self, end: int) -> bool:
-        """Whether blocks may match after ``end`` chunks that the daemon was not asked for."""
+        """Whether blocks after chunk ``end`` may match that the first lookup did not ask for."""
         return end < self.chunks and not (self.start and end == self.first)
 
 
 class Lookups:
     """The lookups of one engine, by request. Used from its scheduler's thread only.
 
-    ``readers``: the ranks that each release a match; None: rank 0 alone. ``spare``: of every
-    ``Lookup``. ``budget_s``: how long in all a request may wait for its answer; None: as long as
-    computing what it asks for takes, but no less than the daemon's ``lookup_budget_ms``.
+    ``readers``: the ranks that each release a match; None: rank 0 alone. ``spare``: as in
+    ``Lookup``. ``budget_s``: how long a request may wait for its answer in all; None: as long as
+    computing its tokens takes, but at least the daemon's ``lookup_budget_ms``.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Lookups:
         self._of: dict[str, RequestLookup] = {}
 
     def match(self, message: Lookup, blocks: BlockHashes | None) -> Match | Pending | None:
-        """As ``SchedulerClient.match``; ``message`` says what to look up."""
+        """Do what ``SchedulerClient.match`` says. ``message`` says what to look up."""
         client, wait_s = self._client, 0.0
         lookup = self._of.setdefault(message.request, RequestLookup())
         if lookup.first != message.first or self._lapsing(lookup):
@@ -169,8 +169,8 @@ class Lookups:
         return lookup.match
 
     def take(self, request: str) -> Match | None:
-        """The held match, whose lease is the caller's from here on; None if none is held, or its
-        connection is gone."""
+        """Return the held match and hand its lease to the caller. None: none is held, or its
+        connection is lost."""
         lookup, taken = self._of.get(request), None
         if lookup is not None and lookup.session is self._client.session:
             taken = lookup.match
@@ -180,12 +180,12 @@ class Lookups:
         return taken
 
     def give_back(self, request: str) -> None:
-        """Give back whatever is held or asked for ``request`` and forget it. Idempotent."""
+        """Give back the match of ``request``, discard its lookup and forget both. Idempotent."""
         if (lookup := self._of.pop(request, None)) is not None:
             self._void(lookup)
 
     def give_back_all(self) -> None:
-        """Of all requests."""
+        """``give_back`` for all requests."""
         for request in list(self._of):
             self.give_back(request)
 
@@ -197,7 +197,7 @@ class Lookups:
         return lookup.seq in lookup.session.requests.promoting
 
     def _lapsing(self, lookup: RequestLookup) -> bool:
-        """Whether what ``lookup`` has is void, or its lease too old to begin a load on."""
+        """Whether ``lookup`` is void, or less than half of its lease's time is left."""
         if lookup.session is not self._client.session:
             return True
         if lookup.state is not LookupState.MATCHED or lookup.session is None:
@@ -217,7 +217,7 @@ class Lookups:
     # ------------------------------------------------------------ asking
 
     def _ask(self, lookup: RequestLookup, message: Lookup, blocks: BlockHashes | None) -> float:
-        """Send the lookup, if there is a daemon that answers; how long to wait for it."""
+        """Send the lookup if there is a daemon that answers. Returns how long to wait."""
         client, width = self._client, message.width
         if (session := client.session) is None:
             client.counters["unasked"] += message.first * width < len(message.digests)
@@ -233,7 +233,9 @@ class Lookups:
         if client.silent_s:
             client.poll()  # what was late may have come since the last step
         if not self._patient(lookup, session, message, chunks):
-            client.counters["timeouts"] += 1  # it would only cost this request its patience
+            client.counters["timeouts"] += (
+                1  # the daemon is silent: waiting would only delay this request
+            )
             return 0.0
         message.readers, message.spare, message.writing = self._readers, self._spare, True
         left_s = lookup.give_up_s - time.monotonic()
@@ -251,7 +253,7 @@ class Lookups:
     def _patient(
         self, lookup: RequestLookup, session: DaemonSession, message: Lookup, chunks: int
     ) -> bool:
-        """Set how long the answer may take; False if the daemon has been silent for longer."""
+        """Set how long the answer may take. False: the daemon has been silent for longer."""
         welcome, patience_s, now_s = session.welcome, self.budget_s, time.monotonic()
         least_s = welcome.timing.lookup_budget_ms / 1000
         if self._client.silent_s > (least_s if patience_s is None else patience_s):
@@ -268,8 +270,9 @@ class Lookups:
     # ------------------------------------------------------------ answers
 
     def _answer(self, lookup: RequestLookup, wait_s: float) -> int | Pending | None:
-        """The chunk at which the answer to the lookup in flight ends, after ``wait_s`` at most;
-        None: there is none. What it brings is held in ``lookup``."""
+        """Wait for the lookup in flight, for at most ``wait_s``, and hold its match in ``lookup``.
+
+        Returns the chunk at which the match ends; None: there will be no answer."""
         client = self._client
         try:
             reply = self._step.wait(client, lookup.seq, wait_s)
@@ -295,7 +298,7 @@ class Lookups:
         return reply.chunks if isinstance(reply, Matched) else lookup.chunks
 
     def _checked(self, lookup: RequestLookup, reply: FromDaemon) -> Match | None:
-        """The match that ``reply`` is, if it is one of what was asked for."""
+        """The match in ``reply``. None: it is a miss, an error, or does not fit the lookup."""
         if isinstance(reply, Error):
             self._client.refused(reply)
             return None

@@ -1,5 +1,5 @@
 """How an engine is spread over worker processes: distinct shards, which of them a worker holds, who
-writes and who reads. Nothing else turns an engine's parallel configuration into kvass terms.
+writes and who reads. Only this file derives them from an engine's parallel configuration.
 
 Rank order is vLLM's: the ranks of a tensor-parallel group are consecutive, pipeline stages stride
 over them, so ``rank = stage * tp + tensor rank``. Data-parallel replicas are instances of their
@@ -62,7 +62,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
 
     @property
     def readers(self) -> tuple[int, ...]:
-        """The ranks that each read, and release, a match: all, whatever they share."""
+        """The ranks that read a match and release it: all ranks, also those that share a shard."""
         return tuple(range(self.ranks))
 
     @property
@@ -82,7 +82,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
 
     @property
     def last_stage(self) -> bool:
-        """Whether this worker is of the last pipeline stage, whose output tokens are drawn from."""
+        """Whether this worker belongs to the last pipeline stage, which samples the tokens."""
         return self.rank >= self.tp * (self.pp - 1)
 
     def register(

@@ -11,7 +11,7 @@ from kvass import messages as m
 from kvass.errors import RemoteError, Unavailable
 
 MAX_UNANSWERED: Final = 256
-"""Open requests that the daemon should answer at once. It gets no more of them."""
+"""The most open requests, without promoting ones. Further requests are not sent."""
 
 REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Hello: m.Welcome,
@@ -31,26 +31,26 @@ REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
 
 
 class OpenRequests:
-    """What was asked on one connection, by ``seq``."""
+    """The open requests and unfetched replies of one connection, by ``seq``."""
 
     def __init__(self) -> None:
         self.silent_since_s = 0.0
         """CLOCK_MONOTONIC since when an answer is overdue; 0: none is. Any message ends it."""
         self.promoting: set[int] = set()
-        """What tiers are at work on: the answer may take its time."""
+        """Requests for which the daemon sent ``Promoting``: their reply may take long."""
         self.abandoned: set[int] = set()
-        """What nobody will fetch the reply to."""
+        """Requests whose reply nobody will fetch."""
         self._expected: dict[int, type[m.FromDaemon]] = {}
         self._replies: dict[int, m.FromDaemon] = {}
 
     @property
     def room(self) -> bool:
-        """Whether one more may be sent. The daemon limits how many are ``promoting``."""
+        """Whether one more request may be sent. The daemon itself limits those ``promoting``."""
         return len(self._expected) - len(self.promoting) < MAX_UNANSWERED
 
     @property
     def owed(self) -> bool:
-        """Whether an answer is to come, fetched or not."""
+        """Whether a reply has still to arrive, also one that nobody will fetch."""
         return bool(self._expected)
 
     def add(self, seq: int, reply: type[m.FromDaemon]) -> None:
@@ -65,16 +65,16 @@ class OpenRequests:
         return False
 
     def void(self) -> None:
-        """The connection is lost: nothing that was asked will be answered."""
+        """Forget all requests and replies, because the connection is lost."""
         for table in (self._expected, self._replies, self.promoting, self.abandoned):
             table.clear()
 
     def fetch(self, seq: int) -> m.FromDaemon:
-        """The reply to a ``seq`` that is ``answered``; once."""
+        """Remove and return the reply to ``seq``, which must be ``answered``."""
         return self._replies.pop(seq)
 
     def abandon(self, seq: int) -> m.FromDaemon | None:
-        """Nobody will fetch the reply to ``seq``: the reply, if it is here already."""
+        """Mark that nobody will fetch the reply to ``seq``. Returns it if it is already here."""
         if seq in self._expected:
             self.abandoned.add(seq)
         return self._replies.pop(seq, None)
@@ -103,7 +103,7 @@ class OpenRequests:
 
 
 def undo(reply: m.FromDaemon) -> list[m.OneWay]:
-    """What gives back the lease or the reservations of a reply that nobody waits for."""
+    """The messages that give back the lease or the reservations of ``reply``."""
     if isinstance(reply, m.Matched) and reply.lease:
         return [m.Release(boot=reply.boot, lease=reply.lease)]
     if isinstance(reply, m.Granted):

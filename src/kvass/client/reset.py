@@ -1,12 +1,12 @@
-"""When an engine resets its cache: the daemon confirms it before anything matches again.
+"""Resets of an engine's cache: nothing matches until the daemon has confirmed a reset.
 
 Laws of this file:
 
-- After ``clear`` a reset is pending until a daemon has confirmed a ``Clear``, on whatever
-  connection; then what was stored or granted before can match no more.
-- After ``new_generation`` a reset is pending until a daemon has registered us under it, now or when
-  we connect again.
-- An owed ``Clear`` comes before a new generation: it is one of the namespace that we leave.
+- After ``clear`` a reset is pending until a daemon has confirmed a ``Clear``, on this connection or
+  a later one. Then nothing matches that was stored or granted before.
+- After ``new_generation`` a reset is pending until a daemon has registered the new
+  generation, on this connection or on a later one.
+- A ``Clear`` that is owed is sent before a new generation, because it is for the old namespace.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from kvass.errors import KvassError, Unavailable
 from kvass.messages import Clear, Error, Register
 
 AGAIN_S: Final = 1.0
-"""After this a refused request is repeated. A ``Clear`` that a tier could not note costs others of
-the namespace what L1 has, each time."""
+"""Seconds after which a refused request is repeated. Each ``Clear`` removes the
+namespace's rows from L1, for other engines too, even if a tier cannot note it."""
 GENERATION_BYTES: Final = 16
 
 
 class NamespaceReset:
-    """The resets that the daemon does not know of yet. Used from one thread."""
+    """The resets that the daemon has not confirmed yet. Used from one thread."""
 
     def __init__(self, endpoint: Endpoint, registration: Register) -> None:
         self.registration = registration
-        """How we want to be registered; the endpoint has this too, once no Clear is owed."""
+        """The newest registration. The endpoint gets it as soon as no ``Clear`` is owed."""
         self._endpoint = endpoint
         self._clear_owed = False
         self._seq = 0
-        """Of the ``Clear`` or ``Register`` in flight; 0: there is none."""
+        """The ``seq`` of the ``Clear`` or ``Register`` in flight; 0: there is none."""
         self._not_before_s = 0.0
-        """CLOCK_MONOTONIC."""
+        """CLOCK_MONOTONIC before which no request is sent."""
 
     @property
     def pending(self) -> bool:
-        """Whether a Clear is owed, or the daemon that is there takes us for what we were before."""
+        """Whether a ``Clear`` is owed, or the daemon has an older registration of this engine."""
         session = self._endpoint.session
         unknown = session is not None and session.registration is not self.registration
         return self._clear_owed or unknown
@@ -59,7 +59,7 @@ class NamespaceReset:
         return self._confirm_clear(max(deadline_s - time.monotonic(), 0.0))
 
     def new_generation(self, timeout_s: float) -> None:
-        """Leave the namespace, also the rows of others in it, for one that nobody else has."""
+        """Move to a namespace that no other engine has."""
         generation = os.urandom(GENERATION_BYTES)
         self.registration = msgspec.structs.replace(self.registration, generation=generation)
         if not self._clear_owed:
@@ -67,7 +67,7 @@ class NamespaceReset:
         self.go_on(timeout_s)
 
     def go_on(self, timeout_s: float = 0.0) -> None:
-        """Say what is owed, and take in what was confirmed; waits for a registration alone."""
+        """Send what is owed and read confirmations. Waits only for a registration."""
         if self._clear_owed and not self._confirm_clear(0.0):
             return
         self._endpoint.registration = self.registration
@@ -102,7 +102,7 @@ class NamespaceReset:
         return not isinstance(reply, Error)
 
     def _drop(self) -> None:
-        """Wait no more for the one in flight; the next call sends at once."""
+        """Stop waiting for the request in flight. The next call sends at once."""
         if self._seq:
             self._endpoint.discard(self._seq)
         self._seq, self._not_before_s = 0, 0.0

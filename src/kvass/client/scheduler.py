@@ -1,14 +1,14 @@
-"""An engine's scheduler: lookups, reserves, and who owes what until the step's metadata is built.
+"""The client of an engine's scheduler: lookups, reserves, and leases until they are handed over.
 
 Laws of this file:
 
 - Waits: ``step_wait_s`` per scheduler step for all lookups together, ``reserve_wait_s`` for a
-  reserve if its caller may wait; after a timeout none until the daemon answered something. A grant
-  that comes more than ``LATE_S`` after the reserve is aborted.
-- A lease is held by exactly one request, here, until ``take`` or ``settle``.
-- When the connection is lost, everything held or asked through it is void, even if the daemon lived
-  on: it has given those slots to others. Ranks learn only of what was handed over on the connection
-  it came through.
+  reserve if its caller may wait. After a timeout nothing waits until the daemon sends something. A
+  grant that comes more than ``LATE_S`` after the reserve is aborted.
+- Each lease belongs to exactly one request until ``take`` or ``settle``.
+- When the connection is lost, its requests, leases and reservations are void, even if the daemon
+  still runs: it may have given their slots to others. A rank gets only leases and reservations that
+  were handed over on the connection on which they came.
 - While a reset is pending (``reset.py``) nothing matches and nothing is reserved.
 """
 
@@ -42,14 +42,14 @@ from kvass.messages import (
 from kvass.types import MAX_PATIENCE_S
 
 LATE_S: Final = 2.0
-"""How long an answer to a reserve may take, and how long a silent daemon is still sent reserves. On
-a machine with four busy processes to a core a daemon waited 0.35 s for its turn."""
+"""How long an answer to a reserve may take, and how long a silent daemon still gets reserves.
+With four busy processes per core a daemon waited 0.35 s for a core."""
 
 
 @dataclass(slots=True)
 class Reserving:
     """A reserve of ``items`` items, sent as ``seq`` at ``asked_s`` (CLOCK_MONOTONIC). ``wait_s``:
-    how long the first look for its answer may take."""
+    how long the first call of ``granted`` may wait."""
 
     seq: int
     items: int
@@ -62,8 +62,8 @@ class SchedulerClient(Endpoint):
 
     ``registration``: rank -1, no layout. ``readers``: the ranks that each release a match, by
     default all of the registration's. ``spare``: of every ``Lookup``. ``lookup_budget_s``: how long
-    in all one request may be told ``PENDING``; None: as long as computing what is asked for takes,
-    but no less than the daemon's ``lookup_budget_ms``. ``incomplete``, ``daemon_uid``: as in
+    one request may get ``PENDING`` in all; None: as long as computing its tokens takes, but at
+    least the daemon's ``lookup_budget_ms``. ``incomplete``, ``daemon_uid``: as in
     ``Endpoint``.
     """
 
@@ -94,22 +94,22 @@ class SchedulerClient(Endpoint):
         )
         self._reserve_wait_s = reserve_wait_s
         self._giver: DaemonSession | None = None
-        """The connection through which came the first of what was taken since ``handed_over``."""
+        """The connection of the first match or grant that was taken since ``handed_over``."""
 
     @property
     def answering(self) -> bool:
-        """Whether a daemon is there that answers within ``LATE_S`` and knows of every reset."""
+        """Whether the daemon is silent for ``LATE_S`` at most and has confirmed all resets."""
         return self.connected and not self._reset.pending and self.silent_s <= LATE_S
 
     def new_step(self) -> None:
-        """A scheduler step begins: a new wait budget, late replies are settled, resets go on."""
+        """Begin a scheduler step: renew the wait budget, read replies, continue resets."""
         self.step.renew()
         self._giver = None
         self.poll()
         self._reset.go_on()
 
     def wait_in_step(self, seq: int, most_s: float = MAX_PATIENCE_S) -> FromDaemon | None:
-        """As ``wait``, for ``most_s`` and for what is left of this step's budget at most."""
+        """``wait`` for at most ``most_s``, and at most for the rest of this step's budget."""
         return self.step.wait(self, seq, most_s)
 
     # ------------------------------------------------------------ reading
@@ -127,7 +127,7 @@ class SchedulerClient(Endpoint):
         """Rows of ``request`` from chunk ``first`` on; None is a miss, ``PENDING`` means ask again.
 
         ``digests``: all chunk hashes from chunk 0, ``width`` bytes each. A held match is returned
-        again until ``take`` or ``settle``; for another ``first``, or with less than half its time
+        again until ``take`` or ``settle``. For another ``first``, or with less than half its time
         left, it is released and looked up again. ``prefill_tokens_s``: what the engine computes
         per second, or 0; loading has to be faster. With ``blocks`` a match may end inside of a
         chunk. If it ends between chunk ``first`` and the last one, that takes a second lookup.
@@ -147,7 +147,7 @@ class SchedulerClient(Endpoint):
         return taken
 
     def settle(self, request: str) -> None:
-        """Give back whatever is held or asked for ``request`` and forget it: the request ended, was
+        """Give back the match of ``request`` and discard its lookup: the request ended, was
         preempted, or got no external tokens. Idempotent."""
         self.lookups.give_back(request)
 
@@ -160,8 +160,9 @@ class SchedulerClient(Endpoint):
         self.post(Release(boot=boot, lease=lease))
 
     def prefetch(self, digests: bytes, width: int, budget_s: float = 60.0) -> bool:
-        """Have the tiers' rows of a prompt promoted, ahead of use; whether the daemon was asked.
-        Holds nothing. Arguments as ``match``."""
+        """Promote a prompt's rows from tiers ahead of use. Holds no lease. Arguments as ``match``.
+
+        Returns whether the request was sent."""
         session = self.session
         if session is None or self._reset.pending:
             return False
@@ -180,9 +181,10 @@ class SchedulerClient(Endpoint):
     def begin_reserve(
         self, items: Sequence[ReserveItem], width: int, wait: bool = True
     ) -> Reserving | None:
-        """Ask where to write; then call ``granted`` until it says, or ``give_up``. None: it cannot
-        be asked now. More keys than the daemon's limit are refused whole. ``wait``: the first call
-        of ``granted`` may."""
+        """Send a reserve. Then call ``granted`` until it returns no ``PENDING``, or ``give_up``.
+
+        None: it cannot be sent now. The daemon refuses all of it if it has too many keys. ``wait``:
+        whether the first call of ``granted`` may wait."""
         if not items or not self.answering:
             return None
         wait_s = self._reserve_wait_s if wait and not self.silent_s else 0.0
@@ -190,7 +192,7 @@ class SchedulerClient(Endpoint):
         return Reserving(seq, len(items), time.monotonic(), wait_s) if seq else None
 
     def granted(self, reserving: Reserving) -> Granted | Pending | None:
-        """Where to write; ``PENDING``: ask again in a later step; None: nowhere, it is over.
+        """The grants of a reserve. ``PENDING``: call again in a later step. None: store nothing.
 
         Only the first call waits, if ``begin_reserve`` said that it may and the daemon owes no
         other answer. ``grants`` is parallel to the items.
@@ -219,13 +221,13 @@ class SchedulerClient(Endpoint):
         return reply
 
     def give_up(self, reserving: Reserving) -> None:
-        """Nobody waits for this answer any more: a grant is aborted when it comes."""
+        """Stop waiting for the answer. A grant is aborted when it comes."""
         self.counters["timeouts"] += 1
         self.discard(reserving.seq)
 
     def reserve(self, items: Sequence[ReserveItem], width: int) -> Granted | None:
         """``begin_reserve`` and ``granted`` in one step; None: store nothing (a late grant is
-        aborted). Nothing is asked of a daemon of which an answer is overdue."""
+        aborted). Sends nothing while an answer of the daemon is overdue."""
         if self.silent_s or (reserving := self.begin_reserve(items, width)) is None:
             return None
         reply = self.granted(reserving)
@@ -241,8 +243,10 @@ class SchedulerClient(Endpoint):
     # ------------------------------------------------------------ the rest
 
     def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
-        """From here on only the ranks settle these. False: the daemon cannot be told on the
-        connection they were given through, so no rank may hear of them; release and abort them."""
+        """Send ``HandedOver``: from now on only the ranks settle these leases and reservations.
+
+        False: it could not be sent on their own connection. Then pass them to no rank; release and
+        abort them."""
         session, self._giver = self._giver, None
         if not leases and not reservations:
             return True
@@ -256,9 +260,9 @@ class SchedulerClient(Endpoint):
         return self._reset.clear(timeout_s)
 
     def new_generation(self) -> None:
-        """The engine's weights may be others from now on: no row of before is ours any more, and
-        none of ours is anybody else's. Gives back every held match; waits no longer than a step
-        may."""
+        """Move to a new namespace, because the engine's weights may have changed.
+
+        Gives back every held match. Waits no longer than the rest of the step's budget."""
         self.lookups.give_back_all()
         began_s = time.monotonic()
         self._reset.new_generation(self.step.left_s)

@@ -1,4 +1,4 @@
-"""Reuse of cached chunks that are not a prefix: an engine's calls beside ``SchedulerClient``.
+"""The client for segments, cached chunks that are not a prefix. It uses a ``SchedulerClient``.
 
 ::
 
@@ -7,8 +7,8 @@
     match          (``SchedulerClient``) the digests of the prefix, then those found, each once
 
 The ``match`` gives one lease for all, and has tiers load what L1 lacks. It ends at the first chunk
-that is not there any more; segments behind that are lost. Nothing is found, and nothing indexed,
-without a daemon or by one that does not know ``segments``.
+that is not cached any more; segments after it are not used. Without a daemon nothing is found and
+nothing is indexed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvass.messages import Error, FindSegments, FromDaemon, IndexChunks, Segment
 from kvass.types import Limits
 
 SEARCH_S: Final = 0.25
-"""A request waits no longer for the answer to its search."""
+"""The longest time for which a request waits for the answer to its search."""
 
 
 class SegmentClient:
@@ -38,7 +38,7 @@ class SegmentClient:
     def __init__(self, scheduler: SchedulerClient, chunk_tokens: int) -> None:
         self._scheduler, self._chunk_tokens = scheduler, chunk_tokens
         self._searching: dict[str, tuple[DaemonSession, FindSegments, float]] = {}
-        """By request: the connection, what was asked, and when (CLOCK_MONOTONIC)."""
+        """By request: the connection, the message, and when it was sent (CLOCK_MONOTONIC)."""
 
     def index_chunks(
         self,
@@ -49,9 +49,9 @@ class SegmentClient:
         start: int = 0,
         predecessor: bytes = b"",
     ) -> bool:
-        """Have chunks found wherever their tokens stand (``messages.IndexChunks``); whether the
-        daemon was asked. Waits for nothing. Only for chunks that were computed as they are, never
-        for what was put together from segments."""
+        """Index chunks by their tokens (``messages.IndexChunks``). Returns whether all was sent.
+
+        Does not wait. Only for chunks with exact KV, never for KV that depends on segments."""
         limits = self._limits()
         if limits is None:
             return False
@@ -80,9 +80,9 @@ class SegmentClient:
         first: int = 0,
         min_tokens: int = 0,
     ) -> Segments | Pending:
-        """Indexed chunks in a prompt (``messages.FindSegments``). ``PENDING``: ask again in a later
-        step, and call ``settle`` if the request ends before. Tokens beyond the daemon's limit
-        (``Limits.segment_tokens``) are not searched."""
+        """Find indexed chunks in a prompt (``messages.FindSegments``). ``PENDING``: ask again in a
+        later step, and call ``abandon`` if the request ends before. Tokens beyond the daemon's
+        limit (``Limits.segment_tokens``) are not searched."""
         if request not in self._searching:
             limits, session = self._limits(), self._scheduler.session
             if limits is None or session is None:
@@ -96,7 +96,7 @@ class SegmentClient:
         reply = self._reply(session, message.seq)
         if reply is None and time.monotonic() - asked_s < SEARCH_S:
             return PENDING
-        self.settle(request)
+        self.abandon(request)
         if not isinstance(reply, Segments):
             return Segments()
         if not self._right(reply, message):
@@ -104,8 +104,8 @@ class SegmentClient:
             return Segments()
         return reply
 
-    def settle(self, request: str) -> None:
-        """Nobody waits for the answer to this request's search any more. Idempotent."""
+    def abandon(self, request: str) -> None:
+        """Stop waiting for the answer to this request's search. Idempotent."""
         session, message, _ = self._searching.pop(request, (None, None, 0.0))
         if message is not None and session is self._scheduler.session:
             self._scheduler.discard(message.seq)
@@ -118,9 +118,9 @@ class SegmentClient:
         return session.welcome.limits
 
     def _reply(self, session: DaemonSession, seq: int) -> FromDaemon | None:
-        """What the daemon says; ``None``: nothing yet."""
+        """The reply to the search ``seq``; ``None``: not yet."""
         if session is not self._scheduler.session:
-            return Segments()  # what it asked went with its connection
+            return Segments()  # the search was lost with its connection
         try:
             reply = self._scheduler.wait_in_step(seq)
         except Unavailable:
@@ -130,7 +130,7 @@ class SegmentClient:
         return reply
 
     def _right(self, reply: Segments, asked: FindSegments) -> bool:
-        """Whether all segments are where they may be, in order, and have their digests."""
+        """Whether the segments fit the search: in range, in order, with all digests."""
         ends = [(s.new_start, s.new_start + s.length) for s in reply.segments]
         tokens = sum(s.length for s in reply.segments)
         return (

@@ -42,20 +42,20 @@ HANDSHAKE_S: Final = 5.0
 BOOT_BYTES: Final = 16
 CLOCK_SLACK_S: Final = 0.001
 AT_ONCE_BYTES: Final = 256 << 20
-"""What is unmapped in some 50 ms."""
+"""The size of an arena that is unmapped in about 50 ms."""
 _seqs: Final = itertools.count(1)  # no number twice in a process, whatever the connection
 
 
 class DaemonSession:
-    """A connection, welcomed and registered by ``open_session``. ``users``: the thread that
-    reconnects, and arena leases."""
+    """A connection, made by ``open_session``. ``users``: how many users it has: the connecting
+    thread and each arena lease."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.requests = OpenRequests()
         self.welcome = Welcome()
         self.registration: Register | None = None
-        """What the daemon knows us by."""
+        """The registration that the daemon has; None: it has none."""
         self.registered_s = math.inf
         """When (CLOCK_MONOTONIC) we knew that the daemon had registered us."""
         self.arena: memory.Arena | None = None
@@ -69,7 +69,7 @@ class DaemonSession:
         return self.welcome.boot
 
     def send(self, message: Request | OneWay) -> None:
-        """Send, and expect the reply to a request. Raises as ``Channel.send``."""
+        """Send a message; a request is then open. Raises what ``Channel.send`` raises."""
         reply = REPLY_TO.get(type(message))
         if reply is not None:
             message.seq = next(_seqs)
@@ -78,8 +78,10 @@ class DaemonSession:
             self.requests.add(message.seq, reply)
 
     def receive(self, timeout_s: float) -> list[FromDaemon]:
-        """Take in what arrives first, or nothing within ``timeout_s``; returns what nobody will
-        fetch. Raises ``Unavailable`` or ``RemoteError``: the connection is of no use any more.
+        """Read the messages that arrive first within ``timeout_s``. Returns those nobody will
+        fetch.
+
+        Raises ``Unavailable`` or ``RemoteError``: the connection cannot be used any more.
         """
         unclaimed = list[FromDaemon]()
         for message in self.channel.receive(timeout_s):
@@ -90,8 +92,9 @@ class DaemonSession:
         return unclaimed
 
     def end(self) -> None:
-        """Close the socket and unmap the arena: the last user has left. That may be the thread
-        that copies, so a large arena is unmapped on a thread of its own."""
+        """Close the socket and unmap the arena, after the last user left.
+
+        The copy thread may call this, so a large arena is unmapped on a thread of its own."""
         self.channel.close()
         if self.arena is None:
             return
@@ -136,13 +139,15 @@ def open_session(
     wants_arena: bool,
     daemon_uid: int | None = None,
 ) -> DaemonSession:
-    """Connect, greet, check, map, register; waits up to ``HANDSHAKE_S`` for each answer.
+    """Open a connection: check the daemon, map the arena, register.
+
+    Waits up to ``HANDSHAKE_S`` for each answer.
 
     If a row has one shard, any slot may be this rank's own, so all of the arena gets populated.
 
     Raises ``Unavailable``, ``Incompatible``, ``RemoteError``, or ``Refused`` for the registration;
-    ``ConfigError`` for a path that cannot be, or whose folder another user made first;
-    ``UntrustedDaemon`` before a word is said (``wire.trust``).
+    ``ConfigError`` for an impossible path, or one whose folder another user made first;
+    ``UntrustedDaemon``, before anything is sent (``wire.trust``).
     """
     check_folder(path)
     session = DaemonSession(Channel.connect(path, HANDSHAKE_S))
@@ -161,12 +166,12 @@ def open_session(
 
 
 def refusal(error: Error) -> Refused:
-    """What the daemon said, as an exception; its code may be one that we do not know."""
+    """The daemon's ``Error`` as an exception. This client may not know its code."""
     return Refused(cast(ErrorCode, one_line(error.code)), one_line(error.text))
 
 
 def _greet(session: DaemonSession, wants_arena: bool) -> None:
-    """``Hello`` and ``Welcome``. Raises ``Incompatible`` if we cannot work together."""
+    """Exchange ``Hello`` and ``Welcome``. Raises ``Incompatible`` for another protocol or clock."""
     ours = f"this client ({__version__}) speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}"
     sent_s = time.monotonic()
     hello = Hello(

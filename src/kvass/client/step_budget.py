@@ -1,4 +1,4 @@
-"""How long one scheduler step of an engine may wait for the daemon, in all."""
+"""The wait budget of a scheduler step: how long it may wait for the daemon in all."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvass.types import MAX_PATIENCE_S
 
 
 class StepBudget:
-    """``wait_s`` per step, of which ``left_s`` is left in this one."""
+    """The wait budget. ``wait_s``: seconds per step; ``left_s``: those left in this step."""
 
     def __init__(self, wait_s: float) -> None:
         self.wait_s = self.left_s = wait_s
 
     def renew(self) -> None:
-        """A step begins."""
+        """Begin a step: ``left_s`` is ``wait_s`` again."""
         self.left_s = self.wait_s
 
     def wait(self, client: Endpoint, seq: int, most_s: float = MAX_PATIENCE_S) -> FromDaemon | None:
-        """As ``Endpoint.wait``, for ``most_s`` and for what is left at most."""
+        """``Endpoint.wait`` for at most ``most_s``, and at most ``left_s``."""
         began_s = time.monotonic()
         try:
             return client.wait(seq, min(most_s, self.left_s))
@@ -28,5 +28,5 @@ class StepBudget:
             self.spend(began_s)
 
     def spend(self, began_s: float) -> None:
-        """A wait that began then (CLOCK_MONOTONIC) is over."""
+        """Subtract a wait that began at ``began_s`` (CLOCK_MONOTONIC) and ends now."""
         self.left_s = max(self.left_s - (time.monotonic() - began_s), 0.0)

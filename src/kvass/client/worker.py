@@ -1,7 +1,7 @@
-"""A worker rank: it maps the arena, and tells the daemon what it has written and read.
+"""The client of a worker rank: it maps the arena and sends commit, abort and release.
 
-Laws of this file: nothing here waits for the daemon; a boot names one arena, no buffer of another
-boot is given out; a mapping ends when its last user left it.
+Laws of this file: nothing here waits for the daemon. A caller gets the buffer of the boot that it
+names, and of no other. A mapping ends when its last user has left it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class ArenaLease:
         self.buffer: npt.NDArray[np.uint8] = session.arena.buffer
         """The whole arena: uint8, shape ``(arena_bytes,)``. Keep no view of it after leaving."""
         self.populated = session.watermark
-        """How many bytes of it, from its beginning, the daemon had populated by now."""
+        """How many bytes of it, from its beginning, the daemon had populated when the lease
+        began."""
         self._endpoint = endpoint
         self._session: DaemonSession | None = session
 
     def prepare(self, lo: int, hi: int) -> None:
-        """Have memory for bytes ``[lo, hi)``, which the daemon may not have populated. Raises
-        ``OSError`` if there is none: who touches them then is killed (SIGBUS)."""
+        """Populate bytes ``[lo, hi)`` if the daemon has not done so yet. Raises ``OSError`` if
+        there is no memory: a process that touches them then is killed (SIGBUS)."""
         assert self._session is not None, "the lease was left"
         assert self._session.arena is not None
         if hi > self.populated:
@@ -53,12 +54,12 @@ class ArenaLease:
 
 
 class WorkerClient(Endpoint):
-    """Used by the engine's thread and the copy thread. No call blocks or raises for an absent
-    daemon.
+    """The client of one rank, used by the engine's thread and the copy thread. No call waits for
+    the daemon or raises if there is none.
 
     ``registration`` carries this rank and its layout. Call ``start`` once in the worker process:
-    until every rank registered, the namespace is incomplete and every lookup a miss. Of an
-    ``incomplete`` registration, ``complete`` it instead.
+    until every rank has registered, every lookup is a miss. Call ``complete`` instead if the
+    registration is ``incomplete``.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class WorkerClient(Endpoint):
         self._rank = registration.rank
 
     def arena(self, boot: bytes, given_s: float = math.inf) -> ArenaLease | None:
-        """The arena of ``boot``, to copy what the daemon gave at ``given_s``; the default is now.
+        """The arena of ``boot``, to copy rows given at ``given_s`` (by default now).
 
-        None if we are connected to another boot, to none, or only since later: the EOF between
-        settled what this rank owed, and those slots may be another's.
+        None: this rank is not connected to that boot, or registered after ``given_s``. In that case
+        an EOF has settled what this rank owed, and its slots may belong to others by now.
         """
         self.start()
         with self.lock:

@@ -1,4 +1,5 @@
-"""The events between two statuses of the daemon: engines, tiers, clears, refusals. A line each."""
+"""The events between two statuses of the daemon, one line each: engines, tiers, clears,
+refusals."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ TIER_TENANTS: Final = {
     "cap_bytes": "Most bytes of the tier that the tenant may have; absent without a cap.",
     "reserved_bytes": "Bytes of the tier that are reserved for the tenant.",
 }
-"""Fields of each of a tier's ``tenants`` (gauges)."""
+"""Fields of each entry of a tier's ``tenants`` (gauges)."""
 
 
 class StatusCollector:

@@ -4,7 +4,7 @@ Laws of this file:
 
 - At most ``CONNECTIONS`` connections are open. Further ones are closed at once.
 - A request must have arrived ``DEADLINE_S`` after its connection opened, however slowly it is sent.
-- Every answer that is no success is one JSON object, ``{"error": "one line"}``.
+- Every answer to a failed request is one JSON object, ``{"error": "one line"}``.
 
 This is Python's own server, because the only clients are probes, scrapers and a few browsers.
 """
@@ -63,11 +63,11 @@ class _Handler(BaseHTTPRequestHandler):
             pass  # the client is gone
 
     def do_GET(self) -> None:
-        """Reads."""
+        """Answer a read."""
         self._answer(self._read)
 
     def do_POST(self) -> None:
-        """Changes."""
+        """Answer a change."""
         self._answer(self._write)
 
     def _answer(self, answer: Callable[[], HttpReply]) -> None:

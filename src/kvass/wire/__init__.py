@@ -1,1 +1,1 @@
-"""How bytes travel between a client and the daemon."""
+"""Frames and sockets between a client and the daemon, and whether to trust the daemon."""

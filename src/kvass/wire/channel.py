@@ -24,7 +24,7 @@ MAX_PATH_BYTES: Final = 107
 """``sun_path`` less its closing zero."""
 RECEIVE_BYTES: Final = 256 << 10
 OUT_BYTES: Final = 16 << 20
-"""What a client holds for a daemon that does not read; more than that is a broken connection."""
+"""The most bytes queued for a daemon that does not read. With more the connection is lost."""
 FD_SETSIZE: Final = 1024
 """select(2) takes descriptors below this one. It waits less than a millisecond where poll(2) rounds
 up to whole ones."""

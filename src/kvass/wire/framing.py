@@ -1,9 +1,9 @@
-"""Messages to frames and back: bytes in, messages out; no socket, no clock.
+"""The encoder and decoder of frames: messages to bytes and back. No socket, no clock.
 
 A frame is ``u32 little-endian payload length`` + payload, one MessagePack map (``messages.py``).
-How a stream was cut into pieces changes nothing: the messages before a bad frame come out first,
-then the ``FrameError``, and after it nothing, since after a wrong length nobody knows where the
-next frame begins. A decoder keeps no error that was raised: its traceback would lead back to the
+How a stream is cut into pieces changes nothing. The messages before a bad frame come out first,
+then the ``FrameError``. Nothing comes after it, because after a wrong length the next frame's
+beginning is unknown. A decoder keeps no error that was raised: its traceback would lead back to the
 decoder, and neither would be freed before a collection of cycles.
 """
 
@@ -101,7 +101,7 @@ def from_daemon(limit: int = Limits().frame_bytes) -> Decoder[FromDaemon]:
 
 
 class _Kind(msgspec.Struct):
-    """Of any message what it is; the rest is skipped."""
+    """The tag of any message. Its other fields are skipped."""
 
     t: str = ""
 

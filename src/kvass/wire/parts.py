@@ -33,8 +33,8 @@ def _heads() -> list[tuple[int, int, int]]:
 
 
 def has_more_parts(payload: memoryview, most: int) -> bool:
-    """Whether the value in ``payload`` has more than ``most`` parts. What is no MessagePack has as
-    many as can be told apart."""
+    """Whether the value in ``payload`` has more than ``most`` parts. In bytes that
+    are no MessagePack, the parts before the fault are counted."""
     heads, end = _HEADS, len(payload)
     at, left, seen = 0, 1, 0
     while left and at < end:

@@ -1,4 +1,4 @@
-"""Whether the process that listens at a socket's path may be the daemon that is meant.
+"""The check that the process listening at a socket's path may be trusted as the daemon.
 
 A client maps the daemon's memory and computes with what is there, so a stranger who listens first,
 at a path in a folder that everybody may write to, could answer anything.

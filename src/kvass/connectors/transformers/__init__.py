@@ -1,5 +1,5 @@
-"""kvass in Hugging Face transformers: prompts whose beginning was computed before are not computed
-again, in any process on this machine.
+"""The connector of Hugging Face transformers. A prompt's prefix that any process on this machine
+has computed is loaded instead of computed.
 
 ::
 

@@ -1,9 +1,9 @@
-"""Blend in transformers: segments are put where they stand in a prompt, and some tokens computed.
+"""Blend in transformers: moves segments to their places in a prompt and recomputes some tokens.
 
 Laws of this file:
 
-- Tensors that begin exact (``exact`` tokens) stay as they are up to there; all that comes after is
-  an approximation and is stored nowhere.
+- The loaded prefix does not change. K and V from the first segment on are an approximation and are
+  never stored.
 - A token is computed with all tokens before it, and with none after it.
 """
 
@@ -28,8 +28,8 @@ from kvass.engine import identity
 from kvass.errors import UsageError
 
 AT_ONCE: Final = 1024
-"""So many tokens are computed in one pass: its mask has a number for each of them and each token of
-the prompt."""
+"""The most tokens that are computed in one pass. Its mask has a number for each of them and each
+token of the prompt."""
 MASKED: Final = frozenset({"eager", "sdpa"})
 """Implementations of attention that take any mask."""
 DEVIATING: Final = 1
@@ -37,7 +37,7 @@ DEVIATING: Final = 1
 
 
 class _ScatterLayer(DynamicLayer):
-    """K and V of a whole prompt, in which what is computed goes to the tokens ``at``."""
+    """K and V of a whole prompt. Newly computed K and V replace those of the tokens ``at``."""
 
     def __init__(self, keys: Any, values: Any, at: Any) -> None:
         super().__init__()
@@ -51,11 +51,11 @@ class _ScatterLayer(DynamicLayer):
 
 
 class _Measured(Exception):
-    """The layer that is asked for was reached."""
+    """Raised by ``_MeasuredLayer`` to end the forward pass."""
 
 
 class _MeasuredLayer(_ScatterLayer):
-    """Keeps what was computed, and ends the pass."""
+    """A layer that keeps the computed K and V as ``fresh``, and ends the forward pass."""
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
         self.fresh = key_states, value_states
@@ -77,11 +77,12 @@ class Blender:
         self._fingerprint = fingerprint(self._ropes).hex()
 
     def space(self, salt: str) -> bytes:
-        """32 bytes: segments are found only among chunks that were indexed with the same."""
+        """The space of ``salt``: 32 bytes. Only chunks that were indexed with it are found."""
         return bytes.fromhex(identity.digest([self._fingerprint, salt]))
 
     def move(self, kv: KV, segments: Sequence[PlacedSegment]) -> None:
-        """Turn the stored K of ``segments``, which lie in ``kv`` where they stand now."""
+        """Rotate the stored K of ``segments`` in ``kv`` from their old positions to the new
+        ones."""
         spans = [np.arange(s.length) for s in segments]
         new = np.concatenate([a + s.new_start for a, s in zip(spans, segments, strict=True)])
         old = np.concatenate([a + s.old_start for a, s in zip(spans, segments, strict=True)])
@@ -94,9 +95,10 @@ class Blender:
                 tensor[:, :, at] = turn(tensor[:, :, at])
 
     def recompute(self, ids: Any, kv: KV, prompt: Prompt, choice: Choice) -> int:
-        """Compute into ``kv`` what ``plan`` says, but for the last token: the caller computes that.
-        Returns how many were tokens of segments. ``ids`` ``(1, tokens)``; ``kv`` of all tokens but
-        the last, finite where nothing is yet."""
+        """Compute the tokens that ``plan`` chooses into ``kv``, except the prompt's last token.
+
+        Returns how many of them are tokens of segments. ``ids``: shape ``(1, tokens)``. ``kv``: of
+        all tokens but the last, with finite values where nothing was computed yet."""
         if isinstance(choice, float):
             choice = KvDev(choice, lambda _: self._deviation(ids, kv))
         positions = plan(prompt, choice)[:-1]
@@ -107,7 +109,7 @@ class Blender:
         return int(prompt.in_segments()[positions].sum())
 
     def _forward(self, ids: Any, at: Any, layers: list[Any], tokens: int) -> None:
-        """Compute the tokens at positions ``at``, of ``tokens`` in the cache."""
+        """Compute the tokens at positions ``at``. The cache has ``tokens`` tokens."""
         cache = DynamicCache()
         cache.layers = layers
         dtype = self._model.dtype
@@ -124,7 +126,7 @@ class Blender:
             )
 
     def _deviation(self, ids: Any, kv: KV) -> npt.NDArray[np.float64]:
-        """How far ``kv`` is from what the first layers compute: of each token of the prompt."""
+        """The squared difference between ``kv`` and newly computed K and V, of each token."""
         tokens = kv[0].shape[2]
         pairs = list(zip(kv[::2], kv[1::2], strict=True))
         last = min(DEVIATING, len(pairs) - 1)

@@ -1,4 +1,4 @@
-"""``generate`` with a shared cache: what a prompt's beginning needs is loaded, the rest computed.
+"""``generate`` with a shared cache: a stored prefix is loaded, the rest is computed.
 
 Laws of this file:
 
@@ -31,9 +31,9 @@ from kvass.types import MAX_BLOCKS
 
 @dataclass(frozen=True)
 class Reuse:
-    """What the last call reused, in tokens. Of ``prompt`` so many were ``loaded`` as a prefix, and
-    ``blended`` as segments, of which ``recomputed`` were computed again. ``stored`` of those in the
-    cache afterwards were new to the daemon."""
+    """What the last call reused, in tokens. ``prompt``: its length. ``loaded``: the prefix.
+    ``blended``: in segments. ``recomputed``: tokens of segments that were computed again.
+    ``stored``: tokens that were new to the daemon."""
 
     prompt: int = 0
     loaded: int = 0
@@ -44,8 +44,7 @@ class Reuse:
 
 @dataclass
 class Cached:
-    """K and V that a call begins with. They are exact up to token ``exact``: what is computed after
-    them is stored up to there only; None: all of it."""
+    """K and V that a call begins with. Only tokens before ``exact`` may be stored; None: all."""
 
     kv: KV
     reuse: Reuse
@@ -180,7 +179,7 @@ class CachedModel:
         return self._boundary.run(0, self._found, input_ids, salt, self._blender.space(salt))
 
     def _found(self, ids: Any, salt: str, space: bytes) -> int:
-        """Index a document that is stored; how many of its tokens are found in it."""
+        """Index a stored document. Returns how many of its tokens a search finds."""
         known = Hashed(ids[0].tolist(), salt)
         self._store.index(known, space, 0)
         found = self._store.find(f"call {self._calls}", known.tokens, space)
@@ -198,7 +197,7 @@ class CachedModel:
     def _begin(
         self, name: str, ids: Any, salt: str, tenant: str, choice: Choice | None
     ) -> Cached | None:
-        """What a call can begin with; None: with nothing."""
+        """Load a prompt's prefix and segments, and blend these. None: nothing was loaded."""
         prompt = Hashed(ids[0].tolist(), salt)
         kv, loaded = self._store.prefix(name, prompt, tenant, choice is not None)
         reuse = Reuse(ids.shape[1], loaded)
@@ -218,7 +217,7 @@ class CachedModel:
     def _save(
         self, name: str, tokens: list[int], salt: str, tenant: str, cache: Any, begin: Cached
     ) -> int:
-        """Store what a call computed, and have its chunks found; how many tokens were new."""
+        """Store what a call computed and index its chunks. Returns how many tokens were new."""
         known, loaded = Hashed(tokens, salt), begin.reuse.loaded
         stored = self._store.save(name, known, models.tensors_of(cache), loaded, tenant)
         if stored and self._blender is not None:

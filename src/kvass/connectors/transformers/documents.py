@@ -1,4 +1,4 @@
-"""``kvass blend add``: documents are computed and stored, ahead of the prompts that have them."""
+"""``kvass blend add``: computes and stores documents, ahead of the prompts that contain them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ THREADS: Final = 4
 
 
 def describe(model: Any, rows: Rows, tag: str) -> dict[str, str]:
-    """The fields. Reads all weights. Raises ``identity.Indescribable``."""
+    """The fields of the namespace. Reads all weights. Raises ``identity.Indescribable``."""
     fields = {
         "engine": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "device": _device(rows.device),
@@ -169,7 +169,7 @@ def _source(kind: Any) -> str:
 
 
 def _compiled(kind: Any) -> Iterator[str]:
-    """What runs, of a class or a function: its file may have been edited since it was imported."""
+    """The bytecode of a class or a function: its file may have changed since the import."""
     for found in vars(kind).values() if isinstance(kind, type) else [kind]:
         inner = getattr(found, "fget", None) or getattr(found, "__func__", found)
         if (code := getattr(inspect.unwrap(inner), "__code__", None)) is not None:

@@ -34,14 +34,14 @@ WIDTH: Final = 32
 """Bytes of a hash."""
 ASK_AGAIN_S: Final = 0.001
 WAIT_S: Final = 0.25
-"""How long a call waits for an answer that a daemon gives at once."""
+"""How long a call waits for an answer that the daemon should send at once."""
 BLOCKS_PER_RESERVE: Final = 4096
 """Longer prompts are stored in pieces: an engine may be writing a share of the memory only."""
 
 
 class Hashed:
-    """Tokens, and the chained hashes of their blocks: of a block with all that stands before it.
-    A chunk has the hash of its last block. Those of another ``salt`` are others."""
+    """Tokens and the chained hashes of their blocks. A hash covers ``salt``, the block and all
+    blocks before it. A chunk's hash is that of its last block."""
 
     def __init__(self, tokens: list[int], salt: str) -> None:
         self.tokens: U32Array = np.asarray(tokens, "<u4")
@@ -60,7 +60,7 @@ class Hashed:
         return b"".join(self._blocks[first:end])
 
     def of_chunks(self, count: int, each: int) -> bytes:
-        """Of the first ``count`` chunks of ``each`` blocks."""
+        """The hashes of the first ``count`` chunks, which have ``each`` blocks."""
         return b"".join(self._blocks[each - 1 : count * each : each])
 
 
@@ -95,7 +95,7 @@ class KVStore:
         self._worker.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Wait for the daemon; whether it is there."""
+        """Wait for the daemon. Returns whether it is connected."""
         until_s = time.monotonic() + timeout_s
         while not (self._client.connected and self._worker.connected):
             if time.monotonic() >= until_s:
@@ -110,8 +110,8 @@ class KVStore:
     # ------------------------------------------------------------ loads
 
     def prefix(self, name: str, prompt: Hashed, tenant: str, whole: bool) -> tuple[KV, int]:
-        """K and V of the longest stored prefix, and its tokens: never the last one, which is always
-        computed. ``whole``: with room for all other tokens."""
+        """K and V of the longest stored prefix, and its number of tokens. The prompt's last token
+        is never part of it. ``whole``: make the tensors long enough for all other tokens."""
         each, most = self._rows.chunk_blocks, len(prompt.tokens) - 1
         end = most // BLOCK
 
@@ -134,8 +134,8 @@ class KVStore:
     def segments(
         self, name: str, prompt: Hashed, space: bytes, tenant: str, first: int, kv: KV
     ) -> tuple[PlacedSegment, ...]:
-        """Load indexed chunks that stand in the prompt after token ``first``, but for its last
-        token, into ``kv``: where they stand, as they were stored."""
+        """Load indexed chunks that stand in the prompt from token ``first`` on into ``kv``, at
+        their places in the prompt, with K as it was stored. The last token is left out."""
         each = self._rows.chunk_tokens
         found = self.find(name, prompt.tokens[:-1], space, first)
         keys = chunk_keys(found, WIDTH)
@@ -177,8 +177,8 @@ class KVStore:
             self._client.settle(name)
 
     def _read(self, match: Match, places: list[tuple[int, int, int]], kv: KV) -> bool:
-        """Copy rows of ``match``: row, first token, blocks. Whether all was there in time. Settles
-        the lease."""
+        """Copy rows of ``match``: ``places`` are (row, first token, blocks). Returns whether all
+        were copied in time. Settles the lease."""
         if not self._client.handed_over([match.lease], [], match.boot):
             self._client.release(match.boot, match.lease)
             return False
@@ -226,18 +226,22 @@ class KVStore:
         return stored
 
     def index(self, known: Hashed, space: bytes, first: int) -> None:
-        """Have what is stored of whole chunks from token ``first`` on found in other prompts."""
+        """Index the stored whole chunks from token ``first`` on, for other prompts."""
         each = self._rows.chunk_tokens
         begin, end = first // each, len(known.tokens) // each
         if begin < end:
             digests = known.of_chunks(end, self._rows.chunk_blocks)
             packed = known.tokens[begin * each : end * each].tobytes()
             at = begin * WIDTH
-            place = begin * each, digests[max(0, at - WIDTH) : at]
-            self._segments.index_chunks(space, digests[at:], WIDTH, packed, *place)
+            predecessor = digests[max(0, at - WIDTH) : at]
+            self._segments.index_chunks(
+                space, digests[at:], WIDTH, packed, start=begin * each, predecessor=predecessor
+            )
 
     def _write(self, granted: Granted, grant: Grant, kv: KV, end: int) -> int:
-        """Copy into granted rows, up to block ``end``, and settle them; the tokens written."""
+        """Copy into granted rows, up to block ``end``, and settle the reservation.
+
+        Returns how many tokens were written."""
         if not self._client.handed_over([], [grant.reservation], granted.boot):
             self._client.abort(granted.boot, grant.reservation)
             return 0

@@ -1,4 +1,4 @@
-"""Which models and calls can be served. What cannot be is refused by name, before anything runs."""
+"""The checks of models and calls. An unsupported one is refused with its reason before it runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tensors_of(cache: Any) -> KV:
 
 
 def filled(model: Any, kv: KV) -> Any:
-    """A cache that has these tensors."""
+    """A cache with the tensors ``kv``."""
     cache = new_cache(model)
     for layer, keys, values in zip(cache.layers, kv[::2], kv[1::2], strict=True):
         layer.lazy_initialization(keys, values)

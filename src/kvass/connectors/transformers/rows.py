@@ -1,4 +1,4 @@
-"""How the K and V of a model's tokens lie in a row, and the copies between rows and tensors.
+"""The layout of K and V in a row, and the copies between rows and tensors.
 
 A row is a chunk's blocks, one after the other. A block has of each layer its K, then its V, each of
 shape ``(heads, block, width)``. The tensors here are those of a ``DynamicCache``: of each layer K,
@@ -16,7 +16,7 @@ from kvass.transfer.base import U8Array
 from kvass.types import GroupLayout, RankLayout
 
 BLOCK = 16
-"""Tokens of a block: a hit ends at one."""
+"""Tokens per block. A hit ends at the end of a block."""
 
 KV = list[Any]
 """Tensors of K and V, as above."""
@@ -46,7 +46,7 @@ class Rows:
             tensor.copy_(inside)
 
     def store(self, arena: U8Array, offset: int, kv: KV, at: int, blocks: int) -> None:
-        """The other way round."""
+        """Copy ``blocks`` blocks from token ``at`` on to the row at byte ``offset``."""
         row = self._row(arena, offset)[:blocks]
         staged = row if self.device.type == "cpu" else torch.empty_like(row, device=self.device)
         for inside, tensor in self._pairs(staged, kv, at):
