@@ -36,12 +36,12 @@ from kvass.types import SCHEDULER
 BACKOFF_MIN_S: Final = 0.01
 BACKOFF_MAX_S: Final = 0.5
 BACKOFF_LASTING_S: Final = 30.0
-"""The longest pause if the daemon will hardly change its mind: another version, another clock, an
-arena too small. A daemon started in its place ends the pause."""
+"""The longest pause after a failure that lasts: another version, another clock, an arena too small.
+The pause ends when another daemon listens at the path."""
 STEADY_S: Final = 1.0
-"""A connection that lived this long starts the next back-off from the beginning."""
+"""After a connection that lasted this long, the back-off starts again at ``BACKOFF_MIN_S``."""
 LATE_TICK_S: Final = 0.05
-"""How often the thread looks for late replies that no caller may ever come by to read."""
+"""How often the thread reads late replies, which no caller waits for."""
 CLOSE_S: Final = 1.0
 """How long ``close`` waits for the thread."""
 
@@ -83,18 +83,18 @@ class DaemonConnection:
         _alive.add(self)
 
     def _begin(self) -> None:
-        """What belongs to one process."""
+        """Set the state that belongs to one process: a forked child calls this again."""
         self.lock = threading.Condition()
-        """Notified when a connection was made or lost, or could not be made."""
+        """Guards everything. Notified when an attempt ends and when a connection is lost."""
         self.session: DaemonSession | None = None
-        """The connection as it is now: welcomed and registered. Another object is another one."""
+        """The current connection, welcomed and registered. Each connection has its own object."""
         self._thread: threading.Thread | None = None
         self._wake_fd = -1
         self._attempts = 0
         self._failure: KvassError | None = None
 
     def forked(self) -> None:
-        """This is a child: let go of the parent's socket, without a word to the daemon."""
+        """Called in a forked child: close its copies of the parent's socket. Sends nothing."""
         session, wake_fd = self.session, self._wake_fd
         self._begin()
         if wake_fd >= 0:
@@ -105,8 +105,10 @@ class DaemonConnection:
                 session.arena.close()
 
     def start(self) -> None:
-        """Begin connecting in the background, in this process (after any fork). Never blocks nor
-        raises: what this process has no room for now is tried by the next call of any kind."""
+        """Begin connecting in the background, in this process (after any fork).
+
+        Never blocks or raises. If this process has no thread or descriptor left, the next call of
+        any kind tries again."""
         if self._thread is not None or self._incomplete:
             return
         with self.lock:
@@ -121,7 +123,7 @@ class DaemonConnection:
                     self._failed(Unavailable(f"cannot begin to connect: {error}"))
 
     def complete(self, identity: Mapping[str, str]) -> None:
-        """``start`` with the fields that the registration's identity lacked. From any thread."""
+        """Add the fields that the registration's identity lacks, and ``start``. From any thread."""
         with self.lock:
             assert self.registration is not None
             self.registration.identity.update(identity)
@@ -130,7 +132,7 @@ class DaemonConnection:
 
     def connect(self, timeout_s: float) -> Welcome:
         """Wait for a connection. Raises ``Unavailable``, ``Incompatible``, ``UntrustedDaemon`` or
-        ``Refused``, at once when an attempt that ended after this call began failed."""
+        ``Refused`` as soon as an attempt fails that ends after this call began."""
         self.start()
         deadline_s = time.monotonic() + timeout_s
         with self.lock:
@@ -146,8 +148,9 @@ class DaemonConnection:
             return self.session.welcome
 
     def close(self) -> None:
-        """End the session; the daemon cancels what was not handed over. An arena in use defers the
-        EOF until it is left. Idempotent."""
+        """End the session. The daemon cancels what was not handed over. Idempotent.
+
+        The socket stays open until each ``ArenaLease`` of the session is closed."""
         with self.lock:
             self.closed = True
             self.wake()
@@ -156,7 +159,7 @@ class DaemonConnection:
             self._thread.join(CLOSE_S)
 
     def leave(self, session: DaemonSession) -> None:
-        """The last to leave a lost connection closes it."""
+        """End one use of ``session``. The last user closes it."""
         with self.lock:
             session.users -= 1
             last = not session.users
@@ -184,12 +187,12 @@ class DaemonConnection:
             os.eventfd_write(self._wake_fd, 1)
 
     def _say(self, level: int, text: str) -> None:
-        """Log an event of the connection: an engine says it once, in its scheduler's process."""
+        """Log an event of the connection. In an engine only the scheduler logs it above DEBUG."""
         known = self.registration is not None and self.registration.rank == SCHEDULER
         _log.log(level if known else logging.DEBUG, "%s", text)
 
     def note(self, kind: str, text: str, again: bool = False) -> None:
-        """Count, and log the first of its kind; with ``again`` each that differs from the last."""
+        """Count an event. Log the first of its ``kind``, and with ``again`` each new text."""
         self.counters[kind] += 1
         if self.counters[kind] == 1 or (again and self._logged.get(kind) != text):
             level = logging.DEBUG if self.registration is None else logging.WARNING
@@ -249,7 +252,7 @@ class DaemonConnection:
             self.lock.notify_all()
 
     def _since(self) -> str:
-        """For people: what is shared, or for how long there was no connection."""
+        """The end of the log line: the chunk size, or how long there was no connection."""
         if self._lost_s:
             unasked = self.counters["unasked"] - self._unasked
             return (
@@ -260,7 +263,7 @@ class DaemonConnection:
         return "" if known is None else f"; it shares chunks of {known.chunk_tokens} tokens"
 
     def _watch(self, session: DaemonSession) -> bool:
-        """One look at the socket; False once the session is over."""
+        """Wait for one event of the socket and handle it. False: the session is over."""
         with self.lock:
             if self.closed:
                 self.lose(session, None)
@@ -284,7 +287,7 @@ class DaemonConnection:
         return True
 
     def _pause(self, seconds: float, tried: tuple[int, ...] | None) -> None:
-        """Sleep, unless closed, or until another socket stands where ``tried`` stood."""
+        """Sleep for ``seconds``; less if closed or if a new socket file replaces ``tried``."""
         deadline_s = time.monotonic() + seconds
         with self.lock:
             while not self.closed and (left_s := deadline_s - time.monotonic()) > 0:
@@ -294,7 +297,7 @@ class DaemonConnection:
 
 
 def _socket_file(path: str) -> tuple[int, ...] | None:
-    """What tells the socket of one daemon from that of the next; None where there is none."""
+    """What identifies the socket's file: another daemon's differs. None: there is no file."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -303,7 +306,7 @@ def _socket_file(path: str) -> tuple[int, ...] | None:
 
 
 def _lasting(error: KvassError) -> bool:
-    """Whether trying again soon can only give the same answer."""
+    """Whether another attempt would soon fail in the same way."""
     if isinstance(error, Refused):
         return error.code not in ("rank_taken", "shutting_down")
     return isinstance(error, (Incompatible, UsageError))

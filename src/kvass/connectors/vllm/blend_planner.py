@@ -91,9 +91,10 @@ class BlendPlanner:
         self._requests.pop(name, None)
         self._drop_search(name)
 
-    def _settle(self, name: str) -> None:
+    def _drop_search(self, name: str) -> None:
+        """Give back the lease on the request's segments and drop pending searches."""
         self._segments.abandon(name)
-        self._client.settle(_second(name))
+        self._client.settle(_segments_name(name))
 
     def match(self, name: str, local: int) -> int | None:
         """The number of tokens to load after ``local``, or None to call again later, as

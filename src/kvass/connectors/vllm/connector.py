@@ -98,7 +98,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         these calls can replace them."""
 
         def on_change(what: str, foreign: bool) -> None:
-            self._run(self._planner, None, Planner.noted, what, foreign)
+            self._run(self._planner, None, Planner.weights_may_change, what, foreign)
 
         if (core := rpcs.calling_engine_core()) is None:
             return False
