@@ -2,7 +2,7 @@
 
 Laws of this file:
 
-- No call waits for the daemon longer than its caller allows. Most calls do not wait at all. - A
+- No call waits for the daemon longer than its caller allows. Most calls never wait. - A
 thread connects, registers, notices EOF and writes what the socket did not take at once. - A caller
 reads its own reply. The thread reads replies that no caller waits for any more. If the session has
 an arena, the thread reads all messages. - A reply that nobody waits for any more is undone: a late
