@@ -2,7 +2,7 @@
 
 Law of this file: a field is only ever added, with a default; a name is never reused and a default
 never changed. So an older peer's message decodes here and ours decodes there: unknown fields are
-ignored, a missing one means what it always meant (docs/compatibility.md; ``tests/golden``).
+ignored, and a missing field means its default (docs/compatibility.md; ``tests/golden``).
 
 Encoding: MessagePack maps tagged by ``t``, in the frames of ``wire/framing.py``. A *request* has a
 ``seq`` > 0 and is answered by exactly one reply with the same ``seq``, an ``Error`` if need be;
@@ -299,8 +299,8 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     writer will send one ``Commit``. ``tenant``: who pays for them; empty: the default one.
 
     ``blocks``: the block hashes of chunks ``[first, n)``, and those of the first blocks of chunk
-    ``n``, if these are to be stored as a *tail*: it is chunk ``n`` of the grant, unless some row
-    has these blocks. Ignored where hits end with a chunk (``Lookup.blocks``).
+    ``n`` if these are to be stored as a *tail*. The tail is chunk ``n`` of the grant, unless a row
+    already has these blocks. Ignored where hits end with a chunk (``Lookup.blocks``).
     """
 
     request: Name

@@ -2,11 +2,13 @@
 
 Laws of this file:
 
-- No call waits for the daemon longer than its caller allows. Most calls never wait.
-- A caller reads its own reply. Other messages are read with the next reply, or by the connection's
-  thread if there is an arena.
-- A reply that nobody waits for any more is undone: a late match is released, a late grant aborted.
-- When a connection is lost, its open requests, leases and reservations are void.
+- No call waits for the daemon longer than its caller allows. Most calls never wait. - A
+thread connects, registers, notices EOF and writes what the socket did not take at once. - A caller
+reads its own reply. The thread reads replies that no caller waits for any more. If the session has
+an arena, the thread reads all messages. - A reply that nobody waits for any more is undone: a late
+match is released, a late grant is aborted. - When a connection is lost, its open requests, leases
+and reservations are void. - Sockets belong to the process that opened them; a forked child drops
+its copies and opens its own.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class Lookups:
             if end is None:
                 break
             if not asked_again and blocks is not None and lookup.may_go_on(end):
-                if lookup.session is not client.session:  # what it holds went with its connection
+                if lookup.session is not client.session:  # its match was lost with its connection
                     lookup.end(None)
                     break
                 message.digests, message.again = message.digests[: end * message.width], True
@@ -207,7 +207,7 @@ class Lookups:
         return lookup.match.deadline_s - time.monotonic() < half_s
 
     def _void(self, lookup: RequestLookup) -> None:
-        if lookup.session is self._client.session:  # else it went with its connection
+        if lookup.session is self._client.session:  # else it was lost with its connection
             if lookup.match is not None:
                 self._client.post(Release(boot=lookup.match.boot, lease=lookup.match.lease))
             if lookup.in_flight:
@@ -287,7 +287,7 @@ class Lookups:
                 return PENDING
             client.counters["timeouts"] += 1
             client.discard(lookup.seq)
-            lookup.end(lookup.match)  # that of the first lookup
+            lookup.end(lookup.match)  # the match of the first lookup
             return None
         better, worse = self._checked(lookup, reply), lookup.match
         if lookup.state is LookupState.ASKED_AGAIN and (better is None or not better.blocks):

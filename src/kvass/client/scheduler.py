@@ -124,7 +124,7 @@ class SchedulerClient(Endpoint):
         tenant: str = "",
         blocks: BlockHashes | None = None,
     ) -> Match | Pending | None:
-        """Rows of ``request`` from chunk ``first`` on; None is a miss, ``PENDING`` means ask again.
+        """The match of ``request`` from chunk ``first`` on. None: a miss. ``PENDING``: call again.
 
         ``digests``: all chunk hashes from chunk 0, ``width`` bytes each. A held match is returned
         again until ``take`` or ``settle``. For another ``first``, or with less than half its time

@@ -25,7 +25,7 @@ _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 def check_daemon(path: str, uid: int, daemon_uid: int | None = None) -> None:
     """Raise ``UntrustedDaemon`` unless user ``uid``, who listens at ``path``, may be believed.
-    ``daemon_uid``: the user that was named; then the files do not matter."""
+    ``daemon_uid``: the user that was named. If one was, the files are not checked."""
     if uid in (0, os.geteuid(), daemon_uid):
         return
     if daemon_uid is not None:

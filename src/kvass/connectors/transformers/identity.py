@@ -100,8 +100,8 @@ def _state(module: Any) -> tuple[object, ...]:
 
 
 def _memory(tensor: Any) -> tuple[object, ...]:
-    """Equal for the same memory in the same version alone. An address is not enough: once it is
-    freed another tensor may have it. Nobody gets a storage's number while it is referred to."""
+    """What identifies a tensor's memory and version. An address is not enough: after it is freed,
+    another tensor may have it. A storage's number is not reused while a reference is held."""
     version = 0 if tensor.is_inference() else tensor._version
     view = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     return StorageWeakRef(tensor.untyped_storage()), view, version
