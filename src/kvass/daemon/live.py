@@ -1,7 +1,7 @@
 """The configuration of a running daemon. SIGHUP reads it again.
 
-Law of this file: a configuration with an error changes nothing. One log line says what changed, and
-which changes need a restart.
+Law of this file: a configuration with an error changes nothing. One log line lists the options that
+were changed, and those that cannot change without a restart.
 """
 
 from __future__ import annotations

@@ -198,9 +198,9 @@ class Server:
     def _populate(self) -> None:
         """Fault in the pages of the arena. Runs in a thread of low priority, without the GIL.
 
-        A page is charged to the cgroup that touches it first, which is then ours. If a page cannot
-        be had, the daemon ends: a process that touched it, such as an engine, would be killed
-        (SIGBUS).
+        A page is charged to the cgroup of the process that touches it first: here, of the daemon.
+        If the kernel has no memory for a page, the daemon ends, because a process that touches the
+        page later, such as an engine, would be killed (SIGBUS).
         """
         os.nice(_POPULATE_NICE)  # Linux: of this thread alone
         for lo in range(0, self._arena.size, SLICE_BYTES):

@@ -78,8 +78,8 @@ def serve(
 
 
 def _recorder(config: Config) -> Recorder | None:
-    """Make the recorder of ``config.record``. Return None if there is none, or if the file exists
-    already: a daemon that is restarted does not overwrite a recording. Raises ``ConfigError``."""
+    """Make the recorder for the file ``config.record``. Return None if no file is configured, or if
+    it exists already: a restarted daemon does not overwrite a recording. Raises ``ConfigError``."""
     if not config.record:
         return None
     try:

@@ -1,7 +1,7 @@
 """The client process of a session, to detect when that process ends.
 
-Law of this file: an answer is about the process that connected and no other one. A pidfd names one
-process; a pid may have been reused for another one. If the kernel gives no pidfd there is no
+Law of this file: the end of the process is never reported too early. A pidfd refers to one process
+forever; a pid may be reused for another one. If the kernel gives no pidfd there is no
 ``PeerProcess``, and the core uses a time bound instead.
 """
 

@@ -1,4 +1,5 @@
-"""``kvass serve --record``: a file of what engines look up and store. It has no content of prompts.
+"""The recorder of ``kvass serve --record``: writes what engines look up and store to a file. The
+file has no content of prompts.
 
 Laws of this file: the loop never waits for the disk. A thread hashes and writes; messages that do
 not fit into its queue are dropped and counted. A full disk or a full file ends the recording, not

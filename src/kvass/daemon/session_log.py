@@ -28,7 +28,7 @@ class SessionLog:
     def opened(self, session: SessionId, peer: PeerCredentials) -> None:
         """Log that ``peer`` connected."""
         self._who[session] = {"session": session, "pid": peer.pid, "uid": peer.uid}
-        self._say(logging.DEBUG, session, "connected")
+        self._write(logging.DEBUG, session, "connected")
 
     def replied(self, session: SessionId, reply: FromDaemon, register: Register | None) -> None:
         """Log a reply whose type is in ``LOGGED``. ``register``: the message with which the session
@@ -38,9 +38,9 @@ class SessionLog:
             return
         if isinstance(reply, Error):
             end = ", and its session ends" if reply.fatal else ""
-            self._say(logging.INFO, session, f"refused: {reply.code}: {reply.text}{end}")
+            self._write(logging.INFO, session, f"refused: {reply.code}: {reply.text}{end}")
         elif isinstance(reply, Cleared):
-            self._say(logging.INFO, session, f"cleared {reply.rows} rows")
+            self._write(logging.INFO, session, f"cleared {reply.rows} rows")
         elif isinstance(reply, Registered) and register is not None:
             model = model_of(register)
             known = {"engine": register.instance, "rank": register.rank, "model": model}
@@ -51,16 +51,16 @@ class SessionLog:
             waits = f"waits for ranks {', '.join(map(str, reply.missing[:8]))}"
             state = waits if reply.missing else f"namespace {known['namespace']}"
             named = f"model {model}, " if model else ""
-            self._say(logging.INFO, session, f"registered, {named}{state}")
+            self._write(logging.INFO, session, f"registered, {named}{state}")
 
     def lost(self, session: SessionId) -> None:
         """Log that a session has ended, and forget it."""
         if session in self._who:
             engine = "engine" in self._who[session]
-            self._say(logging.INFO if engine else logging.DEBUG, session, "disconnected")
+            self._write(logging.INFO if engine else logging.DEBUG, session, "disconnected")
             del self._who[session]
 
-    def _say(self, level: int, session: SessionId, text: str) -> None:
+    def _write(self, level: int, session: SessionId, text: str) -> None:
         if not _log.isEnabledFor(level):
             return
         who = self._who[session]

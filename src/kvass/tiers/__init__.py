@@ -1,4 +1,4 @@
-"""Tiers (L2): stores that keep rows which the arena has no room for, also after the daemon ends."""
+"""Tiers (L2): stores behind the arena. They keep rows after eviction and after the daemon ends."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ _BULK: Final = 1000
 """Number of objects that one request to S3 deletes or lists."""
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _READ_TIMEOUTS: Final = 10
-"""A request that never waits longer than ``timeout_s`` for bytes may take this many ``timeout_s``
-in all."""
+"""Limit of the duration of a request, in multiples of ``timeout_s``. ``timeout_s`` itself is the
+limit of the time without a byte."""
 _BUCKET: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{1,221}")
 _PREFIX: Final = re.compile(r"(?!.*(^|/)\.{1,2}(/|$))[0-9A-Za-z._-]+(/[0-9A-Za-z._-]+)*")
 _MOST_PREFIX: Final = 400

@@ -116,13 +116,13 @@ class MooncakeOptions(TierOptions, frozen=True, kw_only=True):
 AnyOptions = TypeVar("AnyOptions", bound=TierOptions)
 
 
-def read_options(kind: type[AnyOptions], given: Mapping[str, str]) -> AnyOptions:
+def read_options(kind: type[AnyOptions], texts: Mapping[str, str]) -> AnyOptions:
     """Convert the options of a URL. Raises ``ValueError`` with one line that says what is
     allowed."""
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     known = f"its options: {', '.join(fields)}"
     values: dict[str, Any] = {}
-    for name, text in given.items():
+    for name, text in texts.items():
         if name == "quota" and kind is not DiskOptions:
             raise ValueError(
                 "quota: only the capacity of a disk tier can be divided: what such a "
@@ -142,10 +142,10 @@ def read_options(kind: type[AnyOptions], given: Mapping[str, str]) -> AnyOptions
 
 def host_and_port(scheme: str, where: str, port: int) -> tuple[str, int]:
     """Split ``HOST[:PORT]`` of a URL. ``port`` is the default. Raises ``ConfigError``."""
-    host, _, given = where.rpartition(":") if ":" in where else (where, "", str(port))
-    if not host or not given.isdecimal() or not 0 < int(given) < 65536:
-        raise ConfigError(f"{scheme}:{where}: {given!r} is no port; write {scheme}:HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(given)
+    host, _, port_text = where.rpartition(":") if ":" in where else (where, "", str(port))
+    if not host or not port_text.isdecimal() or not 0 < int(port_text) < 65536:
+        raise ConfigError(f"{scheme}:{where}: {port_text!r} is no port; write {scheme}:HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port_text)
 
 
 def _size(_: type, text: object) -> Size:

@@ -103,9 +103,9 @@ class RedisTier(RecordTier):
 
     def _clear(self) -> None:
         """Delete all records with our prefix, also those that other daemons stored."""
-        ours = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix)
+        prefix = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix)
         try:
-            found = list(self._connected().scan_iter(match=ours + b"[rp]:*", count=_SCAN))
+            found = list(self._connected().scan_iter(match=prefix + b"[rp]:*", count=_SCAN))
         except _TROUBLE as error:
             raise self._down(error) from error
         for i in range(0, len(found), _SCAN):

@@ -160,7 +160,7 @@ class TierProcess:
         if self._supervision is not None:
             self._supervision.cancel()
         if self._process is not None:
-            self._hang_up()
+            self._close_socket()
             await wait_or_kill(self._process, self._periods.close_s + self._periods.end_s)
 
     # ------------------------------------------------------------ one process after another
@@ -248,7 +248,7 @@ class TierProcess:
         self._silent = False
         self._health.failed(self._loop.time())
         self._report_down(trouble or "its process ends")
-        self._hang_up()
+        self._close_socket()
         ended = await wait_or_kill(self._process, 0.0)
         failing, self._open_requests = list(self._open_requests.values()), {}
         _log.warning(
@@ -287,7 +287,7 @@ class TierProcess:
         if not self._writer.is_closing():
             self._writer.write(frames.encode(message))
 
-    def _hang_up(self) -> None:
+    def _close_socket(self) -> None:
         """Close the socket. Unsent requests are dropped; the process finishes its running calls."""
         if self._writer is not None:
             self._writer.transport.abort()

@@ -256,7 +256,7 @@ class DiskTier(RecordTier):
             with self._lock:
                 if fault:
                     self._counts[fault] += 1
-                if fault in ("damaged", "read_errors"):  # forgets nothing if it was replaced since
+                if fault in ("damaged", "read_errors"):  # a record that replaced this one stays
                     bad = self._index.forget(number, place)
                 self._index.unpin(place)
             self._erase(bad)
