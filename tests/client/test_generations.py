@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvass.client import endpoint
+from kvass.client import daemon_connection
 from kvass.client.lookups import Match
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.session import open_session
@@ -197,7 +197,7 @@ def test_who_was_just_connecting_as_before_is_not_let_in(
             client.new_generation()
         return opened
 
-    monkeypatch.setattr(endpoint, "open_session", slowly)
+    monkeypatch.setattr(daemon_connection, "open_session", slowly)
     client.connect(5)
     session = client.session
     assert session is not None

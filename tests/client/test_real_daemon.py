@@ -138,7 +138,7 @@ def test_ten_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engin
         assert found is not None
         if i == 5_001:  # the negative control: what is not settled does hold pins
             assert daemon.status()["pins"] >= CHUNKS
-        scheduler.settle(f"r{i}")
+        scheduler.give_back(f"r{i}")
     quiet(daemon)
     assert scheduler.counters["hits"] + scheduler.counters["late_replies"] == 10_001
     assert scheduler.counters["late_replies"] > 0

@@ -97,7 +97,7 @@ def test_hit_take_and_hand_over(daemon: ScriptedDaemon, scheduler: SchedulerClie
     assert match(scheduler, first=3) is found  # held, not asked again
     assert scheduler.take("r") is found
     assert scheduler.take("r") is None
-    scheduler.settle("r")  # it is the caller's now
+    scheduler.give_back("r")  # it is the caller's now
     scheduler.handed_over([found.lease], [], found.boot)
     scheduler.handed_over([], [], found.boot)  # says nothing
     sync(scheduler, daemon)
@@ -155,8 +155,8 @@ def test_settle_gives_back_once(daemon: ScriptedDaemon, scheduler: SchedulerClie
     daemon.answers[Lookup] = daemon.hit
     found = held(scheduler)
     for _ in range(3):
-        scheduler.settle("r")
-    scheduler.settle("never asked")
+        scheduler.give_back("r")
+    scheduler.give_back("never asked")
     sync(scheduler, daemon)
     assert daemon.got(Release) == [Release(boot=daemon.boot, lease=found.lease)]
     assert scheduler.take("r") is None
@@ -234,7 +234,7 @@ def test_pending_has_an_end_and_the_late_match_is_released(
     late = daemon.got(Release)  # settled by the thread: nobody calls
     assert late[0].rank == -1
     assert scheduler.take("r") is None
-    scheduler.settle("r")
+    scheduler.give_back("r")
     assert eventually(lambda: scheduler.counters["late_replies"] >= 1)
 
 
@@ -246,7 +246,7 @@ def test_a_lookup_given_up_is_released_when_it_answers(
     hasty(scheduler, budget_s=30)
     assert match(scheduler) is PENDING
     if how == "settle":
-        scheduler.settle("r")
+        scheduler.give_back("r")
     elif how == "take":
         assert scheduler.take("r") is None
     elif how == "clear":
@@ -362,7 +362,7 @@ def test_an_absent_daemon_is_a_miss_at_once(tmp_path: Path, registration: Regist
     scheduler.new_step()
     assert match(scheduler) is None
     assert scheduler.take("r") is None
-    scheduler.settle("r")
+    scheduler.give_back("r")
     assert scheduler.reserve(ITEMS, WIDTH) is None
     scheduler.handed_over([1], [2], b"b" * 16)
     assert time.monotonic() - began_s < 0.25

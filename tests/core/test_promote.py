@@ -261,3 +261,24 @@ def test_lookups_that_a_clear_makes_miss_are_answered_in_slices(
     assert rig.finish() > 2
     assert [r.chunks for r in rig.replies(e.scheduler)] == [0] * 8
     assert rig.gauge("promotions", "pins", "leases", "rows") == (0, 0, 0, 0)
+
+
+def test_a_promotion_that_two_writers_wake_in_one_step_is_continued_once() -> None:
+    """The reservations of a lost rank end in slices, and so do the wakes of the lookups: the second
+    wake finds a promotion that waits for a tier by then."""
+    rig = TierRig(512)
+    writer, reader = rig.ready("w"), rig.ready("r")
+    rig.only_in_tiers(writer, "a", "b", "c", "d")
+    writer.begin("a", "b")
+    for number in range(34):
+        writer.begin(f"x{number}")
+    writer.begin("a", "b", "c", "d", first=2)
+    for _ in range(40):
+        rig.begin(reader, "a", budget_ms=5000.0, writing=True)
+    rig.begin(reader, "a", "b", "c", "d", budget_ms=5000.0, writing=True)
+    rig.lose(writer.workers[0])
+    rig.finish()
+    rig.answer_all()
+    rig.finish()
+    assert [r.chunks for r in rig.replies(reader.scheduler)][-1] == 4
+    assert rig.gauge("promotions") == (0,)

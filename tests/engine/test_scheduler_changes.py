@@ -524,7 +524,7 @@ def test_a_defect_while_a_change_is_noted_loses_no_change(monkeypatch: pytest.Mo
         world.add(name, OTHER, max_tokens=40)
         world.step()
     reserves = len(client.reserves)
-    monkeypatch.setattr(client, "settle", lambda request: 1 / 0)
+    monkeypatch.setattr(client, "give_back", lambda request: 1 / 0)
     assert executor.collective_rpc("update_weights") == ["the result of update_weights"]
     monkeypatch.undo()
     assert executor.driver_worker.seen == [("update_weights", 1)]

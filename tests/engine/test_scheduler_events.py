@@ -69,7 +69,7 @@ class Engine(StubModelEngine):
         request = Request("look", tokens, SamplingParams(max_tokens=1), None)
         hashes = self.world._hasher(request)[CHUNK // BLOCK - 1 :: CHUNK // BLOCK]
         found = self.client.match("look", b"".join(hashes), 32, 0)
-        self.client.settle("look")
+        self.client.give_back("look")
         return found.chunks * CHUNK if isinstance(found, Match) else 0
 
     def close(self) -> None:

@@ -335,7 +335,7 @@ def test_a_load_of_other_tokens_than_matched_is_given_back(tokens: int) -> None:
 def test_a_connection_lost_between_match_and_allocation_fails_the_load() -> None:
     client, world = stored()
     request = world.add("b", PROMPT)
-    client.take = lambda name: client.settle(name)  # type: ignore[method-assign,assignment]
+    client.take = lambda name: client.give_back(name)  # type: ignore[method-assign,assignment]
     output, work = world.schedule()
     (load,) = work.loads
     assert load.lease == 0

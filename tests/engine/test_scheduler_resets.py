@@ -115,7 +115,7 @@ def test_a_defect_while_a_reset_is_noticed_loses_no_reset(monkeypatch: pytest.Mo
     for explicit in (False, True):
         client, world = stored()
         world.tolerant = True
-        monkeypatch.setattr(client, "settle", lambda request: 1 / 0)
+        monkeypatch.setattr(client, "give_back", lambda request: 1 / 0)
         world.add("b", range(200, 300))
         world.scheduler.reset_prefix_cache(reset_connector=explicit)
         world.add("c", PROMPT)

@@ -172,10 +172,13 @@ class Lookups:
         """Return the held match and hand its lease to the caller. None: none is held, or its
         connection is lost."""
         lookup, taken = self._of.get(request), None
-        if lookup is not None and lookup.session is self._client.session:
+        if (
+            lookup is not None
+            and lookup.session is self._client.session
+            and lookup.state is LookupState.MATCHED
+        ):
             taken = lookup.match
-            if lookup.state is LookupState.MATCHED:
-                lookup.end(None)
+            lookup.end(None)
         self.give_back(request)
         return taken
 
@@ -200,9 +203,8 @@ class Lookups:
         """Whether ``lookup`` is void, or less than half of its lease's time is left."""
         if lookup.session is not self._client.session:
             return True
-        if lookup.state is not LookupState.MATCHED or lookup.session is None:
+        if lookup.match is None or lookup.session is None:
             return False
-        assert lookup.match is not None
         half_s = lookup.session.welcome.timing.lease_s / 2
         return lookup.match.deadline_s - time.monotonic() < half_s
 

@@ -5,7 +5,7 @@ Laws of this file:
 - Waits: ``step_wait_s`` per scheduler step for all lookups together, ``reserve_wait_s`` for a
   reserve if its caller may wait. After a timeout nothing waits until the daemon sends something. A
   grant that comes more than ``LATE_S`` after the reserve is aborted.
-- Each lease belongs to exactly one request until ``take`` or ``settle``.
+- Each lease belongs to exactly one request until ``take`` or ``give_back``.
 - When the connection is lost, its requests, leases and reservations are void, even if the daemon
   still runs: it may have given their slots to others. A rank gets only leases and reservations that
   were handed over on the connection on which they came.
@@ -127,10 +127,10 @@ class SchedulerClient(Endpoint):
         """The match of ``request`` from chunk ``first`` on. None: a miss. ``PENDING``: call again.
 
         ``digests``: all chunk hashes from chunk 0, ``width`` bytes each. A held match is returned
-        again until ``take`` or ``settle``. For another ``first``, or with less than half its time
-        left, it is released and looked up again. ``prefill_tokens_s``: what the engine computes
-        per second, or 0; loading has to be faster. With ``blocks`` a match may end inside of a
-        chunk. If it ends between chunk ``first`` and the last one, that takes a second lookup.
+        again until ``take`` or ``give_back``. For another ``first``, or with less than half its
+        time left, it is released and looked up again. ``prefill_tokens_s``: what the engine
+        computes per second, or 0; loading has to be faster. With ``blocks`` a match may end inside
+        of a chunk. If it ends between chunk ``first`` and the last one, that takes a second lookup.
         """
         if self._reset.pending:
             return None
@@ -146,7 +146,7 @@ class SchedulerClient(Endpoint):
             self._giver = self._giver or session
         return taken
 
-    def settle(self, request: str) -> None:
+    def give_back(self, request: str) -> None:
         """Give back the match of ``request`` and discard its lookup: the request ended, was
         preempted, or got no external tokens. Idempotent."""
         self.lookups.give_back(request)

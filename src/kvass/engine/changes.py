@@ -143,4 +143,4 @@ class WeightChanges:
             state.weights_changed(stale)
         self._abandon()
         for name in self._requests:
-            self._client.settle(name)
+            self._client.give_back(name)

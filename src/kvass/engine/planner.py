@@ -115,7 +115,7 @@ class Planner:
         """A request ended: it finished or was aborted. ``table``: the blocks that it still has.
         Blocks that are being stored, or are to be stored, stay held."""
         state = self._requests.pop(name, None)
-        self._client.settle(name)
+        self._client.give_back(name)
         if self._head_of_line is not None:
             self._head_of_line.ended(name)
         if self._tracing is not None:
@@ -153,7 +153,7 @@ class Planner:
         if named is NoSalt.PENDING:
             return None
         if isinstance(named, NoSalt):
-            self._client.settle(name)
+            self._client.give_back(name)
             return 0
         salt = b"" if named is None else named.salt
         hashes, width = state.digests(chunks, salt)
@@ -175,7 +175,7 @@ class Planner:
         if found is not None:
             hit = max(0, min(end, self._tokens(found.chunks, found.blocks)) - local)
             if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
-                self._client.settle(name)
+                self._client.give_back(name)
         if state.answered(Answer(local, local + hit, named)):
             self.traffic.looked_up(end - local, hit)
             if self._tracing is not None:
@@ -234,7 +234,7 @@ class Planner:
         state = self._requests[name]
         if external == 0:
             state.got_blocks()
-            self._client.settle(name)
+            self._client.give_back(name)
             return
         match = self._client.take(name)
         state.begin_load()

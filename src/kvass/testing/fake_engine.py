@@ -264,7 +264,7 @@ class FakeEngine:
             time.sleep(0.001)
             self.scheduler.new_step()
         if not isinstance(found, Match):
-            self.scheduler.settle(request)
+            self.scheduler.give_back(request)
             return None
         self.scheduler.take(request)
         what = Transfer(

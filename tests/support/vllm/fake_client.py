@@ -89,7 +89,7 @@ class FakeClient:
         held = self.held.get(request)
         if held is not None and held.first == first:
             return held
-        self.settle(request)
+        self.give_back(request)
         self.lookups.append((request, first))
         self.tenants.append(tenant)
         if self.pending:
@@ -121,7 +121,7 @@ class FakeClient:
             self.taken[match.lease] = request
         return match
 
-    def settle(self, request: str) -> None:
+    def give_back(self, request: str) -> None:
         """Give back what is held for ``request``."""
         if match := self.held.pop(request, None):
             self.released.append(match.lease)

@@ -174,7 +174,7 @@ class KVStore:
                 self._client.new_step()
             return self._client.take(name)
         finally:
-            self._client.settle(name)
+            self._client.give_back(name)
 
     def _read(self, match: Match, places: list[tuple[int, int, int]], kv: KV) -> bool:
         """Copy rows of ``match``: ``places`` are (row, first token, blocks). Returns whether all

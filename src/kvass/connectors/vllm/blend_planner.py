@@ -94,7 +94,7 @@ class BlendPlanner:
     def _drop_search(self, name: str) -> None:
         """Give back the lease on the request's segments and drop pending searches."""
         self._segments.abandon(name)
-        self._client.settle(_segments_name(name))
+        self._client.give_back(_segments_name(name))
 
     def match(self, name: str, local: int) -> int | None:
         """The number of tokens to load after ``local``, or None to call again later, as

@@ -44,7 +44,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     _cache_hit_source = adapt.HIT_SOURCE
     _metadata = StepMetadata
 
-    def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> KvassConnector:
+    def __new__(cls, vllm_config: Any = None, *args: Any, **kwargs: Any) -> KvassConnector:
         """A ``BlendConnector`` if the options ask for blend, else an instance of ``cls``.
         Subclasses of ``KvassConnector`` are never replaced."""
         kind: type[KvassConnector] = cls
