@@ -49,6 +49,7 @@ def test_the_answer_comes_with_the_commit(rig: TierRig, writer: Engine, reader: 
     one = begin(writer, "a", "b")
     assert ask(reader, "a", "b") == []
     assert rig.gauge("promotions", "pins") == (1, 0)
+    assert rig.count("lookups_await_stores") == 1
     rig.wait(BUDGET_S / 2)
     assert rig.replies(reader.scheduler) == []
     writer.commit(one)

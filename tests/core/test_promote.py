@@ -55,6 +55,9 @@ def test_at_the_deadline_the_answer_is_what_is_there(rig: TierRig, good: bool) -
     rig.wait(BUDGET_S)
     (found,) = rig.replies(e.scheduler)
     assert found.chunks == 1
+    assert rig.count("promotions_late") == 1
+    (ns,) = rig.status["namespaces"]
+    assert {why: n for why, n in ns["miss_tokens"].items() if n} == {"late": 16}
     assert rig.status["rows_loading"] == 1  # the tier may still write there
     rig.answer(rig.open_ops(TierLoad)[0], good)
     assert rig.status["rows_loading"] == 0

@@ -141,3 +141,76 @@ def test_chunks_that_are_offered_again_take_those_after_them_along() -> None:
     assert offered.chunks == 1
     offered.granted(1, 3)
     assert offered.chunks == 3
+
+
+@pytest.mark.parametrize(
+    ("computed", "stale", "load", "store"),
+    [
+        (0, False, LoadState.UNANSWERED, StoreState.PREFILL),
+        (7, False, LoadState.UNANSWERED, StoreState.NEVER),
+        (0, True, LoadState.STALE, StoreState.NEVER),
+        (7, True, LoadState.STALE, StoreState.NEVER),
+    ],
+)
+def test_after_a_change_of_weights_nothing_of_before_is_stored(
+    computed: int, stale: bool, load: LoadState, store: StoreState
+) -> None:
+    state = RequestState(OneRequest())  # type: ignore[arg-type]
+    state.offered.sent(3, 0)
+    change(computed, stale)(state)
+    assert (state.state, state.offered.state) == (load, store)
+    assert state.offered.never or state.offered.chunks == 0, "all of it is offered again"
+    change(0, False)(state)
+    assert state.offered.never == stale, "a stale request stays so"
+
+
+def test_the_first_step_that_computed_a_request_is_kept() -> None:
+    state = RequestState(OneRequest())  # type: ignore[arg-type]
+    state.step(3)
+    assert state.computed
+    state.step(4)
+    assert (state.first_step, state.state) == (3, LoadState.COMPUTING)
+    state.load_failed()
+    assert state.computed, "its load is over"
+
+
+def test_a_new_request_has_nothing_computed_answered_or_offered() -> None:
+    state = RequestState(OneRequest())  # type: ignore[arg-type]
+    assert (state.computed, state.answer, state.first_step) == (False, None, 0)
+    offered = state.offered
+    assert (offered.chunks, offered.tail, offered.due, offered.prefilled) == (0, 0, 0, False)
+    answer = Answer(0, 4, None)
+    state.answered(answer)
+    assert state.answer is answer
+
+
+def test_what_was_loaded_counts_as_offered_and_a_restart_forgets_the_tail_that_was_due() -> None:
+    offered = OfferProgress()
+    offered.loaded(3)
+    assert offered.chunks == 3
+    offered.prompt_computed(5)
+    assert offered.prefilled
+    offered.stop()
+    offered.restart()
+    assert (offered.chunks, offered.due, offered.prefilled) == (0, 0, False)
+
+
+class Hashed(OneRequest):
+    """A request of which chunk ``n`` and block ``n`` have a hash of 32 times the byte ``n``."""
+
+    def chunk_hashes(self, first: int, end: int) -> list[bytes]:
+        return [bytes([n]) * 32 for n in range(first, end)]
+
+    block_hashes = chunk_hashes
+
+
+def test_hashes_begin_with_the_first_chunk_and_have_their_salt() -> None:
+    state = RequestState(Hashed())  # type: ignore[arg-type]
+    assert state.digests(0, b"") == state.block_digests(2, 2, b"") == (b"", 0)
+    plain, width = state.digests(2, b"")
+    assert (plain, width) == (bytes(32) + bytes([1]) * 32, 32)
+    assert state.block_digests(1, 2, b"") == (bytes([1]) * 32, 32)
+    salted, width = state.digests(2, b"salt")
+    mask = salted[:32]  # of a hash that is all zero
+    assert (mask != bytes(32), width) == (True, 32)
+    assert salted[32:] == bytes(byte ^ 1 for byte in mask)
