@@ -172,13 +172,14 @@ class DaemonConnection:
         """``session`` is over; ``error``: why, if nobody wished it."""
         if session is not self.session:
             return
+        if error is not None:  # first: who sees that there is no session counts from here on
+            self.counters["lost"] += 1
+            self._lost_s, self._unasked = time.monotonic(), self.counters["unasked"]
         self.session = None
         session.requests.void()
         self.wake()
         self.lock.notify_all()
         if error is not None:
-            self.counters["lost"] += 1
-            self._lost_s, self._unasked = time.monotonic(), self.counters["unasked"]
             self._say(logging.WARNING, f"connection lost: {error}; requests run uncached")
 
     def wake(self) -> None:
