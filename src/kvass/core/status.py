@@ -12,11 +12,11 @@ from kvass.core.rows.row_table import FREE, LOADING, QUARANTINED, READY, TRANSIE
 from kvass.types import NO_CAP, SCHEDULER
 
 if TYPE_CHECKING:
-    from kvass.core.clients.registry import Instance
+    from kvass.core.clients.registry import Instance, Refusal
     from kvass.core.clients.tenants import Tenant
     from kvass.core.clients.traffic import Traffic
     from kvass.core.pending.ledger import Entry
-    from kvass.core.rows.row_classes import RowClass
+    from kvass.core.rows.row_classes import Namespace, RowClass
     from kvass.core.state import State
 
 
@@ -27,20 +27,7 @@ _TENANTS_TRAFFIC: Final = (
 
 def status(state: State) -> dict[str, Any]:
     """The status of the daemon's core: a JSON-able dictionary."""
-    namespaces = [
-        {
-            "namespace": ns.digest.hex(),
-            "model": ns.model,
-            "like": ns.like.hex(),
-            "differs_in": list(ns.differs_in),
-            "epoch": ns.epoch,
-            "private": ns.private,
-            "chunk_tokens": ns.chunk_tokens,
-            **_traffic(ns.traffic, state.now),
-            "groups": [_group(c) for c in ns.classes],
-        }
-        for ns in state.namespaces.values()
-    ]
+    namespaces = [_namespace(ns, state.now) for ns in state.namespaces.values()]
     groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.classes.sets.cleared_bytes
     loads, timing = state.tiers.ops.values(), state.config.timing
@@ -69,14 +56,7 @@ def status(state: State) -> dict[str, Any]:
         "reservation_oldest_s": _age(state, state.reservations.oldest, timing.reserve_s),
         "engines": [_engine(state, instance) for instance in state.instances.values()],
         "namespaces": namespaces,
-        "refusals": [
-            {
-                "instance": name[:80],
-                "text": refusal.text[:300],
-                "age_s": round(state.now - refusal.when, 1),
-            }
-            for name, refusal in state.refusals.items()
-        ],
+        "refusals": [_refusal(name, each, state.now) for name, each in state.refusals.items()],
         "tenants": [_tenant(t, state.now) for t in state.tenants.all.values()],
         "forgotten": [
             {"model": model, **_traffic(traffic, state.now)}
@@ -86,6 +66,28 @@ def status(state: State) -> dict[str, Any]:
         "histograms": {name: h.fields() for name, h in state.histograms.items()},
         "messages": {str(kind.__struct_config__.tag): n for kind, n in state.messages.items()},
         "counters": dict(state.counters),
+    }
+
+
+def _namespace(ns: Namespace, now: float) -> dict[str, Any]:
+    return {
+        "namespace": ns.digest.hex(),
+        "model": ns.model,
+        "like": ns.like.hex(),
+        "differs_in": list(ns.differs_in),
+        "epoch": ns.epoch,
+        "private": ns.private,
+        "chunk_tokens": ns.chunk_tokens,
+        **_traffic(ns.traffic, now),
+        "groups": [_group(c) for c in ns.classes],
+    }
+
+
+def _refusal(instance: str, refusal: Refusal, now: float) -> dict[str, Any]:
+    return {
+        "instance": instance[:80],
+        "text": refusal.text[:300],
+        "age_s": round(now - refusal.when, 1),
     }
 
 
