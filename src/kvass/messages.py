@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from kvass.types import (
+    MAX_GROUPS,
     Digests,
     GroupDigests,
     Int32,
@@ -46,9 +47,9 @@ from kvass.types import (
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ()
-"""Optional abilities, which both sides must name to use one. There are none yet: all that is here
-belongs to protocol 1."""
+FEATURES: Final[tuple[str, ...]] = ("shadow",)
+"""Optional abilities, which both sides must name to use one. ``shadow``: the daemon takes a
+``ShadowReport``. All the rest belongs to protocol 1."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -149,7 +150,8 @@ class Lookup(Message, tag="lookup"):
     looked up just now, with the blocks of the chunk at which that match ended; it is not counted as
     another. ``first_blocks``: hashes of the first blocks of chunk ``first``, which ``digests`` has;
     those of them that some row of L1 has match if no chunk does. ``writing``: wait for rows that
-    engines are writing, as for tiers, within the same budget.
+    engines are writing, as for tiers, within the same budget. ``shadow``: the engine computes all
+    tokens itself (``ShadowReport``), so the lookup counts in nobody's figures.
     """
 
     request: Name
@@ -165,6 +167,7 @@ class Lookup(Message, tag="lookup"):
     again: bool = False
     writing: bool = False
     first_blocks: Digests = b""
+    shadow: bool = False
 
 
 class Promoting(Message, tag="promoting"):
@@ -380,6 +383,45 @@ class HandedOver(Message, tag="handed_over"):
     reservations: Many64 = ()
 
 
+# ---------------------------------------------------------------- shadow mode
+
+
+class ShadowGroup(msgspec.Struct, omit_defaults=True):
+    """What shadow mode found in one layer group. Of ``rows`` rows, ``differing_rows`` were not
+    equal to the last bit. ``largest_difference``: between a loaded value and the computed one,
+    whose magnitude is ``at_value``. ``not_compared``: loads in which this group could not be
+    compared."""
+
+    rows: Int64 = 0
+    bytes: Int64 = 0
+    differing_rows: Int64 = 0
+    largest_difference: Seconds = 0.0
+    at_value: Seconds = 0.0
+    not_compared: Int64 = 0
+
+
+class ShadowReport(Message, tag="shadow_report"):
+    """One-way, from the scheduler of an engine in shadow mode: its figures since its start.
+
+    ``sampled``: the share of hits that it loads and compares. ``saved_s``: how long it took to
+    compute ``hit_tokens``, the tokens that it would have loaded of ``lookup_tokens``. ``loads``,
+    ``load_bytes`` and ``load_s``: those of all ranks. ``not_compared``: sampled hits that were not
+    loaded. ``groups``: by layer group.
+    """
+
+    boot: ShortBytes = b""
+    sampled: Seconds = 0.0
+    lookups: Int64 = 0
+    lookup_tokens: Int64 = 0
+    hit_tokens: Int64 = 0
+    saved_s: Seconds = 0.0
+    loads: Int64 = 0
+    load_bytes: Int64 = 0
+    load_s: Seconds = 0.0
+    not_compared: Int64 = 0
+    groups: Annotated[tuple[ShadowGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
+
+
 # ---------------------------------------------------------------- looking, clearing
 
 
@@ -495,7 +537,7 @@ Request = (
     | Removals
     | Status
 )
-OneWay = Release | Commit | Abort | HandedOver
+OneWay = Release | Commit | Abort | HandedOver | ShadowReport
 FromClient = Request | OneWay
 FromDaemon = (
     Welcome

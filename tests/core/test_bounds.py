@@ -168,6 +168,7 @@ class World:
             m.Release(lease=self.lease, rank=0, **boot),
             m.Abort(reservation=self.reservation, rank=0, **boot),
             m.Commit(reservation=self.reservation, rank=0, **boot),
+            m.ShadowReport(lookups=1, groups=(m.ShadowGroup(rows=1),), **boot),
             m.Removals(seq=3, since=1, width=WIDTH, present=(blob, blob, blob)),
             m.Ping(seq=3),
             m.Status(seq=3),

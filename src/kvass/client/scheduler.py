@@ -38,6 +38,7 @@ from kvass.messages import (
     Release,
     Reserve,
     ReserveItem,
+    ShadowReport,
 )
 from kvass.types import MAX_PATIENCE_S
 
@@ -63,8 +64,8 @@ class SchedulerClient(Endpoint):
     ``registration``: rank -1, no layout. ``readers``: the ranks that each release a match, by
     default all of the registration's. ``spare``: of every ``Lookup``. ``lookup_budget_s``: how long
     one request may get ``PENDING`` in all; None: as long as computing its tokens takes, but at
-    least the daemon's ``lookup_budget_ms``. ``incomplete``, ``daemon_uid``: as in
-    ``Endpoint``.
+    least the daemon's ``lookup_budget_ms``. ``shadow``: of every ``Lookup``. ``incomplete``,
+    ``daemon_uid``: as in ``Endpoint``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class SchedulerClient(Endpoint):
         step_wait_s: float = 0.002,
         incomplete: bool = False,
         daemon_uid: int | None = None,
+        shadow: bool = False,
     ) -> None:
         super().__init__(socket, registration, incomplete=incomplete, daemon_uid=daemon_uid)
         self._reset = NamespaceReset(self, registration)
@@ -91,6 +93,7 @@ class SchedulerClient(Endpoint):
             spare=spare,
             chunk_tokens=registration.chunk_tokens,
             budget_s=lookup_budget_s,
+            shadow=shadow,
         )
         self._reserve_wait_s = reserve_wait_s
         self._giver: DaemonSession | None = None
@@ -252,6 +255,15 @@ class SchedulerClient(Endpoint):
             return True
         message = HandedOver(boot=boot, leases=tuple(leases), reservations=tuple(reservations))
         return session is not None and self.deliver(message, session)
+
+    def report_shadow(self, report: ShadowReport) -> bool:
+        """Send the figures of shadow mode. False: there is no connection, or the daemon is older
+        than this message."""
+        session = self.session
+        if session is None or "shadow" not in session.welcome.features:
+            return False
+        report.boot = session.boot
+        return self.post(report, session)
 
     def clear(self, timeout_s: float) -> bool:
         """Forget this namespace's rows and give back every held match. False: not confirmed within

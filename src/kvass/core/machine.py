@@ -17,7 +17,7 @@ from kvass.core import effects, invariants
 from kvass.core import status as fields
 from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Effect, Event, SessionId
-from kvass.core.handlers import admission, clearing, reading, segments, sessions, writing
+from kvass.core.handlers import admission, clearing, reading, segments, sessions, shadow, writing
 from kvass.core.pending.ledger import soonest
 from kvass.core.pending.tier_operations import NotingEpoch
 from kvass.core.rows.row_classes import Namespace
@@ -41,6 +41,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Commit: writing.commit,
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
+    messages.ShadowReport: shadow.shadow_report,
     messages.Clear: clearing.clear,
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,

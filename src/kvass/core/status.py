@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvass.blend.match import entry_bytes
 from kvass.core.clients.registry import model_of
+from kvass.core.handlers.shadow import shadow_fields
 from kvass.core.pending.tier_operations import Loading
 from kvass.core.pending.tier_state import TierState
 from kvass.core.rows.row_table import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
@@ -130,6 +131,7 @@ def _engine(state: State, instance: Instance) -> dict[str, Any]:
         "pids": sorted({session.pid for session in sessions}),
         "lookup_tokens": instance.lookup_tokens,
         "hit_tokens": instance.hit_tokens,
+        "shadow": shadow_fields(instance, [c.spec.layout.kind for c in ns.classes] if ns else []),
         "seen_s": round(state.now - instance.seen_s, 1),
         "ranks": instance.terms.ranks,
         "missing_ranks": list(instance.missing),

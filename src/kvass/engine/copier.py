@@ -24,7 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -34,12 +34,15 @@ from kvass.engine.boundary import Boundary, log
 from kvass.engine.held_adapters import HeldAdapters, News
 from kvass.engine.memory import KVMemory, open_mover
 from kvass.engine.setup import EngineSetup
-from kvass.engine.step_work import Load, StepWork, Store
+from kvass.engine.step_work import AdapterHeld, Check, Compared, Load, StepWork, Store
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, Mover
 from kvass.transfer.cuda_driver import MissingError
+
+if TYPE_CHECKING:
+    from kvass.engine.comparer import Comparer
 
 COPY_WAIT_S: Final = 0.005
 """How long a step that computes nothing waits for copies. Each step, even an empty one, keeps the
@@ -75,6 +78,9 @@ class Copier:
         self._boundary = boundary
         self._client: WorkerClient | None = None
         self._mover: Mover | None = None
+        self._comparer: Comparer | None = None
+        """Only in shadow mode."""
+        self._compared: list[Compared] = []
         self._planes: tuple[GroupPlanes, ...] = ()
         self._owners: tuple[object, ...] = ()
         self._finished: set[str] = set()
@@ -96,7 +102,7 @@ class Copier:
         place, so no call is needed."""
         registration = self._setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
-        self._mover = self._client = None
+        self._mover = self._client = self._comparer = None
         try:
             self._mover = self._make_mover(memory)
         except MissingError as reason:  # without this rank every lookup is a miss
@@ -105,6 +111,10 @@ class Copier:
         self._client = WorkerClient(
             self._setup.socket, registration, incomplete=True, daemon_uid=self._setup.daemon_uid
         )
+        if self._setup.shadow:
+            from kvass.engine.comparer import Comparer
+
+            self._comparer = Comparer(memory, self._strategy.rank, self._boundary, self._make_mover)
         self._setup.when_named(self._client.complete)
 
     # ------------------------------------------------------------ a step
@@ -134,12 +144,19 @@ class Copier:
         if work.step == 0:
             return
         stores = work.stores if self._strategy.writes else []
-        self._open[work.step] = len(stores) + 1
+        self._open[work.step] = len(stores) + len(work.checks) + 1
         for store in stores:
-            good = store.computed < self._first_bad_step and self._computed_by(store)
+            good = self._computed_well(store.adapter, store.first_step, store.computed)
             if not good or not self._boundary.run(False, self._begin, store):
                 self._count_down(work.step)
                 self._boundary.run(None, self._refuse, store)
+        for check in work.checks:
+            load = check.load
+            good = self._computed_well(load.adapter, check.first_step, check.computed)
+            if not good or not self._boundary.run(False, self._begin_check, check):
+                self._boundary.run(None, self._settle, load)
+                refused = Compared(load.request, self._strategy.rank, error="not begun")
+                self._check_ended(check, refused)
         self._count_down(work.step)
 
     def _step_failed(self, number: int) -> None:
@@ -175,6 +192,8 @@ class Copier:
             and not (self._finished or self._ended_steps)
         ):
             self._mover.drain(COPY_WAIT_S)
+            if self._comparer is not None:
+                self._comparer.wait(COPY_WAIT_S)
             self._poll()
         if not computed:
             return set(), set()
@@ -191,6 +210,14 @@ class Copier:
         ended, self._ended_steps = self._ended_steps, []
         return ended
 
+    def compared(self) -> list[Compared]:
+        """The results of checks that ended since the last call. Empty in a step that raised. Call
+        it after ``report``."""
+        if not self._computed:
+            return []
+        ended, self._compared = self._compared, []
+        return ended
+
     def adapter_news(self) -> dict[int, News]:
         """By rank: what this rank holds under each LoRA adapter id that changed since the last
         call. Empty in a step that raised. Call it after ``report``."""
@@ -205,7 +232,9 @@ class Copier:
         writes nothing any more."""
         if self._mover is not None:
             self._mover.close()
-            self._poll()
+        if self._comparer is not None:
+            self._comparer.close()
+        self._poll()
         if self._client is not None:
             self._client.close()
 
@@ -228,12 +257,12 @@ class Copier:
             self._held is not None and self._held.may_load(load.adapter)
         )
 
-    def _computed_by(self, store: Store) -> bool:
-        """Whether this rank held the adapter of ``store`` in every step that computed the
-        request."""
-        return store.adapter is None or (
-            self._held is not None
-            and self._held.computed(store.adapter, store.first_step, store.computed)
+    def _computed_well(self, adapter: AdapterHeld | None, first: int, last: int) -> bool:
+        """Whether no forward pass up to step ``last`` failed, and this rank held ``adapter`` in
+        every step since ``first``, the first that computed the request."""
+        return last < self._first_bad_step and (
+            adapter is None
+            or (self._held is not None and self._held.computed(adapter, first, last))
         )
 
     # ------------------------------------------------------------ copies
@@ -281,6 +310,22 @@ class Copier:
                 plans.append(plan_copy(planes, table, offsets, skip=skip, drop=drop))
         return tuple(plans)
 
+    def _begin_check(self, check: Check) -> bool:
+        """Begin a check of shadow mode. False: its lease or its arena is gone."""
+        if self._client is None or self._mover is None or self._comparer is None:
+            return False
+        load = check.load
+        arena = self._client.arena(load.boot, load.given_s)
+        if arena is None:
+            return False
+        try:
+            plans, end = self._plans(load), partial(self._settle, load)
+            self._comparer.begin(check, plans, arena, self._mover, end)
+        except BaseException:
+            arena.close()
+            raise
+        return True
+
     # ------------------------------------------------------------ ends
 
     def _copied(self, arena: ArenaLease, done: Done) -> None:
@@ -312,8 +357,12 @@ class Copier:
     def _poll(self) -> None:
         if self._copying and self._mover is not None:
             for done in self._boundary.run([], self._mover.poll):
-                self._copying -= 1
-                self._boundary.run(None, self._ended, done)
+                if not isinstance(done.job.name, Check):
+                    self._copying -= 1
+                    self._boundary.run(None, self._ended, done)
+        if self._comparer is not None:
+            for check, result in self._comparer.ended():
+                self._check_ended(check, result)
 
     def _ended(self, done: Done) -> None:
         """Take in the end of a copy, and count it if it failed."""
@@ -336,9 +385,15 @@ class Copier:
                 done.error or f"{done.seconds:.3f} s",
             )
 
+    def _check_ended(self, check: Check, result: Compared) -> None:
+        """Take in the end of a check."""
+        self._compared.append(result)
+        self.traffic.compared(result)
+        self._count_down(check.step)
+
     def _count_down(self, step: int) -> None:
-        """Count down the stores of ``step`` that have not ended, and 1 for the call of ``store``
-        that begins them. At 0 the step can be reported."""
+        """Count down the stores and checks of ``step`` that have not ended, and 1 for the call of
+        ``store`` that begins them. At 0 the step can be reported."""
         self._open[step] -= 1
         if self._open[step] == 0:
             del self._open[step]

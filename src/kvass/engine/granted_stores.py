@@ -12,7 +12,7 @@ from kvass.engine.offers import Offer
 from kvass.engine.row_events import RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork, Store
-from kvass.layout.spans import Spans
+from kvass.layout.spans import Blocks, Spans
 from kvass.messages import Grant, Granted
 from kvass.types import Slots
 
@@ -46,7 +46,7 @@ class GrantedStores:
         blocks = self._spans.to_store(offer.table, offer.boundary_states, mask, grant.rows())
         slots = iter(grant.slots)
         store = Store(
-            step=work.step or self._step + 1,
+            step=self.hold(work, blocks, granted.deadline_s),
             boot=granted.boot,
             reservation=grant.reservation,
             given_s=granted.given_s,
@@ -59,10 +59,15 @@ class GrantedStores:
             adapter=None if offer.named is None else offer.named.held,
             first_step=offer.state.first_step,
         )
-        self._blocks.hold(store.step, (i for ids in blocks for i in ids), granted.deadline_s)
-        self._step = work.step = store.step
         work.stores.append(store)
         self._expect_events(offer, granted, grant)
+
+    def hold(self, work: StepWork, blocks: Blocks, deadline_s: float) -> int:
+        """Hold ``blocks`` until all ranks have reported the step of ``work``, which is returned.
+        The ranks' copies end by ``deadline_s``."""
+        self._step = work.step = work.step or self._step + 1
+        self._blocks.hold(work.step, (i for ids in blocks for i in ids), deadline_s)
+        return work.step
 
     def revoke(self, work: StepWork) -> None:
         """Remove the stores from a step's work, and abort their reservations."""

@@ -17,17 +17,23 @@ from kvass.transfer.host import HostMover
 from kvass.transfer.runtime import Region
 from kvass.types import RankLayout
 
+Values = tuple[str, int, int]
+"""Values in a page: the name of their torch dtype, their first byte and their number of bytes. The
+other bytes of a page are padding."""
+
 
 @dataclass(frozen=True)
 class KVMemory:
     """The KV pages of one rank as bytes. They are in ``regions`` of host memory, or in ``gpu``
-    memory, which code on the host must not access. ``owners`` keep the memory alive."""
+    memory, which code on the host must not access. ``owners`` keep the memory alive.
+    ``values[g][p]``: the values in a page of plane ``p`` of group ``g``; empty if not known."""
 
     layout: RankLayout
     planes: tuple[GroupPlanes, ...]
     regions: tuple[U8Array, ...]
     owners: tuple[object, ...]
     gpu: tuple[Region, ...] = ()
+    values: tuple[tuple[tuple[Values, ...], ...], ...] = ()
 
 
 class Regions:
@@ -38,6 +44,11 @@ class Regions:
         self.gpu: list[Region] = []
         self.owners: list[object] = []
         self._known: dict[int, int] = {}
+        self._of: dict[str, int] = {}
+
+    def of(self, layer: str) -> int:
+        """The index of the storage of ``layer``, whose tensor was added."""
+        return self._of[layer]
 
     def add(self, layer: str, tensor: Any, base: int) -> int:
         """Add the storage of a tensor, and return its index. Raises :class:`UsageError` unless the
@@ -57,7 +68,18 @@ class Regions:
                 memory = (ctypes.c_uint8 * size).from_address(start)
                 self.arrays.append(np.ctypeslib.as_array(memory))
             self.owners.append(storage)
+        self._of[layer] = self._known[start]
         return self._known[start]
+
+
+def scratch_like(memory: KVMemory, planes: tuple[GroupPlanes, ...], size: int) -> KVMemory:
+    """``size`` bytes of new memory on the device of ``memory``, with ``planes`` in region 0."""
+    if not memory.gpu:
+        return KVMemory(memory.layout, planes, (np.zeros(size, np.uint8),), ())
+    owner: Any = memory.owners[0]
+    storage = type(owner)(size, device=owner.device)
+    region = Region(storage.data_ptr(), size, memory.gpu[0].device)
+    return KVMemory(memory.layout, planes, (), (storage,), (region,))
 
 
 def open_mover(memory: KVMemory, single: bool = False) -> Mover:

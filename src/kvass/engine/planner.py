@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from kvass.engine.request_state import Answer, LoadState, RequestState
 from kvass.engine.reserves import OfferAnswered
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
-from kvass.engine.step_work import Load, StepWork
+from kvass.engine.step_work import Check, Load, StepWork
 from kvass.engine.stores import StorePlanner
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, Table
@@ -61,6 +62,7 @@ class Planner:
             spare=setup.spare,
             incomplete=True,
             daemon_uid=setup.daemon_uid,
+            shadow=setup.shadow > 0,
         )
         setup.when_named(self._client.complete)
         self._requests: dict[str, RequestState] = {}
@@ -76,6 +78,8 @@ class Planner:
         self._tracing = tracing.begin()
         self.when_answered: OfferAnswered | None = None
         """Called when the daemon has answered an offer. Set it before ``bind``."""
+        self.when_looked_up: Callable[[int, int], None] | None = None
+        """Called instead of ``traffic.looked_up`` when a lookup was answered."""
         self.events: RowEvents | None = None
         if event_maker is not None:
             self.events = RowEvents(self._client, event_maker, self.traffic)
@@ -177,7 +181,7 @@ class Planner:
             if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
                 self._client.give_back(name)
         if state.answered(Answer(local, local + hit, named)):
-            self.traffic.looked_up(end - local, hit)
+            (self.when_looked_up or self.traffic.looked_up)(end - local, hit)
             if self._tracing is not None:
                 self._tracing.lookup_ended(state.request, end - local, hit)
         return hit
@@ -229,13 +233,13 @@ class Planner:
         """The engine allocated the blocks of ``table`` for a request. Plan the load of ``external``
         tokens. If ``external`` is 0, release the match. While the request loads, the engine may
         call this again with 0."""
+        if external == 0:
+            self.got_blocks(name)
+            self._client.give_back(name)
+            return
         if self._head_of_line is not None:
             self._head_of_line.got_blocks(name)
         state = self._requests[name]
-        if external == 0:
-            state.got_blocks()
-            self._client.give_back(name)
-            return
         match = self._client.take(name)
         state.begin_load()
         load = Load(name)
@@ -248,6 +252,48 @@ class Planner:
             if load.lease:
                 self._expect_events(state, match)
         self._loads.append(load)
+
+    def got_blocks(self, name: str) -> None:
+        """The engine allocated the blocks of a request that loads nothing. Its match stays held."""
+        if self._head_of_line is not None:
+            self._head_of_line.got_blocks(name)
+        self._requests[name].got_blocks()
+
+    def look_up_late(self, name: str, local: int) -> int | None:
+        """``match`` for a request that the engine computes already."""
+        hit, state = self.match(name, local), self._requests.get(name)
+        if state is not None:
+            state.got_blocks()
+            if state.first_step:
+                state.step(state.first_step)
+        return hit
+
+    def computed_tokens(self, name: str) -> int | None:
+        """``Request.computed_tokens`` of a request; None if it is not known."""
+        state = self._requests.get(name)
+        return None if state is None else state.request.computed_tokens
+
+    def check(self, name: str, table: Table, end: int, work: StepWork) -> Check | None:
+        """The check of the held match (``shadow.py``), whose tokens end at ``end``, against the
+        blocks of ``table``. Its blocks are held. None: no match is held any more, it does not fit,
+        or nothing can be compared."""
+        state, match = self._requests[name], self._client.take(name)
+        if match is None or state.answer is None:
+            return None
+        load = self._load(state, match, table, state.answer.end - state.answer.local)
+        if load is not None:
+            pairs = zip(load.blocks, load.skip, strict=True)
+            blocks = tuple(ids if all(ids[skip:]) else () for ids, skip in pairs)
+            if any(blocks) and time.monotonic() < match.deadline_s:
+                return Check(
+                    step=self._stores.hold(work, blocks, match.deadline_s),
+                    load=replace(load, blocks=blocks),
+                    chunks=-(-end // self._setup.chunk_tokens),
+                    computed=work.number,
+                    first_step=state.first_step,
+                )
+        self._client.release(match.boot, match.lease)
+        return None
 
     def _expect_events(self, state: RequestState, match: Match) -> None:
         """Announce the rows of ``match`` in KV events as soon as they are loaded."""
@@ -314,8 +360,9 @@ class Planner:
         reservations of ``work``, and the wait budget of the next step begins. False: the daemon
         was not notified. Then the ranks must not get ``work``: call ``revoke``."""
         handed_over = True
-        if work.loads or work.stores:
+        if work.loads or work.stores or work.checks:
             loads = [load for load in work.loads if load.lease]
+            loads += [check.load for check in work.checks]
             leases = [load.lease for load in loads]
             writes = [store.reservation for store in work.stores]
             boots = {load.boot for load in loads} | {store.boot for store in work.stores}
@@ -328,8 +375,11 @@ class Planner:
         return handed_over
 
     def revoke(self, work: StepWork) -> None:
-        """Remove all stores from a step's work, and replace its loads by loads that fail."""
+        """Remove all stores and checks from a step's work, and replace its loads by loads that
+        fail."""
         loads, work.loads = work.loads, [Load(load.request) for load in work.loads]
+        loads += [check.load for check in work.checks]
+        work.checks = []
         self._stores.revoke(work)
         for load in loads:
             if load.lease:

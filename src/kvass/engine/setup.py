@@ -56,6 +56,9 @@ class EngineSetup:
     hold blocks, because their load has ended, may wait behind it (``head_of_line.py``)."""
     adapters: str = ""
     """The engine's settings that change what a LoRA adapter computes."""
+    shadow: float = 0.0
+    """The share of hits that are loaded and compared while the engine computes all tokens itself
+    (``shadow.py``). 0: shadow mode is off."""
     model: str = ""
     """The model's name, for display only. It is no part of the namespace."""
     weights: Future[str] = field(default_factory=Future, compare=False)

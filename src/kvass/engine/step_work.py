@@ -69,16 +69,60 @@ class Store:
     first_step: int = 0
 
 
+@dataclass(frozen=True)
+class Check:
+    """A check of shadow mode, after the forward pass of the step: load the rows of ``load`` into
+    scratch memory and compare them with its blocks, which the engine computed itself. ``step``,
+    ``computed`` and ``first_step`` are as in ``Store``. A group that cannot be compared has no
+    blocks. ``chunks``: the chunk at whose end the rows of the hit end."""
+
+    step: int
+    load: Load
+    chunks: int
+    computed: int
+    first_step: int = 0
+
+
+@dataclass(frozen=True)
+class GroupCompared:
+    """What a rank found in one layer group of a check: ``rows`` rows of ``bytes`` bytes were
+    compared. ``differing_rows`` of them were not equal to the last bit. ``largest_difference``:
+    between a loaded value and the computed one, whose magnitude is ``at_value``. It is in the row
+    of ``chunk``."""
+
+    rows: int = 0
+    bytes: int = 0
+    differing_rows: int = 0
+    largest_difference: float = 0.0
+    at_value: float = 0.0
+    chunk: int = -1
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A rank's result of a check. ``groups``: by layer group; None for a group that was not
+    compared. ``error``: why the rows were not loaded; empty if they were. ``load_s``: how long the
+    load of ``load_bytes`` bytes took."""
+
+    request: str
+    rank: int
+    load_bytes: int = 0
+    load_s: float = 0.0
+    groups: tuple[GroupCompared | None, ...] = ()
+    error: str = ""
+
+
 @dataclass
 class StepWork:
-    """The loads and stores of one step. ``step`` counts the steps that have stores, from 1, and is
-    0 in a step without stores. The blocks of the stores are held until every rank has reported
-    ``step``. ``number`` counts all steps. ``computes``: the step has a forward pass. ``emptied``:
-    the engine's own prefix cache was emptied since the step before."""
+    """The loads, stores and checks of one step. ``step`` counts the steps that have stores or
+    checks, from 1, and is 0 in a step without them. Their blocks are held until every rank has
+    reported ``step``. ``number`` counts all steps. ``computes``: the step has a forward pass.
+    ``emptied``: the engine's own prefix cache was emptied since the step before."""
 
     step: int = 0
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
     number: int = 0
     computes: bool = True
     emptied: bool = False

@@ -33,7 +33,7 @@ from kvass.engine.row_events import RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork
 from kvass.engine.traffic import EngineTraffic
-from kvass.layout.spans import Spans, Table
+from kvass.layout.spans import Blocks, Spans, Table
 
 UNLIMITED: Final = sys.maxsize
 
@@ -180,6 +180,10 @@ class StorePlanner:
         are offered again some steps later."""
         self._ended.give_up()
         self._reserves.abandon()
+
+    def hold(self, work: StepWork, blocks: Blocks, deadline_s: float) -> int:
+        """As ``GrantedStores.hold``."""
+        return self._granted.hold(work, blocks, deadline_s)
 
     def revoke(self, work: StepWork) -> None:
         """Remove the stores from a step's work."""

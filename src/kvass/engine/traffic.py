@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from kvass.engine.step_work import Compared
 from kvass.transfer.base import Done
 
 MEANINGS: Final[dict[str, str]] = {
@@ -26,6 +27,15 @@ MEANINGS: Final[dict[str, str]] = {
     "blends": "Prompts for which segments were loaded that are not their prefix.",
     "blends_failed": "Prompts whose segments could not be loaded; the engine computes instead.",
     "blended_tokens": "Tokens in such segments that were not computed.",
+    "shadow_lookups": "Prompts looked up in shadow mode.",
+    "shadow_lookup_tokens": "Tokens looked up in shadow mode, beyond those in the engine's cache.",
+    "shadow_hit_tokens": "Looked-up tokens that kvass has and the engine computed (shadow mode).",
+    "shadow_saved_seconds": "Time that computing shadow_hit_tokens took.",
+    "shadow_loads": "Loads into scratch memory, by all ranks (shadow mode).",
+    "shadow_load_bytes": "Bytes of those loads.",
+    "shadow_load_seconds": "Time that those loads took.",
+    "shadow_not_compared": "Sampled hits that were not loaded and compared (shadow mode).",
+    "shadow_differing_rows": "Loaded rows not equal to the computed KV to the last bit.",
     "announced_rows": "Rows announced in KV events.",
     "withdrawn_rows": "Rows withdrawn in KV events.",
     "event_resyncs": "Times that all announced rows were checked: removals may have been missed.",
@@ -38,9 +48,9 @@ class EngineTraffic:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def count(self, name: str, number: int = 1) -> None:
+    def count(self, name: str, number: float = 1) -> None:
         """Add ``number`` to the counter ``name``."""
-        self._counts[name] += number
+        self._counts[name] += number  # type: ignore[assignment]  # some are seconds
 
     def looked_up(self, tokens: int, hit: int) -> None:
         """Count an answered lookup: ``hit`` of ``tokens`` looked-up tokens."""
@@ -55,6 +65,15 @@ class EngineTraffic:
             self._counts[f"{kind}_seconds"] += done.seconds  # type: ignore[assignment]  # a float
         else:
             self._counts[f"{kind}s_{'late' if done.outcome == 'late' else 'failed'}"] += 1
+
+    def compared(self, result: Compared) -> None:
+        """Count a check of shadow mode that ended on this rank."""
+        if result.error:
+            return
+        self.count("shadow_loads")
+        self.count("shadow_load_bytes", result.load_bytes)
+        self.count("shadow_load_seconds", result.load_s)
+        self.count("shadow_differing_rows", sum(g.differing_rows for g in result.groups if g))
 
     def take(self) -> dict[str, int | float]:
         """The counters since the last call, without those that are 0."""

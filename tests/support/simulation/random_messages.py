@@ -29,6 +29,21 @@ _TIMES: Final = (0.0, 0.0, 10.0, 1e-12, 1e12, 1e9, 1e-12)
 _RANKS: Final = (-1, 0, 0, 1, 2, 3, -2, 127, 128, 1 << 30)
 _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "again": (False, False, True),
+    "at_value": _TIMES,
+    "bytes": (0, 1, 1 << 62),
+    "differing_rows": (0, 1, -1),
+    "hit_tokens": (0, 5, 1 << 62),
+    "largest_difference": _TIMES,
+    "load_bytes": (0, 1 << 62),
+    "load_s": _TIMES,
+    "loads": (0, -1),
+    "lookup_tokens": (0, 5),
+    "lookups": (0, 5),
+    "not_compared": (0, 1),
+    "rows": (0, 5),
+    "sampled": (0.0, 1.0, 1e12),
+    "saved_s": _TIMES,
+    "shadow": (False, False, True),
     "budget_ms": _TIMES,
     "chunk_tokens": (0, -16, 17, 32),
     "client": ("", "stranger"),
@@ -66,9 +81,10 @@ class _Maker:
 
     def fields(self, kind: type[msgspec.Struct]) -> dict[str, Any]:
         names = [name for name in kind.__struct_fields__ if name not in ("seq", "tenant")]
-        return {name: self.value(name) for name in names}
+        return {name: self.value(name, kind) for name in names}
 
-    def value(self, field: str) -> Any:
+    def value(self, field: str, kind: type | None = None) -> Any:
+        """A value of ``field`` of ``kind``."""
         rng, odd = self.rng, self.rng.random()
         match field:
             case "boot":
@@ -95,6 +111,8 @@ class _Maker:
             case "items":
                 items = range(rng.choice([0, 1, 1, 1, 2, 3]))
                 return [m.ReserveItem(**self.fields(m.ReserveItem)) for _ in items]
+            case "groups" if kind is m.ShadowReport:
+                return (m.ShadowGroup(**self.fields(m.ShadowGroup)),)
             case "layout":
                 shapes = random_shapes(rng, CHUNK_TOKENS) if odd < 0.6 else []
                 return random_layout(rng, shapes) if odd < 0.7 else None

@@ -46,7 +46,7 @@ from kvass.connectors.vllm.contract import release
 from kvass.engine.boundary import log
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import Adapter
-from kvass.engine.step_work import StepWork
+from kvass.engine.step_work import Compared, StepWork
 from kvass.layout.spans import Table
 from kvass.types import is_tenant_name
 
@@ -77,7 +77,7 @@ CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 
 @dataclass
 class StepMetadata(StepWork, KVConnectorMetadata):
-    """A step's loads and stores, sent from the scheduler to the workers. vLLM pickles it."""
+    """A step's work, sent from the scheduler to the workers. vLLM pickles it."""
 
 
 @dataclass
@@ -85,16 +85,18 @@ class StepReport(KVConnectorWorkerMetadata):
     """The workers' report to the scheduler.
 
     ``steps[s]``: the number of ranks that have ended all stores of step ``s``. ``adapters``: for
-    each rank, the LoRA adapters that it holds since its last report.
+    each rank, the LoRA adapters that it holds since its last report. ``compared``: the results of
+    shadow mode.
     """
 
     steps: dict[int, int] = field(default_factory=dict)
     adapters: dict[int, News] = field(default_factory=dict)
+    compared: list[Compared] = field(default_factory=list)
 
     def aggregate(self, other: StepReport) -> StepReport:
         """The sum of this report and ``other``."""
         steps = dict(Counter(self.steps) + Counter(other.steps))
-        return StepReport(steps, self.adapters | other.adapters)
+        return StepReport(steps, self.adapters | other.adapters, self.compared + other.compared)
 
 
 class HashedTexts:

@@ -64,6 +64,8 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     gpu_copies: Literal["batch", "single"] = "batch"
     """``single`` makes one driver call per copy, for drivers that cannot take batches."""
     global_media_ids: bool = False
+    shadow: bool | Annotated[float, Meta(ge=0, le=1)] = False
+    """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""
     untested_vllm: bool = False
     """Use the cache with a version of vLLM that is on trial (``served.py``)."""
 
@@ -152,6 +154,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     spare = _spare_chunks(vllm_config, kv_cache_config, chunk_tokens)
     each_block = hash_tokens == blocks[0] == unit and not spare
     blend = None
+    if wants_blend(vllm_config) and options.shadow:
+        raise ConfigError("kvass.shadow does not work with kvass.blend: use one of them")
     if wants_blend(vllm_config):
         from kvass.connectors.vllm.blend_setup import read_choice
 
@@ -179,6 +183,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         global_media_ids=options.global_media_ids,
         blend=blend,
         blend_oracle=options.blend_oracle,
+        shadow=float(options.shadow),
         model=options.model_id or source,
         weights=weights_name,
     )
@@ -188,6 +193,11 @@ def wants_blend(vllm_config: Any) -> bool:
     """Whether the options ask for blend. Their values are not checked here."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     return bool(extra.get("kvass.blend") or extra.get("kvass.blend_oracle"))
+
+
+def wants_shadow(vllm_config: Any) -> bool:
+    """Whether the options ask for shadow mode. Their values are not checked here."""
+    return bool(vllm_config.kv_transfer_config.kv_connector_extra_config.get("kvass.shadow"))
 
 
 def _verdict(options: Options) -> Verdict:

@@ -5,7 +5,8 @@ Law of this file: no exception of kvass reaches vLLM, except a ``ConfigError`` f
 vLLM makes one connector in the scheduler's process and one in each worker's. The scheduler's
 connector has a ``Planner``, a worker's has a ``Copier``. An inert connector has neither and answers
 every hook as if nothing were ever cached. With ``kvass.blend`` the connector is a
-``BlendConnector``; without it nothing of blend is imported.
+``BlendConnector``, with ``kvass.shadow`` a ``ShadowConnector``; otherwise nothing of them is
+imported.
 """
 
 from __future__ import annotations
@@ -45,13 +46,18 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     _metadata = StepMetadata
 
     def __new__(cls, vllm_config: Any = None, *args: Any, **kwargs: Any) -> KvassConnector:
-        """A ``BlendConnector`` if the options ask for blend, else an instance of ``cls``.
-        Subclasses of ``KvassConnector`` are never replaced."""
+        """A ``BlendConnector`` if the options ask for blend, a ``ShadowConnector`` if they ask for
+        shadow mode, else an instance of ``cls``. Subclasses of ``KvassConnector`` are never
+        replaced."""
         kind: type[KvassConnector] = cls
         if cls is KvassConnector and configuration.wants_blend(vllm_config):
             from kvass.connectors.vllm.blend_connector import BlendConnector
 
             kind = BlendConnector
+        elif cls is KvassConnector and configuration.wants_shadow(vllm_config):
+            from kvass.connectors.vllm.shadow_connector import ShadowConnector
+
+            kind = ShadowConnector
         connector: KvassConnector = super().__new__(kind)
         return connector
 
@@ -75,7 +81,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._setup = setup
         self._texts = adapt.hashed_texts(vllm_config)
         if is_scheduler:
-            configuration.recompute_failed_loads(vllm_config)
+            if not setup.shadow:
+                configuration.recompute_failed_loads(vllm_config)
             watched = self._boundary.run(False, self._watch, setup)
             make_events = events.event_maker(vllm_config, kv_cache_config, setup)
             self._planner = Planner(setup, make_events, watched=watched)
@@ -220,10 +227,13 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's loads and stores, which vLLM sends to the workers."""
         work = self._metadata()
-        self._run(self._planner, None, plan, scheduler_output, work)
+        self._plan(scheduler_output, work)
         if not self._run(self._planner, False, Planner.hand_over, work):
             self._run(self._planner, None, Planner.revoke, work)
         return work
+
+    def _plan(self, scheduler_output: Any, work: StepMetadata) -> None:
+        self._run(self._planner, None, plan, scheduler_output, work)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' reports to the planner."""
@@ -343,7 +353,10 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         None if there is nothing to report."""
         steps = self._run(self._copier, [], Copier.report)
         held = self._run(self._copier, {}, Copier.adapter_news) if self._adapters else {}
-        return StepReport(dict.fromkeys(steps, 1), held) if steps or held else None
+        compared = self._run(self._copier, [], Copier.compared)
+        if not (steps or held or compared):
+            return None
+        return StepReport(dict.fromkeys(steps, 1), held, compared)
 
     def shutdown(self) -> None:
         """End the copies, then the session with the daemon."""

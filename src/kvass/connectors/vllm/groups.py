@@ -17,6 +17,8 @@ Facts relied on:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, Final
 
 from kvass.engine import identity
@@ -107,6 +109,28 @@ def layer_specs(group: Any) -> dict[str, Any]:
     spec = group.kv_cache_spec
     each = getattr(spec, "kv_cache_specs", {})
     return {name: each.get(name, spec) for name in group.layer_names}
+
+
+def page_values(kv_cache_config: Any) -> dict[str, tuple[tuple[str, int, int], ...]]:
+    """The values in a page of each layer, by layer name, as ``engine.memory.Values``. What follows
+    them is padding."""
+    return {
+        name: tuple(_values(spec))
+        for group in kv_cache_config.kv_cache_groups
+        for name, spec in layer_specs(group).items()
+    }
+
+
+def _values(spec: Any) -> Iterator[tuple[str, int, int]]:
+    if KINDS.get(type(spec).__name__) != "state":
+        size = int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
+        yield str(spec.dtype).removeprefix("torch."), 0, size
+        return
+    begin = 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        size = math.prod(shape) * dtype.itemsize
+        yield str(dtype).removeprefix("torch."), begin, size
+        begin += size
 
 
 def page_formats(kv_cache_config: Any) -> dict[str, str]:

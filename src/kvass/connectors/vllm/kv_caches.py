@@ -16,13 +16,13 @@ Facts relied on:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvass.connectors.vllm.groups import page_formats, read_groups
-from kvass.engine.memory import KVMemory, Regions
+from kvass.connectors.vllm.groups import page_formats, page_values, read_groups
+from kvass.engine.memory import KVMemory, Regions, Values
 from kvass.errors import UsageError
-from kvass.layout.describe import Part, describe_group, join_layers
+from kvass.layout.describe import GroupPlanes, Part, describe_group, join_layers
 from kvass.types import GroupLayout, RankLayout
 
 
@@ -39,10 +39,10 @@ def read_memory(
     ``Unsupported`` for a group that kvass does not support.
     """
     tensor_of = {name: t for t in kv_cache_config.kv_cache_tensors for name in t.layers}
-    formats = page_formats(kv_cache_config)
+    formats, known_values = page_formats(kv_cache_config), page_values(kv_cache_config)
     regions = Regions()
     blocks_of = tuple(group.block_tokens for group in groups)
-    layouts, planes = [], []
+    layouts, planes, values = [], [], []
     for number, group in enumerate(read_groups(kv_cache_config, blocks_of, set(tensor_of))):
         page_bytes = dict(zip(group.layers, group.page_bytes, strict=True))
         tensors = {id(tensor_of[name]): tensor_of[name] for name in page_bytes}
@@ -57,12 +57,14 @@ def read_memory(
             describe_group(number, layout, chunk_tokens, blocks, bases, strides, region_ids)
         )
         layouts.append(layout)
+        values.append(_values_of(planes[-1], tensors.values(), page_bytes, known_values, regions))
     return KVMemory(
         layout=RankLayout(tuple(layouts)),
         planes=tuple(planes),
         regions=tuple(regions.arrays),
         owners=tuple(regions.owners),
         gpu=tuple(regions.gpu),
+        values=tuple(values),
     )
 
 
@@ -108,6 +110,50 @@ def _parts(
         for index, name in enumerate(names)
         for piece in range(pieces)
     ]
+
+
+def _values_of(
+    planes: GroupPlanes,
+    tensors: Iterable[Any],
+    page_bytes: Mapping[str, int],
+    values: Mapping[str, tuple[Values, ...]],
+    regions: Regions,
+) -> tuple[tuple[Values, ...], ...]:
+    """The values in a page of each plane, from those of each layer (``groups.page_values``)."""
+    every = [
+        (regions.of(name), *each)
+        for tensor in tensors
+        for index, name in enumerate(tensor.layers)
+        for each in _placed(tensor, index, page_bytes.get(name, 0), values[name])
+    ]
+    return tuple(
+        tuple(
+            (dtype, begin - plane.base, size)
+            for region, dtype, begin, size in every
+            if region == plane.region
+            and plane.base <= begin
+            and begin + size <= plane.base + plane.run
+        )
+        for plane in planes.planes
+    )
+
+
+def _placed(
+    tensor: Any, index: int, page: int, values: Sequence[Values]
+) -> Iterable[tuple[str, int, int]]:
+    """Where ``values`` of layer ``index`` are in block 0: dtype, first byte of the storage, bytes.
+    In a page of several pieces all values have one dtype."""
+    stride, step = tensor.block_stride, tensor.layer_stride
+    begin, pieces = tensor.offset + index * step, -(-page // stride)
+    if len(tensor.layers) > 1 and 0 < step < page:  # heads outside of layers, inside of blocks
+        if index == 0:
+            yield values[0][0], tensor.offset, page * len(tensor.layers)
+    elif pieces > 1:
+        for piece in range(pieces):
+            yield values[0][0], begin + piece * (step // pieces), page // pieces
+    else:
+        for dtype, at, size in values:
+            yield dtype, begin + at, size
 
 
 def _tensor(cache: Any) -> Any:

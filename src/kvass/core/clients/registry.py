@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from kvass.errors import Refused
-from kvass.messages import Register
+from kvass.messages import Register, ShadowReport
 from kvass.types import (
     MAX_GROUPS,
     MAX_RANKS,
@@ -79,6 +79,8 @@ class Instance(msgspec.Struct):
     """Tokens that its lookups asked for, and those that they hit."""
     seen_s: float = 0.0
     """The time of its last lookup or registration."""
+    shadow: ShadowReport | None = None
+    """The last report of an engine in shadow mode."""
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -89,10 +89,12 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     hit_tokens = ns.tokens(chunks - msg.first, hit.blocks)
     if msg.again:
         lookup_tokens = hit_tokens = ns.tokens(0, hit.blocks)
-    state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, _speed(msg), msg.again)
-    state.tenants.of(msg.tenant).traffic.count_lookup(
-        state.now, lookup_tokens, hit_tokens, why, again=msg.again
-    )
+    instance.seen_s = state.now
+    if not msg.shadow:
+        state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, _speed(msg), msg.again)
+        state.tenants.of(msg.tenant).traffic.count_lookup(
+            state.now, lookup_tokens, hit_tokens, why, again=msg.again
+        )
     return state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
 
 
@@ -204,6 +206,7 @@ def _promotion(
         spare=msg.spare if isinstance(msg, Lookup) else 0,
         homes=homes,
         tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
+        shadow=isinstance(msg, Lookup) and msg.shadow,
     )
 
 

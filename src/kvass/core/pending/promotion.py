@@ -98,7 +98,8 @@ class Promotion(Entry, kw_only=True):
     ``prefix.PrefixView``. ``why``: why the hit is shorter than the prompt (``metrics.MISSES``).
     ``homes``: per class and chunk, the number of the tier that has the row, or ``NOT_ASKED``,
     ``DUPLICATE`` or ``IN_NO_TIER``. ``probed_tier``: the tier that was asked last, for the chunks
-    before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING.
+    before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING. ``shadow``:
+    see ``messages.Lookup``.
     """
 
     session: int
@@ -113,6 +114,7 @@ class Promotion(Entry, kw_only=True):
     spare: int
     homes: list[I64Array]
     tenant: str
+    shadow: bool = False
     rest: U64Array = NO_BLOCKS
     start: U64Array = NO_BLOCKS
     why: str = "absent"

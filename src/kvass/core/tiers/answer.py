@@ -74,7 +74,8 @@ def answer(state: State, promotion: Promotion) -> None:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.hit.chunks)
     else:
         state.counters["promoted_chunks"] += promotion.hit.chunks - promotion.first
-        _count(state, promotion)
+        if not promotion.shadow:
+            _count(state, promotion)
         reply = state.matched(
             promotion.instance,
             promotion.request,
