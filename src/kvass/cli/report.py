@@ -51,6 +51,7 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
     saved_s = sum(ns.get("saved_prefill_s", 0) for ns in namespaces)
     yield f"saved    {hit_tokens:,} tokens, {span(saved_s)} of prefill since start"
     yield from _engines(fields.get("engines", []))
+    yield from _shadows(fields.get("engines", []))
     yield from _models(namespaces)
     yield from _tenants(fields.get("tenants", []))
     yield from _tiers(fields["tiers"])
@@ -73,6 +74,28 @@ def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
         for engine in engines
     ]
     yield from _table(("engine", "model", "ranks", "uid", "pid", "hits", "seen"), rows)
+
+
+def _shadows(engines: list[dict[str, Any]]) -> Iterator[str]:
+    """What kvass would save in each engine in shadow mode."""
+    for engine in engines:
+        if (shadow := engine.get("shadow")) is None:
+            continue
+        hit, asked = shadow["hit_tokens"], shadow["lookup_tokens"]
+        differences = ", ".join(
+            f"{group['kind'] or group['group']} {group['largest_difference']:.3g}"
+            + (f" at a value of {group['at_value']:.3g}" if group["largest_difference"] else "")
+            for group in shadow["groups"]
+        )
+        yield from wrap(
+            f"shadow   {engine['instance']}: would hit {hit:,} of {asked:,} tokens "
+            f"({percent(hit, asked)}) and save {span(shadow['saved_s'])} of prefill; "
+            f"{shadow['loads']:,} loads of {size(shadow['load_bytes'])} took "
+            f"{shadow['load_s']:.2f} s; largest difference: {differences or 'nothing compared'}; "
+            f"{shadow['not_compared']:,} hits not compared",
+            WIDTH,
+            subsequent_indent="         ",
+        )
 
 
 def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:

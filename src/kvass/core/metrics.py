@@ -167,6 +167,22 @@ TENANT_GAUGES: Final[dict[str, str]] = {
     "reserved_bytes": "L1 reserved for the tenant.",
 }
 
+SHADOW: Final[dict[str, str]] = {
+    "lookups": "Lookups.",
+    "lookup_tokens": "Tokens that lookups asked for, beyond those in the engine's own cache.",
+    "hit_tokens": "Those of them that kvass has. The engine computes them.",
+    "saved_s": "Time to compute these hit tokens, at the speed that the engine measured.",
+    "loads": "Loads into scratch memory, by all ranks.",
+    "load_bytes": "Bytes of those loads.",
+    "load_s": "Time that those loads took.",
+    "not_compared": "Sampled hits that were not loaded and compared.",
+    "compared_bytes": "Bytes that were loaded and compared with the computed KV.",
+    "differing_rows": "Loaded rows that are not equal to the computed KV to the last bit.",
+}
+"""Fields of an engine in shadow mode (gauges: they end with its connection)."""
+
+SHADOW_GROUP: Final = "Largest difference between a loaded value and the computed one."
+
 GROUP_GAUGES: Final[dict[str, str]] = {
     "row_bytes": "Size of a row, all shards together.",
     "rows": "Readable rows.",

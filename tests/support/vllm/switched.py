@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvass.connectors.vllm import KvassConnector
-from kvass.connectors.vllm.adapt import KVConnectorTransferResults, StepMetadata
+from kvass.connectors.vllm.adapt import (
+    KVConnectorBase_V1,
+    KVConnectorTransferResults,
+    StepMetadata,
+)
+from kvass.connectors.vllm.connector import KvassConnector
+from kvass.connectors.vllm.shadow_connector import ShadowConnector
 from tests.support.vllm.process import OFF
 
 _off = False  # of this process, which has both halves of the connector
@@ -43,30 +48,36 @@ NEUTRAL: Final[dict[str, Callable[..., Any]]] = {
 """What a connector answers that does nothing."""
 
 
-class SwitchedConnector(KvassConnector):
-    """``KvassConnector``, or a connector that does nothing."""
+def _switched(base: type[KvassConnector], name: str) -> Callable[..., Any]:
+    hook, neutral = getattr(base, name), NEUTRAL[name]
 
-    def on_new_request(self, request: Any) -> None:
-        global _off
-        _off = OFF in (request.kv_transfer_params or {})
-        if not _off:
-            super().on_new_request(request)
-
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        if _off:
-            super(KvassConnector, self).bind_connector_metadata(connector_metadata)
-        else:
-            super().bind_connector_metadata(connector_metadata)
-
-
-def _switched(name: str, neutral: Callable[..., Any]) -> Callable[..., Any]:
-    hook = getattr(KvassConnector, name)
-
-    def switched(self: SwitchedConnector, *args: Any, **kwargs: Any) -> Any:
+    def switched(self: KvassConnector, *args: Any, **kwargs: Any) -> Any:
         return neutral(*args, **kwargs) if _off else hook(self, *args, **kwargs)
 
     return switched
 
 
-for _name, _neutral in NEUTRAL.items():
-    setattr(SwitchedConnector, _name, _switched(_name, _neutral))
+def switched(base: type[KvassConnector]) -> type[KvassConnector]:
+    """``base``, or a connector that does nothing."""
+
+    class Switched(base):  # type: ignore[misc, valid-type]
+        def on_new_request(self, request: Any) -> None:
+            global _off
+            _off = OFF in (request.kv_transfer_params or {})
+            if not _off:
+                super().on_new_request(request)
+
+        def bind_connector_metadata(self, connector_metadata: Any) -> None:
+            if _off:
+                KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)
+            else:
+                super().bind_connector_metadata(connector_metadata)
+
+    for name in NEUTRAL:
+        setattr(Switched, name, _switched(base, name))
+    return Switched
+
+
+SwitchedConnector = switched(KvassConnector)
+SwitchedShadow = switched(ShadowConnector)
+"""For an engine with the option ``kvass.shadow``."""
