@@ -34,6 +34,13 @@ def said(daemon: Daemon, capsys: Captured, *argv: str) -> tuple[int, list[str]]:
     return status, capsys.readouterr().out.splitlines()
 
 
+@pytest.fixture
+def own_fields(tmp_path: Path) -> dict[str, Any]:
+    """The status of a daemon of this test alone."""
+    with running_daemon(tmp_path, "16MiB") as daemon:
+        return daemon.status()
+
+
 def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "disk").mkdir()
     tier = f"disk:{tmp_path}/disk?capacity=16MiB"
@@ -72,6 +79,28 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         assert fields["counters"]["lapsed_leases"] == 0, "zeros are there"
         _, lines = said(daemon, capsys, "top", "--times", "2", "--every", "0.1")
         assert any(line.startswith("now      ") for line in lines)
+
+
+def test_an_engine_in_shadow_mode_says_what_kvass_would_save(own_fields: dict[str, Any]) -> None:
+    group = {"kind": "full", "group": 0, "largest_difference": 0.5, "at_value": 16.0}
+    shadow = {
+        "lookup_tokens": 4000,
+        "hit_tokens": 3000,
+        "saved_s": 90.0,
+        "not_compared": 1,
+        "loads": 2,
+        "load_bytes": 3 << 20,
+        "load_s": 0.25,
+        "groups": [group],
+    }
+    engine = {"instance": "e", "model": "m", "ranks": 1, "missing_ranks": [], "uids": [0]}
+    own_fields["engines"] = [{**engine, "shadow": shadow}, {**engine, "shadow": None}]
+    text = " ".join(" ".join(report(own_fields)).split())
+    assert (
+        "shadow e: would hit 3,000 of 4,000 tokens (75.0 %) and save 1m30s of prefill; 2 loads of "
+        "3.0 MiB took 0.25 s; largest difference: full 0.5 at a value of 16; 1 hits not compared"
+    ) in text
+    assert text.count("shadow") == 1
 
 
 def test_an_engine_that_waits_for_a_rank_and_a_tier_without_room(

@@ -78,6 +78,20 @@ def test_every_declared_metric_is_there(daemon: Daemon) -> None:
     assert {f"kvass_tier_{name}_total" for name in declared.TIER_COUNTERS} <= names
 
 
+def test_engines_in_shadow_mode_have_metrics(daemon: Daemon) -> None:
+    fields = daemon.status()
+    assert not any("shadow" in name for name, _ in samples(fields))
+    figures = dict.fromkeys(declared.SHADOW, 3)
+    for largest in (0.5, 0.25):
+        groups = [{"group": 1, "largest_difference": largest}]
+        shadow = {**figures, "groups": groups}
+        fields["engines"].append({**fields["engines"][0], "model": "m", "shadow": shadow})
+    seen, model = samples(fields), ("model", "m")
+    assert seen["kvass_shadow_hit_tokens", (model,)] == 6
+    assert seen["kvass_shadow_saved_seconds", (model,)] == 6
+    assert total(seen, "kvass_shadow_largest_difference", model="m", group="1") == 0.5
+
+
 def test_figures_are_the_status(daemon: Daemon) -> None:
     fields = daemon.status()
     seen = samples(fields)

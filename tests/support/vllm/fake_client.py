@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvass.client.lookups import PENDING, Match, Pending
 from kvass.client.scheduler import Reserving
-from kvass.messages import Grant, Granted, Register, ReserveItem
+from kvass.messages import Grant, Granted, Register, ReserveItem, ShadowReport
 from kvass.types import Slots
 
 
@@ -54,6 +54,8 @@ class FakeClient:
         self.handed: list[int] = []
         self.steps = self.generations = 0
         self.counters: Counter[str] = Counter()
+        self.shadow: ShadowReport | None = None
+        """The last report of shadow mode."""
         self._next = 0
 
     def start(self) -> None:
@@ -187,6 +189,11 @@ class FakeClient:
         assert all(reservation in self.writing for reservation in reservations)
         self.handed += [*leases, *reservations]
         return True
+
+    def report_shadow(self, report: ShadowReport) -> bool:
+        """Keep the report."""
+        self.shadow = report
+        return self.connected
 
     def clear(self, timeout_s: float) -> bool:
         """Forget every row."""

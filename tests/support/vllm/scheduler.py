@@ -359,10 +359,12 @@ class SchedulerHarness:
         received: Iterable[str] = (),
         failed: Iterable[str] = (),
         adapters: Mapping[int, Any] | None = None,
+        compared: Sequence[Any] = (),
     ) -> None:
         """Give the scheduler the model's answer to ``output`` (``tokens`` for each request that
         samples) and the workers' reports: steps whose stores are settled (by one rank, or by so
-        many), loads that ended or failed, adapters (None: those of ``lora``)."""
+        many), loads that ended or failed, adapters (None: those of ``lora``), and what shadow mode
+        ``compared``."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvass.connectors.vllm.adapt import StepReport
@@ -378,7 +380,9 @@ class SchedulerHarness:
         steps = dict(reported) if isinstance(reported, Mapping) else dict.fromkeys(reported, 1)
         self.open_steps = [step for step in self.open_steps if step not in steps]
         ended = set(received) | set(failed)
-        report: Any = StepReport(steps, dict(adapters)) if steps or adapters else None
+        report: Any = None
+        if steps or adapters or compared:
+            report = StepReport(steps, dict(adapters), list(compared))
         if self._multi and report is not None:
             others = len(self.connector._connectors) - 1
             report = multi.MultiKVConnectorWorkerMetadata(metadata=(report, *[None] * others))

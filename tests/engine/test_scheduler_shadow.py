@@ -1,0 +1,181 @@
+"""Shadow mode in vLLM's real schedulers: the engine is never told of a hit and never waits, each
+lease is handed over or released, and the figures are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvass.connectors.vllm.shadow_connector import ShadowConnector
+from kvass.engine.shadow import FIRST_LENGTH, SpeedByLength
+from kvass.engine.step_work import Compared, GroupCompared
+from kvass.errors import ConfigError
+from kvass.messages import ShadowReport
+from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.scheduler import SchedulerHarness, make_configs, read_setup, rig
+
+PROMPT = range(100)
+HIT = 96
+"""All whole chunks of the prompt."""
+SHADOW: dict[str, object] = {"kvass.shadow": True}
+
+
+def stored(**options: Any) -> tuple[FakeClient, SchedulerHarness]:
+    """A world in shadow mode whose daemon holds all whole chunks of the prompt."""
+    client, world = rig(options={**SHADOW, **options.pop("options", {})}, **options)
+    world.add("writer", PROMPT, max_tokens=1)
+    world.run(client)
+    assert world.scheduler.reset_prefix_cache()
+    client.lookups.clear()
+    client.handed.clear()
+    return client, world
+
+
+def settled(client: FakeClient, world: SchedulerHarness) -> None:
+    """Nothing is owed, held or used any more."""
+    assert not client.held
+    assert not client.taken
+    assert world.free_blocks == world.pool.num_gpu_blocks - 1
+
+
+def report(client: FakeClient) -> ShadowReport:
+    """The last report."""
+    assert client.shadow is not None
+    return client.shadow
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_hit_is_computed_and_its_blocks_are_compared(asynchronous: bool) -> None:
+    client, world = stored(asynchronous=asynchronous)
+    world.add("b", PROMPT)
+    output, work = world.schedule()
+    assert output.num_scheduled_tokens == {"b": 100}
+    assert work.loads == []
+    (check,) = work.checks
+    table = world.scheduler.kv_cache_manager.get_block_ids("b")[0]
+    assert check.load.blocks == (tuple(table[:6]),)
+    assert (check.chunks, check.computed, check.step) == (3, work.number, work.step)
+    assert client.handed == [check.load.lease]
+    held = world.free_blocks
+    world.finish(output)
+    world.abort("b")
+    assert world.free_blocks - held < 7, "the blocks of the check stay held"
+    found = (GroupCompared(rows=3, bytes=300, differing_rows=1, largest_difference=0.5, chunk=2),)
+    result = Compared("b", 0, load_bytes=300, load_s=0.25, groups=found)
+    output, _ = world.schedule()
+    world.finish(output, reported=list(world.open_steps), compared=[result])
+    world.run(client)
+    shown = report(client)
+    assert (shown.lookups, shown.lookup_tokens, shown.hit_tokens) == (2, 2 * HIT, HIT)
+    assert (shown.loads, shown.load_bytes, shown.load_s, shown.not_compared) == (1, 300, 0.25, 0)
+    assert (shown.groups[0].differing_rows, shown.groups[0].largest_difference) == (1, 0.5)
+    settled(client, world)
+
+
+def test_the_check_waits_for_the_step_that_computes_the_hits_end() -> None:
+    client, world = stored(batched=64)
+    world.add("b", PROMPT)
+    output, work = world.schedule()
+    assert (output.num_scheduled_tokens, work.checks) == ({"b": 64}, [])
+    assert client.held
+    world.finish(output, reported=list(world.open_steps))
+    _, work = world.schedule()
+    assert len(work.checks) == 1
+    assert not client.held
+
+
+def test_a_pending_lookup_delays_nothing_and_is_compared_later() -> None:
+    client, world = stored()
+    client.pending = 3
+    world.add("b", PROMPT, max_tokens=8)
+    seen = []
+    for _ in range(8):
+        output, work = world.schedule()
+        seen.append((sum(output.num_scheduled_tokens.values()), len(work.checks)))
+        world.finish(output, reported=list(world.open_steps))
+    assert seen[0] == (100, 0)
+    assert sum(checks for _, checks in seen) == 1
+    world.run(client)
+    assert report(client).hit_tokens == HIT
+    settled(client, world)
+
+
+def test_a_request_that_ends_before_its_hit_is_computed_gives_its_lease_back() -> None:
+    client, world = stored(batched=32)
+    world.add("b", PROMPT)
+    world.step()
+    assert client.held
+    world.abort("b")
+    world.run(client)
+    world.add("c", range(1000, 1010), max_tokens=1)
+    world.run(client)
+    assert report(client).not_compared == 1
+    settled(client, world)
+
+
+def test_a_step_that_could_not_be_handed_over_has_no_checks() -> None:
+    client, world = stored()
+    client.deaf = True
+    world.add("b", PROMPT, max_tokens=2)
+    _, work = world.schedule()
+    assert work.checks == work.stores == []
+    assert len(client.released) == 1
+    assert not client.taken
+
+
+def test_a_sample_of_no_hits_is_compared_and_all_are_counted() -> None:
+    client, world = stored(options={"kvass.shadow": 0.4})
+    checks = 0
+    for number in range(5):
+        world.add(f"r{number}", PROMPT, max_tokens=1)
+        work = world.step()
+        checks += len(work.checks)
+        world.run(client)
+        assert world.scheduler.reset_prefix_cache()
+    assert checks == 2
+    assert report(client).hit_tokens == 5 * HIT
+    settled(client, world)
+
+
+def test_a_rank_that_could_not_load_counts_as_not_compared() -> None:
+    client, world = stored()
+    world.add("b", PROMPT, max_tokens=1)
+    output, _ = world.schedule()
+    failed = [Compared("b", rank, error="late") for rank in range(2)]
+    world.finish(output, reported=list(world.open_steps), compared=failed)
+    world.run(client)
+    assert (report(client).not_compared, report(client).loads) == (1, 0)
+
+
+def test_the_engine_gets_the_shadow_connector_and_keeps_its_policy() -> None:
+    config, caches = make_configs(options=SHADOW)
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    world = SchedulerHarness(FakeClient(), configs=(config, caches))
+    assert type(world.connector) is ShadowConnector
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, "yes"])
+def test_another_share_is_an_error(value: object) -> None:
+    with pytest.raises(ConfigError, match="shadow"):
+        read_setup(*make_configs(options={"kvass.shadow": value}))
+
+
+def test_shadow_mode_excludes_blend() -> None:
+    with pytest.raises(ConfigError, match=r"kvass\.shadow does not work with kvass\.blend"):
+        read_setup(*make_configs(options={**SHADOW, "kvass.blend": "all"}))
+
+
+def test_the_speed_is_measured_by_position() -> None:
+    speed = SpeedByLength()
+    assert speed.seconds(0, 100) is None
+    for now_s, tokens, position in (
+        *((0.0, 500, 100), (1.0, 0, 0), (2.0, 0, 0)),  # 500 tokens a second at the beginning
+        *((2.0, 500, 3 * FIRST_LENGTH), (7.0, 0, 0), (9.0, 0, 0)),  # 100 further on
+    ):
+        speed.step(tokens, position, now_s)
+    assert speed.seconds(0, 500) == 1.0
+    late = 2 * FIRST_LENGTH
+    assert speed.seconds(late, late + 100) == 1.0
+    assert speed.seconds(16 * FIRST_LENGTH, 16 * FIRST_LENGTH + 200) == 2.0, "the nearest range"
