@@ -200,6 +200,11 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
     def __len__(self) -> int:
         return len(self.slot) // 4
 
+    def last(self, rows: int) -> Slots:
+        """The last ``rows`` rows."""
+        begin = len(self) - rows
+        return Slots(self.extents, self.set_[2 * begin :], self.slot[4 * begin :])
+
     def offsets(self, shard: int, shard_bytes: int) -> I64Array:
         """Byte offset in the arena of ``shard`` of each row: int64, shape ``(len(self),)``."""
         import numpy as np

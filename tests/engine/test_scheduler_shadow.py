@@ -138,6 +138,17 @@ def test_a_sample_of_no_hits_is_compared_and_all_are_counted() -> None:
     settled(client, world)
 
 
+def test_a_check_holds_a_quarter_of_the_blocks_at_most() -> None:
+    client, world = stored(blocks=17)
+    world.add("b", PROMPT, max_tokens=2)
+    _, work = world.schedule()
+    (check,) = work.checks
+    table = world.scheduler.kv_cache_manager.get_block_ids("b")[0]
+    assert check.load.blocks == (tuple(table[2:6]),), "the last two of three rows"
+    assert [len(slots) for slots in check.load.slots] == [2]
+    assert client.handed == [check.load.lease]
+
+
 def test_a_rank_that_could_not_load_counts_as_not_compared() -> None:
     client, world = stored()
     world.add("b", PROMPT, max_tokens=1)

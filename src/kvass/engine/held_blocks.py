@@ -7,7 +7,7 @@ Laws of this file:
   step.
 - If a copy hangs, its blocks stay held, but the engine stops waiting for them.
 - Pending reserves and ended requests together keep at most 1 / ``POOL_SHARE`` of the pool's blocks
-  from being free.
+  from being free. A check of shadow mode holds no more than that, together with the stores.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ class CopiedBlocks:
             if one.reports >= self._ranks:
                 del self._steps[step]
                 self._pool.free(one.blocks)
+
+    @property
+    def count(self) -> int:
+        """How many blocks are held; one that is held twice counts twice."""
+        return sum(len(one.blocks) for one in self._steps.values())
 
     @property
     def awaited(self) -> bool:

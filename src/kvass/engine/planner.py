@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -29,7 +28,7 @@ from kvass.engine.request_state import Answer, LoadState, RequestState
 from kvass.engine.reserves import OfferAnswered
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
-from kvass.engine.step_work import Check, Load, StepWork
+from kvass.engine.step_work import Check, Load, StepWork, comparable
 from kvass.engine.stores import StorePlanner
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, Table
@@ -281,19 +280,18 @@ class Planner:
         if match is None or state.answer is None:
             return None
         load = self._load(state, match, table, state.answer.end - state.answer.local)
-        if load is not None:
-            pairs = zip(load.blocks, load.skip, strict=True)
-            blocks = tuple(ids if all(ids[skip:]) else () for ids, skip in pairs)
-            if any(blocks) and time.monotonic() < match.deadline_s:
-                return Check(
-                    step=self._stores.hold(work, blocks, match.deadline_s),
-                    load=replace(load, blocks=blocks),
-                    chunks=-(-end // self._setup.chunk_tokens),
-                    computed=work.number,
-                    first_step=state.first_step,
-                )
-        self._client.release(match.boot, match.lease)
-        return None
+        if load is not None and time.monotonic() < match.deadline_s:
+            load = comparable(load, self._stores.room_for_checks())
+        if load is None or not any(load.blocks):
+            self._client.release(match.boot, match.lease)
+            return None
+        return Check(
+            step=self._stores.hold(work, load.blocks, match.deadline_s),
+            load=load,
+            chunks=-(-end // self._setup.chunk_tokens),
+            computed=work.number,
+            first_step=state.first_step,
+        )
 
     def _expect_events(self, state: RequestState, match: Match) -> None:
         """Announce the rows of ``match`` in KV events as soon as they are loaded."""

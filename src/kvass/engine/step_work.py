@@ -6,7 +6,7 @@ by layer group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from kvass.layout.spans import Blocks
@@ -81,6 +81,22 @@ class Check:
     chunks: int
     computed: int
     first_step: int = 0
+
+
+def comparable(load: Load, most: int) -> Load:
+    """The part of ``load`` that a check can compare, with at most ``most`` blocks: the last rows of
+    each group. A group has no blocks if one of them was freed or may change."""
+    blocks, slots, skips = list(load.blocks), list(load.slots), list(load.skip)
+    share = most // max(1, len(blocks))
+    for group, (ids, rows, skip) in enumerate(zip(load.blocks, load.slots, load.skip, strict=True)):
+        each = -(-len(ids) // max(1, len(rows)))
+        kept = min(len(rows), share // max(1, each))
+        if not all(ids[skip:]) or not kept:
+            blocks[group], skips[group] = (), 0
+        elif kept < len(rows):
+            dropped = (len(rows) - kept) * each
+            blocks[group], slots[group], skips[group] = ids[dropped:], rows.last(kept), 0
+    return replace(load, blocks=tuple(blocks), slots=tuple(slots), skip=tuple(skips))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvass.engine.ended_requests import (
     EndedRequests,
 )
 from kvass.engine.granted_stores import GrantedStores
-from kvass.engine.held_blocks import CopiedBlocks, freed_by_giving_up
+from kvass.engine.held_blocks import POOL_SHARE, CopiedBlocks, freed_by_giving_up
 from kvass.engine.offers import OfferMaker, StepOffers, fits_a_step
 from kvass.engine.protocols import BlockPool, Step
 from kvass.engine.request_state import RequestState
@@ -184,6 +184,11 @@ class StorePlanner:
     def hold(self, work: StepWork, blocks: Blocks, deadline_s: float) -> int:
         """As ``GrantedStores.hold``."""
         return self._granted.hold(work, blocks, deadline_s)
+
+    def room_for_checks(self) -> int:
+        """How many blocks a check may hold: with those that are being copied, at most a share of
+        the pool (``held_blocks.POOL_SHARE``)."""
+        return max(0, self._pool.blocks // POOL_SHARE - self._blocks.count)
 
     def revoke(self, work: StepWork) -> None:
         """Remove the stores from a step's work."""
