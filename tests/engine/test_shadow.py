@@ -172,13 +172,3 @@ def test_one_flipped_byte_is_reported_with_its_row(tmp_path: Path) -> None:
     log = (tmp_path / "one" / "engine.log").read_text()
     (row,) = re.findall(r"namespace (\w+), group (\d+) \(full\), chunk (\d+) of request", log)
     assert row == (namespace["namespace"], "0", "0")
-
-
-def test_a_sample_is_compared_and_all_is_counted(tmp_path: Path) -> None:
-    family = FAMILIES[0]
-    (tokens, *_) = trace(family)
-    with engine(family, tmp_path / "one", **{"kvass.shadow": 0.5}) as (one, daemon):
-        run(one, [tokens] * 5)
-        found = shadow_of(daemon, 5)
-    assert (found["sampled"], found["loads"]) == (0.5, 2)
-    assert found["hit_tokens"] == 4 * 992
