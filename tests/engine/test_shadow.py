@@ -31,8 +31,8 @@ pytestmark = pytest.mark.engine
 @dataclass(frozen=True)
 class Family:
     """A family of models. ``kinds``: of its layer groups. ``branches``: whether a prompt's KV does
-    not depend on what follows. vLLM's MLA on a CPU breaks that: shadow mode finds differences as
-    large as the values between prompts that only begin alike, in one engine without any load."""
+    not depend on how many tokens follow. Of MLA on a CPU it does, also without kvass: vLLM computes
+    other KV for some tokens in a step of another size."""
 
     name: str
     shape: Sizes
