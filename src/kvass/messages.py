@@ -46,9 +46,9 @@ from kvass.types import (
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ()
-"""Optional abilities, which both sides must name to use one. There are none yet: all that is here
-belongs to protocol 1."""
+FEATURES: Final[tuple[str, ...]] = ("explain",)
+"""Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
+``explain``: the messages ``LookupNotes`` and ``Explain``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -150,6 +150,11 @@ class Lookup(Message, tag="lookup"):
     another. ``first_blocks``: hashes of the first blocks of chunk ``first``, which ``digests`` has;
     those of them that some row of L1 has match if no chunk does. ``writing``: wait for rows that
     engines are writing, as for tiers, within the same budget.
+
+    ``prompt_tokens``, ``local_tokens``: of the request, and those of them that the engine's own
+    cache has; for ``Explain`` only. ``if_absent``: the reason that the engine knows in case that
+    the match ends at chunk ``absent_chunk`` and the daemon knows no other reason: ``other_salt``,
+    ``other_adapter`` or ``engine_busy``.
     """
 
     request: Name
@@ -165,6 +170,10 @@ class Lookup(Message, tag="lookup"):
     again: bool = False
     writing: bool = False
     first_blocks: Digests = b""
+    prompt_tokens: Int64 = 0
+    local_tokens: Int64 = 0
+    if_absent: Name = ""
+    absent_chunk: Int32 = 0
 
 
 class Promoting(Message, tag="promoting"):
@@ -205,6 +214,9 @@ class Matched(Message, tag="matched"):
     ``blocks``: how many of ``Lookup.blocks`` match too. Then ``slots[g]`` have one more row, of
     which only the first ``blocks`` blocks may be read, and there is a lease even if ``chunks`` is
     ``first``.
+
+    ``why``: why no more matched; empty if all did, or to a lookup ``again``. docs/explain.md has
+    the reasons.
     """
 
     boot: bytes = b""
@@ -216,6 +228,31 @@ class Matched(Message, tag="matched"):
     slots: tuple[Slots, ...] = ()
     spare: int = 0
     blocks: int = 0
+    why: str = ""
+
+
+class LookupNote(msgspec.Struct, omit_defaults=True):
+    """What an engine tells of a request's lookup that the daemon cannot know. ``when_s``: when it
+    ended (CLOCK_MONOTONIC). ``prompt_tokens``, ``local_tokens`` as in ``Lookup``. ``why``: the
+    reason, as ``Matched.why``. ``detail``: more about the reason."""
+
+    request: Name
+    why: Name
+    when_s: Seconds = 0.0
+    prompt_tokens: Int64 = 0
+    local_tokens: Int64 = 0
+    detail: Name = ""
+
+
+MOST_NOTES: Final = 256
+
+
+class LookupNotes(Message, tag="lookup_notes"):
+    """One-way, from a scheduler: lookups that the daemon did not answer, or whose answer the engine
+    could not use. Feature ``explain``."""
+
+    boot: ShortBytes
+    notes: Annotated[tuple[LookupNote, ...], Meta(max_length=MOST_NOTES)] = ()
 
 
 class Release(Message, tag="release"):
@@ -465,6 +502,23 @@ class StatusReply(Message, tag="status_reply"):
     fields: dict[str, Any] = {}
 
 
+class Explain(Message, tag="explain"):
+    """Ask for the last ``limit`` lookups, and why they did not match more. Feature ``explain``.
+
+    ``engine``: the beginning of an instance's id, or a part of a model's name. ``request``: a part
+    of a request's id. Empty: of all."""
+
+    engine: Name = ""
+    request: Name = ""
+    limit: Int32 = 20
+
+
+class Explained(Message, tag="explained"):
+    """Answer to ``Explain``, the oldest first. Each has JSON-able fields (docs/explain.md)."""
+
+    lookups: tuple[dict[str, Any], ...] = ()
+
+
 class Populated(Message, tag="populated"):
     """Pushed to sessions that mapped the arena: the daemon has faulted in its first ``bytes``."""
 
@@ -494,8 +548,9 @@ Request = (
     | SetQuota
     | Removals
     | Status
+    | Explain
 )
-OneWay = Release | Commit | Abort | HandedOver
+OneWay = Release | Commit | Abort | HandedOver | LookupNotes
 FromClient = Request | OneWay
 FromDaemon = (
     Welcome
@@ -511,6 +566,7 @@ FromDaemon = (
     | QuotaSet
     | Removed
     | StatusReply
+    | Explained
     | Populated
     | Error
 )
