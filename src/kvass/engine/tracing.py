@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 REQUEST: Final = "gen_ai.request.id"
 """The attribute with the request's id, as in vLLM's own spans."""
+ENDED_BY: Final = "kvass.ended_by"
+"""The attribute with the reason for which the match was not longer."""
 INTERNAL: Final = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}")
 """vLLM's internal id of a request. It adds a prefix to the user's id if the request has several
 outputs, and a random suffix. vLLM's own spans have the id without both."""
@@ -91,11 +93,14 @@ class Tracing:
         """The lookup of a request waits for tiers. Only the first call of a lookup counts."""
         self._promotion_began.setdefault(request, time.time_ns())
 
-    def lookup_ended(self, request: Request, tokens: int, hit: int) -> None:
-        """The lookup of ``request`` was answered: ``hit`` of ``tokens`` looked-up tokens."""
+    def lookup_ended(self, request: Request, tokens: int, hit: int, why: str = "") -> None:
+        """The lookup of ``request`` was answered: ``hit`` of ``tokens`` looked-up tokens. ``why``:
+        why no more matched (docs/explain.md); empty if all did."""
         now, promoting = time.time_ns(), self._promotion_began.pop(request.name, 0)
         began = self._lookup_began.pop(request.name, now)
-        figures = {"kvass.lookup_tokens": tokens, "kvass.hit_tokens": hit}
+        figures: dict[str, Any] = {"kvass.lookup_tokens": tokens, "kvass.hit_tokens": hit}
+        if why:
+            figures[ENDED_BY] = why
         lookup = self._span("kvass.lookup", request.name, request.trace, began, now, figures)
         if promoting:
             parent = self._trace.set_span_in_context(lookup)
