@@ -47,9 +47,9 @@ from kvass.types import (
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ("shadow",)
-"""Optional abilities, which both sides must name to use one. ``shadow``: the daemon takes a
-``ShadowReport``. All the rest belongs to protocol 1."""
+FEATURES: Final[tuple[str, ...]] = ("explain", "shadow")
+"""Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
+``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -152,6 +152,11 @@ class Lookup(Message, tag="lookup"):
     those of them that some row of L1 has match if no chunk does. ``writing``: wait for rows that
     engines are writing, as for tiers, within the same budget. ``shadow``: the engine computes all
     tokens itself (``ShadowReport``), so the lookup counts in nobody's figures.
+
+    ``prompt_tokens``, ``local_tokens``: of the request, and those of them that the engine's own
+    cache has; for ``Explain`` only. ``if_absent``: the reason that the engine knows in case that
+    the match ends at chunk ``absent_chunk`` and the daemon knows no other reason: ``other_salt``,
+    ``other_adapter`` or ``engine_busy``.
     """
 
     request: Name
@@ -167,6 +172,10 @@ class Lookup(Message, tag="lookup"):
     again: bool = False
     writing: bool = False
     first_blocks: Digests = b""
+    prompt_tokens: Int64 = 0
+    local_tokens: Int64 = 0
+    if_absent: Name = ""
+    absent_chunk: Int32 = 0
     shadow: bool = False
 
 
@@ -208,6 +217,9 @@ class Matched(Message, tag="matched"):
     ``blocks``: how many of ``Lookup.blocks`` match too. Then ``slots[g]`` have one more row, of
     which only the first ``blocks`` blocks may be read, and there is a lease even if ``chunks`` is
     ``first``.
+
+    ``why``: why no more matched; empty if all did, or to a lookup ``again``. docs/explain.md has
+    the reasons.
     """
 
     boot: bytes = b""
@@ -219,6 +231,31 @@ class Matched(Message, tag="matched"):
     slots: tuple[Slots, ...] = ()
     spare: int = 0
     blocks: int = 0
+    why: str = ""
+
+
+class LookupNote(msgspec.Struct, omit_defaults=True):
+    """What an engine tells of a request's lookup that the daemon cannot know. ``when_s``: when it
+    ended (CLOCK_MONOTONIC). ``prompt_tokens``, ``local_tokens`` as in ``Lookup``. ``why``: the
+    reason, as ``Matched.why``. ``detail``: more about the reason."""
+
+    request: Name
+    why: Name
+    when_s: Seconds = 0.0
+    prompt_tokens: Int64 = 0
+    local_tokens: Int64 = 0
+    detail: Name = ""
+
+
+MOST_NOTES: Final = 256
+
+
+class LookupNotes(Message, tag="lookup_notes"):
+    """One-way, from a scheduler: lookups that the daemon did not answer, or whose answer the engine
+    could not use. Feature ``explain``."""
+
+    boot: ShortBytes
+    notes: Annotated[tuple[LookupNote, ...], Meta(max_length=MOST_NOTES)] = ()
 
 
 class Release(Message, tag="release"):
@@ -507,6 +544,27 @@ class StatusReply(Message, tag="status_reply"):
     fields: dict[str, Any] = {}
 
 
+MOST_EXPLAINED: Final = 1024
+
+
+class Explain(Message, tag="explain"):
+    """Ask for the last ``limit`` lookups (at most ``MOST_EXPLAINED``), and why they did not match
+    more. Feature ``explain``.
+
+    ``engine``: the beginning of an instance's id, or a part of a model's name. ``request``: a part
+    of a request's id. Empty: of all."""
+
+    engine: Name = ""
+    request: Name = ""
+    limit: Int32 = 20
+
+
+class Explained(Message, tag="explained"):
+    """Answer to ``Explain``, the oldest first. Each has JSON-able fields (docs/explain.md)."""
+
+    lookups: tuple[dict[str, Any], ...] = ()
+
+
 class Populated(Message, tag="populated"):
     """Pushed to sessions that mapped the arena: the daemon has faulted in its first ``bytes``."""
 
@@ -536,8 +594,9 @@ Request = (
     | SetQuota
     | Removals
     | Status
+    | Explain
 )
-OneWay = Release | Commit | Abort | HandedOver | ShadowReport
+OneWay = Release | Commit | Abort | HandedOver | LookupNotes | ShadowReport
 FromClient = Request | OneWay
 FromDaemon = (
     Welcome
@@ -553,6 +612,7 @@ FromDaemon = (
     | QuotaSet
     | Removed
     | StatusReply
+    | Explained
     | Populated
     | Error
 )

@@ -132,7 +132,7 @@ def test_a8_a_client_out_of_range_is_refused_by_the_real_daemon(
 def test_a_daemon_without_a_feature_works_with_a_client_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No feature exists yet: this one is made up."""
+    """This feature is made up."""
     monkeypatch.setattr(session, "FEATURES", ("made_up",))
     with running_daemon(tmp_path, "1MiB") as daemon, Client(daemon.socket) as client:
         assert client.connect(PATIENCE_S).features == ()

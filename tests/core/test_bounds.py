@@ -172,6 +172,8 @@ class World:
             m.Removals(seq=3, since=1, width=WIDTH, present=(blob, blob, blob)),
             m.Ping(seq=3),
             m.Status(seq=3),
+            m.LookupNotes(notes=(m.LookupNote(request="r", why="no_daemon"),), **boot),
+            m.Explain(seq=3),
             m.Clear(seq=3),
             m.SetQuota(seq=3, quota=Quota("t", 5, 1)),
             m.EmptyTier(seq=3, tier="t"),

@@ -44,6 +44,10 @@ class Prompt:
     tenant: str = ""
     trace: str = ""
     adapter: Adapter | None = None
+    salt: str = ""
+
+    def first_tokens(self, count: int) -> bytes:
+        return struct.pack(f"{count}I", *self.tokens[:count]) if count <= len(self.tokens) else b""
 
     @property
     def known_tokens(self) -> int:

@@ -223,6 +223,31 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     ),
     "status": m.Status(seq=8),
     "status_reply": m.StatusReply(seq=8, fields={"rows": 1, "share": 0.5, "groups": [{"a": "b"}]}),
+    "lookup.explain": m.Lookup(
+        seq=3,
+        request="r-1",
+        digests=b"",
+        prompt_tokens=1000,
+        local_tokens=32,
+        if_absent="other_salt",
+        absent_chunk=1,
+    ),
+    "matched.explain": m.Matched(seq=3, boot=BOOT, why="evicted"),
+    "lookup_notes": m.LookupNotes(
+        boot=BOOT,
+        notes=(
+            m.LookupNote(
+                request="r-1",
+                why="no_daemon",
+                when_s=12345.5,
+                prompt_tokens=1000,
+                local_tokens=32,
+                detail="d",
+            ),
+        ),
+    ),
+    "explain": m.Explain(seq=12, engine="e", request="r-1", limit=5),
+    "explained": m.Explained(seq=12, lookups=({"request": "r-1", "age_s": 0.5},)),
     "populated": m.Populated(bytes=1 << 30),
     "error": m.Error(seq=9, code="bad_value", text="readers: no", fatal=True),
 }
@@ -232,14 +257,8 @@ STRUCTS: Final[dict[str, type[msgspec.Struct]]] = {
     **{
         kind.__name__: kind
         for kind in (
-            m.ReserveItem,
-            m.Grant,
-            m.Segment,
-            m.ShadowGroup,
-            GroupLayout,
-            Quota,
-            RankLayout,
-            Slots,
+            *(m.ReserveItem, m.Grant, m.Segment, m.LookupNote, m.ShadowGroup),
+            *(GroupLayout, Quota, RankLayout, Slots),
         )
     },
 }

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvass.client.client import bounded
 from kvass.client.endpoint import Endpoint
@@ -31,6 +31,18 @@ the rows that the hit needs of group ``g``: those of its last ``len(slots[g])`` 
 BlockHashes = Callable[[int], bytes]
 """Takes a chunk's index. Returns the concatenated hashes of its first blocks, as far as a hit that
 ends inside this chunk may use them."""
+
+
+class LookupFacts(NamedTuple):
+    """What a lookup says of its request. The fields are those of ``messages.Lookup``."""
+
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    if_absent: str = ""
+    absent_chunk: int = 0
+
+
+NO_FACTS: Final = LookupFacts()
 
 
 class Pending:
@@ -82,6 +94,8 @@ class RequestLookup:
     blocks: int = 0
     start: int = 0
     match: Match | None = None
+    why: str = ""
+    """Why the match was not longer: ``Matched.why``, or a reason of this file."""
     give_up_s: float = 0.0
     """CLOCK_MONOTONIC until which the caller may get ``PENDING``; 0: nothing was sent yet."""
     acknowledged_by_s: float = 0.0
@@ -185,6 +199,11 @@ class Lookups:
         self.give_back(request)
         return taken
 
+    def ended_by(self, request: str) -> str:
+        """Why the last match of ``request`` was not longer; empty if nothing more could match."""
+        lookup = self._of.get(request)
+        return "" if lookup is None else lookup.why
+
     def give_back(self, request: str) -> None:
         """Give back the match of ``request``, discard its lookup and forget both. Idempotent."""
         if (lookup := self._of.pop(request, None)) is not None:
@@ -226,6 +245,7 @@ class Lookups:
         client, width = self._client, message.width
         if (session := client.session) is None:
             client.counters["unasked"] += message.first * width < len(message.digests)
+            lookup.why = "no_daemon"
             return 0.0
         message.digests = message.digests[: session.welcome.limits.keys_per_message * width]
         chunks = len(message.digests) // max(1, width)
@@ -233,6 +253,8 @@ class Lookups:
             message.blocks = blocks(chunks)
             if message.first < chunks:
                 message.first_blocks = blocks(message.first)
+        if not message.again:
+            lookup.why = ""
         if (message.first >= chunks or message.again) and not message.blocks:
             return 0.0
         if client.silent_s:
@@ -241,6 +263,7 @@ class Lookups:
             client.counters["timeouts"] += (
                 1  # the daemon is silent: waiting would only delay this request
             )
+            lookup.why = lookup.why or "no_answer"
             return 0.0
         message.readers, message.spare, message.writing = self._readers, self._spare, True
         message.shadow = self._shadow
@@ -254,6 +277,8 @@ class Lookups:
         if seq:
             lookup.move(LookupState.ASKED_AGAIN if message.again else LookupState.ASKED)
             lookup.seq = seq
+        else:
+            lookup.why = lookup.why or "not_sent"
         return 0.0 if client.silent_s else self._step.left_s
 
     def _patient(
@@ -283,6 +308,7 @@ class Lookups:
         try:
             reply = self._step.wait(client, lookup.seq, wait_s)
         except Unavailable:
+            lookup.why = "no_daemon"
             lookup.end(None)
             return None
         if reply is None:
@@ -293,6 +319,7 @@ class Lookups:
                 return PENDING
             client.counters["timeouts"] += 1
             client.discard(lookup.seq)
+            lookup.why = lookup.why or "no_answer"
             lookup.end(lookup.match)  # the match of the first lookup
             return None
         better, worse = self._checked(lookup, reply), lookup.match
@@ -307,8 +334,11 @@ class Lookups:
         """The match in ``reply``. None: it is a miss, an error, or does not fit the lookup."""
         if isinstance(reply, Error):
             self._client.refused(reply)
+            lookup.why = lookup.why or "refused"
             return None
         assert isinstance(reply, Matched)
+        if lookup.state is LookupState.ASKED:
+            lookup.why = reply.why
         assert lookup.session is not None
         if not (
             reply.boot == lookup.session.boot

@@ -27,6 +27,7 @@ REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.EmptyTier: m.Cleared,
     m.Removals: m.Removed,
     m.Status: m.StatusReply,
+    m.Explain: m.Explained,
 }
 
 

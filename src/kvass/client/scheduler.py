@@ -21,7 +21,15 @@ from typing import Final
 
 from kvass.client.client import bounded
 from kvass.client.endpoint import Endpoint
-from kvass.client.lookups import PENDING, BlockHashes, Lookups, Match, Pending
+from kvass.client.lookups import (
+    NO_FACTS,
+    PENDING,
+    BlockHashes,
+    LookupFacts,
+    Lookups,
+    Match,
+    Pending,
+)
 from kvass.client.reset import NamespaceReset
 from kvass.client.session import DaemonSession
 from kvass.client.step_budget import StepBudget
@@ -33,6 +41,8 @@ from kvass.messages import (
     Granted,
     HandedOver,
     Lookup,
+    LookupNote,
+    LookupNotes,
     Prefetch,
     Register,
     Release,
@@ -126,6 +136,7 @@ class SchedulerClient(Endpoint):
         prefill_tokens_s: float = 0.0,
         tenant: str = "",
         blocks: BlockHashes | None = None,
+        facts: LookupFacts = NO_FACTS,
     ) -> Match | Pending | None:
         """The match of ``request`` from chunk ``first`` on. None: a miss. ``PENDING``: call again.
 
@@ -134,12 +145,29 @@ class SchedulerClient(Endpoint):
         time left, it is released and looked up again. ``prefill_tokens_s``: what the engine
         computes per second, or 0; loading has to be faster. With ``blocks`` a match may end inside
         of a chunk. If it ends between chunk ``first`` and the last one, that takes a second lookup.
+        ``facts``: for the explanation of a miss.
         """
         if self._reset.pending:
             return None
         message = Lookup(request=request, digests=digests, width=width, first=first, tenant=tenant)
         message.prefill_tokens_s = bounded(prefill_tokens_s)
+        message.prompt_tokens, message.local_tokens = facts.prompt_tokens, facts.local_tokens
+        message.if_absent, message.absent_chunk = facts.if_absent, facts.absent_chunk
         return self.lookups.match(message, blocks)
+
+    def ended_by(self, request: str) -> str:
+        """Why the last answer to ``match`` was no longer match (docs/explain.md). Empty if nothing
+        more could match. Call it before ``take`` or ``give_back``."""
+        return "clearing" if self._reset.pending else self.lookups.ended_by(request)
+
+    def note_lookups(self, notes: Sequence[LookupNote]) -> bool:
+        """Send notes of lookups. False: there is no daemon now, so keep them. A daemon that does
+        not know such notes does not get them."""
+        if (session := self.session) is None:
+            return False
+        if "explain" not in session.welcome.features:
+            return True
+        return self.post(LookupNotes(boot=session.boot, notes=tuple(notes)), session)
 
     def take(self, request: str) -> Match | None:
         """The held match; the caller now owns its lease and must hand it over or release it. None

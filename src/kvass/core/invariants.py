@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvass.core.clients.lookup_log import ENGINES, ENTRIES
 from kvass.core.clients.tenants import MOST
 from kvass.core.pending.promotion import Promotion, Promotions, PromotionState
 from kvass.core.pending.tier_operations import Flushing, Loading, Probing
@@ -58,6 +59,15 @@ def validate(state: State) -> None:
     _sums(state)
     _instances(state)
     _segments(state)
+    _log(state)
+
+
+def _log(state: State) -> None:
+    """The log of lookups is bounded, and finds the last entry of a request."""
+    assert len(state.log.engines) <= ENGINES, "too many engines are in the log"
+    for engine in state.log.engines.values():
+        assert len(engine.entries) <= ENTRIES, "an engine has too many entries"
+        assert {id(e) for e in engine._newest.values()} <= {id(e) for e in engine.entries}
 
 
 def _behind(part: Settlement | Promotions, now: float) -> bool:

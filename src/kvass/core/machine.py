@@ -17,7 +17,16 @@ from kvass.core import effects, invariants
 from kvass.core import status as fields
 from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Effect, Event, SessionId
-from kvass.core.handlers import admission, clearing, reading, segments, sessions, shadow, writing
+from kvass.core.handlers import (
+    admission,
+    clearing,
+    explaining,
+    reading,
+    segments,
+    sessions,
+    shadow,
+    writing,
+)
 from kvass.core.pending.ledger import soonest
 from kvass.core.pending.tier_operations import NotingEpoch
 from kvass.core.rows.row_classes import Namespace
@@ -46,6 +55,8 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
     messages.Removals: reading.removals,
+    messages.LookupNotes: explaining.lookup_notes,
+    messages.Explain: explaining.explain,
     messages.Ping: lambda *_: Pong(),
     messages.Status: lambda state, *_: StatusReply(fields=fields.status(state)),
 }

@@ -119,14 +119,21 @@ NAMESPACE_COUNTERS: Final[dict[str, str]] = {
 }
 
 MISSES: Final[dict[str, str]] = {
-    "absent": "Neither L1 nor a tier that is up has them.",
+    "absent": "Neither L1 nor a tier that is up has them, and no other reason is known.",
+    "evicted": "L1 evicted them to make room, and no tier that is up has them.",
+    "over_quota": "L1 evicted them because their tenant had no more room.",
+    "not_stored": "An engine computed them, but its store was refused or did not finish.",
+    "other_namespace": "Only an engine with other settings or weights stored them.",
+    "other_salt": "The engine saw the beginning of the prompt under another salt only.",
+    "other_adapter": "The engine saw the beginning of the prompt with another adapter only.",
+    "engine_busy": "The engine computed them, but could not hold their blocks for the store.",
     "tier_down": "L1 does not have them, and a tier is down.",
     "not_waited": "Too many lookups waited already.",
     "not_worth_it": "Computing them is faster than loading them.",
     "no_room": "L1 had no room to load them.",
-    "load_failed": "A tier had them, but the load failed.",
+    "load_failed": "A tier had them, but a load failed.",
     "late": "The lookup timed out before the tiers or stores were done.",
-    "cleared": "They were cleared, or the engine's weights changed, while it waited.",
+    "cleared": "They were cleared, or the engine's weights changed.",
 }
 """Why a lookup missed tokens that it asked for."""
 

@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from kvass.core.clients.lookup_log import LookupLog
 from kvass.core.clients.registry import ClientSession, Instance, Refusal
 from kvass.core.clients.session_limits import SessionLimits
 from kvass.core.clients.traffic import Traffic
@@ -98,6 +99,7 @@ class State:
         """The last refused engines, by name, until they register."""
         self.messages: Counter[type[FromClient]] = Counter()
         """The number of received messages by kind, including refused ones."""
+        self.log = LookupLog()
         self.clears: list[Clearing] = []
         """The clears that have namespaces left to clear; the oldest is first."""
         self.populated_bytes = 0

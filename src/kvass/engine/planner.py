@@ -21,6 +21,7 @@ from kvass.client.scheduler import SchedulerClient
 from kvass.engine import tracing
 from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
 from kvass.engine.changes import OwnCache, WeightChanges
+from kvass.engine.explain import Explainer
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import BlockPool, Request, Step
@@ -75,6 +76,7 @@ class Planner:
         self._head_of_line = HeadOfLine() if setup.one_queue else None
         self.traffic = EngineTraffic()
         self._tracing = tracing.begin()
+        self._explain = Explainer(setup, self._client)
         self.when_answered: OfferAnswered | None = None
         """Called when the daemon has answered an offer. Set it before ``bind``."""
         self.when_looked_up: Callable[[int, int], None] | None = None
@@ -95,6 +97,7 @@ class Planner:
             self.traffic,
             self.events,
             self.when_answered,
+            self._explain.unstored,
         )
         self._changes.bind(pool, self._stores.abandon_pending)
 
@@ -145,8 +148,10 @@ class Planner:
         self._changes.notice()
         state = self._requests.get(name)
         if not self._setup.loads or state is None or not state.may_load:
+            self._explain.not_looked_up(state, local)
             return 0
         if not state.request.reads_cache:
+            self._explain.note(state, local, "not_read")
             return 0
         first, chunks = local // self._setup.chunk_tokens, self._matchable_chunks(state.request)
         end = self._hit_end(state.request, chunks)
@@ -157,6 +162,7 @@ class Planner:
             return None
         if isinstance(named, NoSalt):
             self._client.give_back(name)
+            self._explain.not_asked(state, local, end)
             return 0
         salt = b"" if named is None else named.salt
         hashes, width = state.digests(chunks, salt)
@@ -169,7 +175,8 @@ class Planner:
         speed, tenant = self._speed.tokens_s, state.request.tenant
         if self._tracing is not None and state.state is not LoadState.ANSWERED:
             self._tracing.lookup_began(name)
-        found = self._client.match(name, hashes, width, first, speed, tenant, blocks)
+        facts = self._explain.facts(state, local, chunks)
+        found = self._client.match(name, hashes, width, first, speed, tenant, blocks, facts)
         if isinstance(found, Pending):
             if self._tracing is not None and self._client.promoting(name):
                 self._tracing.promotion_began(name)
@@ -181,8 +188,9 @@ class Planner:
                 self._client.give_back(name)
         if state.answered(Answer(local, local + hit, named)):
             (self.when_looked_up or self.traffic.looked_up)(end - local, hit)
+            why = self._explain.answered(state, local, hit)
             if self._tracing is not None:
-                self._tracing.lookup_ended(state.request, end - local, hit)
+                self._tracing.lookup_ended(state.request, end - local, hit, why)
         return hit
 
     @property
@@ -368,6 +376,7 @@ class Planner:
                 len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
             )
         self._client.new_step()
+        self._explain.send()
         if self._head_of_line is not None:
             self._head_of_line.new_step()
         return handed_over
@@ -396,6 +405,7 @@ class Planner:
             if (state := self._requests.get(name)) is not None:
                 state.offered.offer_again()
                 state.load_failed()
+                self._explain.load_failed(state)
 
     def adapters_held(self, news: Mapping[int, News]) -> None:
         """Take in the LoRA adapters that the ranks hold, as ``Adapters.reported``."""

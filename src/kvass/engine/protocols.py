@@ -50,6 +50,14 @@ class Request(Protocol):
         """Whether the request may be served from a cache."""
 
     @property
+    def salt(self) -> str:
+        """The salt that its hashes have; empty without one."""
+
+    def first_tokens(self, count: int) -> bytes:
+        """The ids of its first ``count`` tokens. Empty if ``count`` is 0, if it has fewer, or if
+        they do not say all of its content."""
+
+    @property
     def known_tokens(self) -> int:
         """How many tokens the request has: prompt and output so far."""
 

@@ -160,6 +160,10 @@ class RequestState:
     offered: OfferProgress = field(default_factory=OfferProgress)
     first_step: int = 0
     """The number of the first step that computed tokens of the request; 0: none has."""
+    hint: tuple[str, int] | None = None
+    """``if_absent`` and ``absent_chunk`` of its lookups; None: they are not determined yet."""
+    noted: str = ""
+    """The reason in its last note (``explain.py``)."""
 
     @property
     def may_load(self) -> bool:

@@ -86,6 +86,7 @@ class Reserves:
         traffic: EngineTraffic,
         granted: GrantedStores,
         when_answered: OfferAnswered | None = None,
+        when_unstored: Callable[[RequestState], None] | None = None,
     ) -> None:
         self.pending: deque[PendingReserve] = deque()
         self.backoff = Backoff()
@@ -99,6 +100,7 @@ class Reserves:
         self._traffic = traffic
         self._granted = granted
         self._when_answered = when_answered
+        self._when_unstored = when_unstored
         self._boot = b""
 
     def send(self, step: StepOffers, number: int, work: StepWork) -> None:
@@ -162,8 +164,11 @@ class Reserves:
         requests can be offered again. Without a daemon nothing is counted."""
         if self._client.connected:
             live = self._requests
-            ended = {s.request.name for s in states if live.get(s.request.name) is not s}
+            ended = {s.request.name: s for s in states if live.get(s.request.name) is not s}
             self._traffic.count("unstored_requests", len(ended))
+            if self._when_unstored is not None:
+                for state in ended.values():
+                    self._when_unstored(state)
 
     def _answered(self, reserve: PendingReserve, granted: Granted | None, work: StepWork) -> None:
         """Add the granted stores to ``work``. ``granted`` is None if the reserve failed."""

@@ -12,7 +12,7 @@ no chunk, does no work per request here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Final
 
 from kvass.client.scheduler import SchedulerClient
@@ -52,6 +52,7 @@ class StorePlanner:
         traffic: EngineTraffic,
         events: RowEvents | None = None,
         when_answered: OfferAnswered | None = None,
+        when_unstored: Callable[[RequestState], None] | None = None,
     ) -> None:
         self._setup = setup
         self._client = client
@@ -60,9 +61,8 @@ class StorePlanner:
         self._pool = pool
         self._blocks = CopiedBlocks(pool, setup.strategy.ranks)
         self._granted = GrantedStores(setup, client, spans, self._blocks, events)
-        self._reserves = Reserves(
-            setup, client, spans, requests, pool, traffic, self._granted, when_answered
-        )
+        common = setup, client, spans, requests, pool, traffic, self._granted
+        self._reserves = Reserves(*common, when_answered, when_unstored)
         self._ended = EndedRequests(pool, self._reserves.count_unstored)
         self._offers = OfferMaker(setup, spans, adapters, pool)
         self._blocks_per_chunk = max(1, setup.chunk_blocks)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+from kvass.client.explanation import users_id
 from kvass.engine.boundary import log
 from kvass.engine.step_work import Load, Store
 
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 REQUEST: Final = "gen_ai.request.id"
 """The attribute with the request's id, as in vLLM's own spans."""
-INTERNAL: Final = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}")
-"""vLLM's internal id of a request. It adds a prefix to the user's id if the request has several
-outputs, and a random suffix. vLLM's own spans have the id without both."""
+ENDED_BY: Final = "kvass.ended_by"
+"""The attribute with the reason for which the match was not longer."""
 
 
 def begin() -> Tracing | None:
@@ -91,11 +90,14 @@ class Tracing:
         """The lookup of a request waits for tiers. Only the first call of a lookup counts."""
         self._promotion_began.setdefault(request, time.time_ns())
 
-    def lookup_ended(self, request: Request, tokens: int, hit: int) -> None:
-        """The lookup of ``request`` was answered: ``hit`` of ``tokens`` looked-up tokens."""
+    def lookup_ended(self, request: Request, tokens: int, hit: int, why: str = "") -> None:
+        """The lookup of ``request`` was answered: ``hit`` of ``tokens`` looked-up tokens. ``why``:
+        why no more matched (docs/explain.md); empty if all did."""
         now, promoting = time.time_ns(), self._promotion_began.pop(request.name, 0)
         began = self._lookup_began.pop(request.name, now)
-        figures = {"kvass.lookup_tokens": tokens, "kvass.hit_tokens": hit}
+        figures: dict[str, Any] = {"kvass.lookup_tokens": tokens, "kvass.hit_tokens": hit}
+        if why:
+            figures[ENDED_BY] = why
         lookup = self._span("kvass.lookup", request.name, request.trace, began, now, figures)
         if promoting:
             parent = self._trace.set_span_in_context(lookup)
@@ -127,8 +129,7 @@ class Tracing:
         or a ``traceparent`` header, which may be empty."""
         if isinstance(parent, str):
             parent = self._parent.extract({"traceparent": parent})
-        if internal := INTERNAL.fullmatch(request):
-            request = internal[1]
+        request = users_id(request)  # as in vLLM's own spans
         span = self._tracer.start_span(
             name, context=parent, start_time=began, attributes={REQUEST: request, **figures}
         )

@@ -28,6 +28,7 @@ _LAYOUT: Final = random_layout(random.Random(1), [("full", 8, 0)])
 _TIMES: Final = (0.0, 0.0, 10.0, 1e-12, 1e12, 1e9, 1e-12)
 _RANKS: Final = (-1, 0, 0, 1, 2, 3, -2, 127, 128, 1 << 30)
 _VALUES: Final[dict[str, tuple[Any, ...]]] = {
+    "absent_chunk": (0, 1, -1),
     "again": (False, False, True),
     "at_value": _TIMES,
     "bytes": (0, 1, 1 << 62),
@@ -48,14 +49,20 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "chunk_tokens": (0, -16, 17, 32),
     "client": ("", "stranger"),
     "clock_s": (1000.0, 1000.0, 0.0, 1e9),
+    "detail": ("", "d" * 600),
+    "engine": ("", "e0", "x"),
     "everything": (*[False] * 19, True),
     "features": ((), ("x", "y")),
     "groups": (1, 1, 1, 3, 0, -1, 1 << 62),
+    "if_absent": ("", "other_salt", "x"),
     "instance": ("",),
+    "limit": (20, 1, 0, -1, 1 << 30),
+    "local_tokens": (0, 32, -1, 1 << 62),
     "namespace": (b"", b"x", bytes(32)),
     "min_tokens": (0, 0, 1, CHUNK_TOKENS, -1, 1 << 62),
     "predecessor": (b"", b"", bytes(WIDTH), b"x"),
     "prefill_tokens_s": _TIMES,
+    "prompt_tokens": (0, 100, -1, 1 << 62),
     "protocol_max": (1, 1, 1, 9, 2, 0),
     "protocol_min": (1, 1, 1, 2, 9, -5),
     "rank": _RANKS,
@@ -65,6 +72,8 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "space": (b"", b"salt", bytes(32), bytes(33)),
     "spare": (0, 0, 0, 1, -1, 1 << 30),
     "tiers": (False, True),
+    "when_s": _TIMES,
+    "why": ("no_daemon", "load_failed_here", "", "x" * 600),
     "wants_arena": (False, False, True),
     "width": (*[WIDTH] * 5, 2 * WIDTH, 0, -8, 7, 128),
     "world_size": (2, 0),
@@ -113,6 +122,8 @@ class _Maker:
                 return [m.ReserveItem(**self.fields(m.ReserveItem)) for _ in items]
             case "groups" if kind is m.ShadowReport:
                 return (m.ShadowGroup(**self.fields(m.ShadowGroup)),)
+            case "notes":
+                return tuple(m.LookupNote(**self.fields(m.LookupNote)) for _ in range(3))
             case "layout":
                 shapes = random_shapes(rng, CHUNK_TOKENS) if odd < 0.6 else []
                 return random_layout(rng, shapes) if odd < 0.7 else None

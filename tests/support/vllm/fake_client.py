@@ -8,9 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvass.client.lookups import PENDING, Match, Pending
+from kvass.client.lookups import NO_FACTS, PENDING, LookupFacts, Match, Pending
 from kvass.client.scheduler import Reserving
-from kvass.messages import Grant, Granted, Register, ReserveItem, ShadowReport
+from kvass.messages import (
+    Grant,
+    Granted,
+    LookupNote,
+    Register,
+    ReserveItem,
+    ShadowReport,
+)
 from kvass.types import Slots
 
 
@@ -45,6 +52,9 @@ class FakeClient:
         self.waits: list[bool] = []
         """Of the reserves, which may be waited for."""
         self.lookups: list[tuple[str, int]] = []
+        self.facts: dict[str, LookupFacts] = {}
+        """Of the last lookup of each request."""
+        self.notes: list[LookupNote] = []
         self.tenants: list[str] = []
         """Of the lookups."""
         self.writing: dict[int, list[bytes]] = {}
@@ -86,6 +96,7 @@ class FakeClient:
         prefill_tokens_s: float = 0.0,
         tenant: str = "",
         blocks: object = None,
+        facts: LookupFacts = NO_FACTS,
     ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
         held = self.held.get(request)
@@ -93,6 +104,7 @@ class FakeClient:
             return held
         self.give_back(request)
         self.lookups.append((request, first))
+        self.facts[request] = facts
         self.tenants.append(tenant)
         if self.pending:
             self.pending -= 1
@@ -115,6 +127,16 @@ class FakeClient:
         )
         self.held[request] = match
         return match
+
+    def ended_by(self, request: str) -> str:
+        """Of a match that is held, its end; else what the daemon would say."""
+        return "" if request in self.held else "absent"
+
+    def note_lookups(self, notes: Sequence[LookupNote]) -> bool:
+        """Keep the notes."""
+        if self.connected:
+            self.notes += notes
+        return self.connected
 
     def take(self, request: str) -> Match | None:
         """Ownership passes to the caller."""

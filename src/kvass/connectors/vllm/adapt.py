@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -178,6 +179,16 @@ class VllmRequest:
     @property
     def trace(self) -> str:
         return str((self._request.trace_headers or {}).get("traceparent", ""))
+
+    @property
+    def salt(self) -> str:
+        return self._request.cache_salt or ""
+
+    def first_tokens(self, count: int) -> bytes:
+        tokens = self._request.prompt_token_ids
+        if not 0 < count <= len(tokens or ()) or self._request.mm_features:
+            return b""
+        return array("I", tokens[:count]).tobytes()
 
     @property
     def reads_cache(self) -> bool:

@@ -106,7 +106,7 @@ def _leave(state: State, instance: Instance) -> None:
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:
-        state.classes.clear([left])
+        state.classes.clear([left], "moved")
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
@@ -198,5 +198,5 @@ def _drop(state: State, gone: list[Namespace]) -> None:
         state.forget(ns)
         state.classes.segments.clear(ns.id)
         del state.namespaces[ns.id], state.by_digest[ns.digest]
-    state.classes.remove([c for ns in gone for c in ns.classes])
+    state.classes.remove([c for ns in gone for c in ns.classes], "forgotten")
     state.allocator.reclaim()

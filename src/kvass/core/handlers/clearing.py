@@ -51,7 +51,9 @@ def _clear_some(state: State, clearing: Clearing) -> None:
     promote.cancel(state, chosen)
     for ns in chosen:
         epochs.clear(state, ns, clearing)
-    clearing.rows += state.classes.clear(chosen)
+    asker = state.sessions.get(clearing.session)
+    own = asker is not None and asker.registered is not None
+    clearing.rows += state.classes.clear(chosen, "reset" if own else "cleared")
     if left:
         return
     state.clears.remove(clearing)

@@ -42,10 +42,12 @@ def grant(
     until = min(item.first + chunks_a_step, len(item.keys))
     later = until if until < len(item.keys) else -1
     lacking = _lacking(ns, item, until, used)
-    within = int(lacking.any(axis=0).sum())
+    asked = np.flatnonzero(lacking.any(axis=0)) + item.first
+    within = len(asked)
     if _cut(lacking, item.classes, _allowance(state, instance)):
         absent, within = within, int(lacking.any(axis=0).sum())
         state.counters["not_granted_quota"] += absent - within
+        _note_refused(state, ns, item, asked[within:])
     wanted = [each.nonzero()[0] + item.first for each in lacking]
     if not any(map(len, wanted)):
         return Grant(later=later)
@@ -56,6 +58,7 @@ def grant(
     parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
     if not parts:
         state.counters["not_granted_no_room"] += within
+        _note_refused(state, ns, item, asked)
         return Grant()
     writers = set(instance.writers)
     reservation = state.settlement.reserve(instance.id, item.request, parts, writers)
@@ -63,6 +66,8 @@ def grant(
     chunks = tuple(sorted({c for each in which for c in each}))
     state.counters["chunks_granted"] += len(chunks)
     state.counters["not_granted_no_room"] += within - len(chunks)
+    if len(chunks) < within:
+        _note_refused(state, ns, item, asked[len(chunks) :])
     return Grant(
         reservation=reservation.id,
         chunks=chunks,
@@ -70,6 +75,12 @@ def grant(
         which=() if all(each == chunks for each in which) else which,
         later=later,
     )
+
+
+def _note_refused(state: State, ns: Namespace, item: Item, chunks: I64Array) -> None:
+    """Record that these chunks were offered and not stored."""
+    group = item.classes[0].spec.group
+    state.classes.left.note(ns.id, group, item.keys[chunks], "refused", state.now)
 
 
 def _allocate(

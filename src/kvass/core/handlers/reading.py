@@ -11,7 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from kvass.core.clients.registry import ClientSession
+from kvass.core import explain
+from kvass.core.clients.lookup_log import NOTHING, About
+from kvass.core.clients.registry import ClientSession, Instance
 from kvass.core.handlers.checks import (
     check_request,
     known_ranks,
@@ -23,6 +25,7 @@ from kvass.core.handlers.checks import (
     split_keys,
 )
 from kvass.core.matching.prefix import NO_BLOCKS, PrefixView
+from kvass.core.metrics import MISSES
 from kvass.core.pending.promotion import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.core.rows.index import digests_of
 from kvass.core.rows.removed import AT_ONCE
@@ -67,11 +70,13 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         state.counters["lookups"] += 1
         state.counters["lookup_chunks"] += len(keys) - msg.first
     if ns is None or msg.first > (most := most_keys(state, ns)):
-        return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first)
-    if len(keys) > most:
+        return _unasked(state, instance, msg, "ranks_missing" if ns is None else "too_long")
+    cut = len(keys) > most
+    if cut:
         keys, blocks = keys[:most], blocks[:0]
     view = PrefixView(state.rows, ns, keys, msg.first, msg.spare, blocks, start)
-    chunks, why = view.longest(view.there()), "absent"
+    there, why = view.there(), "absent"
+    chunks = view.longest(there)
     if chunks > msg.first and not msg.again and state.counters["lookups"] % REUSE_SAMPLING == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
     hit = view.use(chunks)
@@ -89,13 +94,39 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     hit_tokens = ns.tokens(chunks - msg.first, hit.blocks)
     if msg.again:
         lookup_tokens = hit_tokens = ns.tokens(0, hit.blocks)
+        explain.note_again(state, instance, msg.request, hit_tokens)
+        ended_by = ""
+    else:
+        about = _about(msg)
+        ending = explain.why_ended(state, view, there, hit, why, about)
+        if cut and ending is explain.ALL:
+            ending = explain.Ending("too_long")
+        figures = lookup_tokens, hit_tokens, ns.tokens(chunks, hit.blocks)
+        explain.note(state, instance, msg.request, about, ending, *figures)
+        ended_by = ending.why
+        why = ended_by if ended_by in MISSES else why
     instance.seen_s = state.now
     if not msg.shadow:
         state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, _speed(msg), msg.again)
         state.tenants.of(msg.tenant).traffic.count_lookup(
             state.now, lookup_tokens, hit_tokens, why, again=msg.again
         )
-    return state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
+    matched = state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
+    matched.why = ended_by
+    return matched
+
+
+def _unasked(state: State, instance: Instance, msg: Lookup, why: str) -> Matched:
+    """The answer to a lookup that cannot match anything."""
+    if not msg.again:
+        explain.note(state, instance, msg.request, _about(msg), explain.Ending(why))
+    return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first, why=why)
+
+
+def _about(msg: Lookup) -> About:
+    """What a lookup says of its request."""
+    prompt, local = max(0, msg.prompt_tokens), max(0, msg.local_tokens)
+    return About(prompt, local, msg.if_absent, msg.absent_chunk)
 
 
 def _blocks(state: State, ns: Namespace | None, msg: Lookup) -> tuple[U64Array, U64Array]:
@@ -207,6 +238,7 @@ def _promotion(
         homes=homes,
         tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
         shadow=isinstance(msg, Lookup) and msg.shadow,
+        about=_about(msg) if isinstance(msg, Lookup) else NOTHING,
     )
 
 

@@ -52,8 +52,8 @@ class PrefixView:
         rest: U64Array = NO_BLOCKS,
         start: U64Array = NO_BLOCKS,
     ) -> None:
-        self._rows, self._ns, self._first, self._spare = rows, ns, first, spare
-        self._rest, self._start = rest, start
+        self._rows, self.ns, self._first, self._spare = rows, ns, first, spare
+        self.keys, self.rest, self._start = keys, rest, start
         self._groups = [c.spec.layout for c in ns.classes]
         self.found: list[I64Array] = [c.index.find(keys) for c in ns.classes]
 
@@ -64,12 +64,27 @@ class PrefixView:
     def longest(self, there: list[BoolArray]) -> int:
         """The length of the longest hit in chunks, made of the chunks in ``there``; ``first`` if
         there is none."""
-        return longest_hit(self._groups, there, self._ns.chunk_tokens, self._first, self._spare)
+        return longest_hit(self._groups, there, self.ns.chunk_tokens, self._first, self._spare)
+
+    def missing(self, end: int, there: list[BoolArray]) -> tuple[int, int] | None:
+        """The row for which the longest hit ends at ``end``: the number of its class, and its
+        chunk. Rows of ``full`` groups come first. ``None``: the prompt has no more chunks.
+        ``there``: as for ``longest``."""
+        upto = end + 1 + self._spare
+        if upto > len(there[0]):
+            return None
+        for number, group in enumerate(self._groups):  # all rows before ``end`` are there
+            if group.kind == "full" and not (rows := there[number][end:upto]).all():
+                return number, end + int(rows.argmin())
+        for number, (begin, upto) in enumerate(self.needs(end + 1)):
+            if not (rows := there[number][begin:upto]).all():
+                return number, begin + int(rows.argmin())
+        return None
 
     def needs(self, end: int) -> list[tuple[int, int]]:
         """By row class, the chunks ``[begin, upto)`` that a hit of ``end`` chunks needs: those of
         the hit, then the spare ones."""
-        tokens, first = self._ns.chunk_tokens, self._first
+        tokens, first = self.ns.chunk_tokens, self._first
         if not self._spare or end == first:
             return [(first_chunk(group, end, tokens, first), end) for group in self._groups]
         return [
@@ -83,11 +98,11 @@ class PrefixView:
         end = self.longest(self.there(WRITING))
         has = self._partial_chunk(end)[0]
         for c, rows, (begin, upto) in zip(
-            self._ns.classes, self.found, self.needs(end), strict=True
+            self.ns.classes, self.found, self.needs(end), strict=True
         ):
             parts.append(rows[begin:upto])
             if end == len(rows):  # the key of a tail is the hash of its last block
-                parts.append(c.index.find(self._rest[has:]))
+                parts.append(c.index.find(self.rest[has:]))
         rows = np.concatenate(parts)
         rows = rows[rows != ABSENT]
         return set(table.loader[rows[table.state[rows] == WRITING]].tolist())
@@ -103,10 +118,10 @@ class PrefixView:
     def use(self, end: int) -> Hit:
         """Record a use of the rows of a hit of ``end`` chunks, and of the rows of the chunks that
         the engine has itself. Returns the hit."""
-        tokens, parts, spares = self._ns.chunk_tokens, [], []
+        tokens, parts, spares = self.ns.chunk_tokens, [], []
         blocks, last = self._partial_chunk(end)
         for c, rows, row, (begin, upto) in zip(
-            self._ns.classes, self.found, last, self.needs(end), strict=True
+            self.ns.classes, self.found, last, self.needs(end), strict=True
         ):
             used = rows[first_chunk(c.spec.layout, end, tokens) if self._first else begin : upto]
             hit = rows[begin:end]
@@ -124,10 +139,10 @@ class PrefixView:
 
         The number is 0 unless the hit has all chunks of the prompt, or only the engine's own.
         """
-        classes, none = self._ns.classes, [np.empty(0, np.int64) for _ in self._ns.classes]
+        classes, none = self.ns.classes, [np.empty(0, np.int64) for _ in self.ns.classes]
         indexes = [c.blocks for c in classes if c.blocks is not None]
         wanted = self._start if end == self._first else NO_BLOCKS
-        wanted = self._rest if end == len(self.found[0]) else wanted
+        wanted = self.rest if end == len(self.found[0]) else wanted
         if not len(wanted) or len(indexes) < len(classes):
             return 0, none
         prints = self._rows.classes.prints(wanted)

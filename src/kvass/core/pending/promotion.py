@@ -23,6 +23,7 @@ from typing import Final
 
 import msgspec
 
+from kvass.core.clients.lookup_log import NOTHING, About
 from kvass.core.matching.prefix import NO_BLOCKS, NO_HIT, Hit, PrefixView
 from kvass.core.pending.ledger import Entry, Ledger, Reservation
 from kvass.core.rows.row_classes import Namespace
@@ -96,6 +97,7 @@ class Promotion(Entry, kw_only=True):
     ``readers``: the ranks that will read the hit; a prefetch has none. ``begun``: when it began.
     ``epoch``: ``Namespace.epoch`` at that time. ``first``, ``spare``, ``rest``, ``start``: see
     ``prefix.PrefixView``. ``why``: why the hit is shorter than the prompt (``metrics.MISSES``).
+    ``about``: what the lookup says of its request (``lookup_log.py``).
     ``homes``: per class and chunk, the number of the tier that has the row, or ``NOT_ASKED``,
     ``DUPLICATE`` or ``IN_NO_TIER``. ``probed_tier``: the tier that was asked last, for the chunks
     before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING. ``shadow``:
@@ -118,6 +120,7 @@ class Promotion(Entry, kw_only=True):
     rest: U64Array = NO_BLOCKS
     start: U64Array = NO_BLOCKS
     why: str = "absent"
+    about: About = NOTHING
     asker_left: bool = False
     """Its session ended, so it is not answered."""
     state: PromotionState = PromotionState.NEW

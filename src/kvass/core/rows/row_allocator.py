@@ -106,14 +106,16 @@ class RowAllocator:
                 continue
             if not len(victims):
                 return
-            self._evict(row_class, victims, "capacity")
+            self._evict(row_class, victims, "capacity", not row_class.within_cap)
 
-    def _evict(self, row_class: RowClass, rows: I64Array, reason: str) -> None:
+    def _evict(self, row_class: RowClass, rows: I64Array, reason: str, own: bool = False) -> None:
         """Evict ``rows`` of a class; the oldest is first. With a ``full`` row the windows and
         states of its chunk are evicted too, because no hit reaches beyond a missing ``full``
-        row."""
+        row. ``own``: it makes room for rows of the same tenant, which may have no more."""
         self._count_evicted(row_class, rows, reason)
         keys = self._table.keys_of(rows)
+        cause = "quota" if own else reason
+        self._note_left(row_class, keys, cause)
         row_class.tenant.evicted_bytes += len(rows) * row_class.spec.row_bytes
         self._rows.free(rows)
         if row_class.spec.layout.kind != "full":
@@ -124,7 +126,21 @@ class RowAllocator:
                 found = found[found != ABSENT]
                 orphans = found[self._table.evictable(found)]
                 self._count_evicted(other, orphans, "orphaned")
+                self._note_left(other, self._table.keys_of(orphans), cause)
                 self._rows.free(orphans)
+
+    def _note_left(self, row_class: RowClass, keys: U64Array, cause: str) -> None:
+        """Record that rows of a class with these keys leave L1."""
+        where = row_class.namespace, row_class.spec.group
+        self._classes.left.note(*where, keys, cause, self._rows.uses.now)
+
+    def _note_cleared(self, sets: I64Array) -> None:
+        """Record that the rows of the cleared sets ``sets`` leave L1."""
+        origins = self._sets.origin[sets]
+        for origin in np.unique(origins).tolist():
+            rows = self._sets.rows_of(sets[origins == origin])
+            keys = self._table.keys_of(rows[self._table.state[rows] >= READY])
+            self._classes.left.note_cleared(origin, keys, self._rows.uses.now)
 
     def _count_evicted(self, row_class: RowClass, rows: I64Array, reason: str) -> None:
         """Count an eviction. All rows count with the age of the first one, because their ages are
@@ -217,7 +233,7 @@ class RowAllocator:
         before = np.cumsum(self._sets.bytes[sets]) - self._sets.bytes[sets]
         chosen = sets[before < size]
         if len(chosen):
-            self._evict_sets(chosen)
+            self._evict_sets(chosen, own=True)
         return bool(len(chosen))
 
     def _shrink(self, tenant: Tenant, protect: int) -> None:
@@ -225,16 +241,18 @@ class RowAllocator:
         may_go = (self._sets.owner >= 0) & (self._sets.held == 0) & (self._sets.newest < protect)
         self._give_up(may_go & (self._sets.tenant == tenant.id), 1)
 
-    def _evict_sets(self, sets: I64Array) -> None:
-        """Evict the rows of ``sets``, which nobody reads or writes, and give the sets back."""
+    def _evict_sets(self, sets: I64Array, own: bool = False) -> None:
+        """Evict the rows of ``sets``, which nobody reads or writes, and give the sets back.
+        ``own``: as for ``_evict``."""
         rows, owners = self._sets.rows_of(sets), self._sets.owner[sets]
         for owner in sorted(set(owners.tolist())):
             of_owner = self._sets.rows_of(sets[owners == owner])
             held = of_owner[self._table.state[of_owner] >= READY]
             if owner == CLEARED:
+                self._note_cleared(sets[owners == CLEARED])
                 self._rows.free(held)
             else:
-                self._evict(self._classes.by_id[owner], held, "handed_over")
+                self._evict(self._classes.by_id[owner], held, "handed_over", own)
         assert (self._table.state[rows] == FREE).all(), "an extent set in use was given away"
         gone = np.zeros(len(self._table), np.bool_)
         gone[rows] = True

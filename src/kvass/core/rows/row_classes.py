@@ -22,12 +22,13 @@ from kvass.core.rows.blocks import BlockIndex, BlockPrints
 from kvass.core.rows.eviction import UseLog
 from kvass.core.rows.extents import ExtentMap
 from kvass.core.rows.index import FILL, Keyed, KeyIndex, odd_numbers
+from kvass.core.rows.left import LeftRows, origin
 from kvass.core.rows.removed import RemovedRows
 from kvass.core.rows.row_table import NEVER, READY, STATE_NAMES, RowTable
 from kvass.core.rows.segment_index import SegmentIndex
 from kvass.core.rows.sets import CLEARED, FreeSlots, SetTable
 from kvass.messages import Register
-from kvass.types import U64Array
+from kvass.types import I64Array, U64Array
 
 TYPICAL_ROW: Final = 1 << 20
 ROOM: Final = 9 << 17
@@ -146,6 +147,7 @@ class RowClasses:
         self.sets = SetTable()
         self.by_id: dict[int, RowClass] = {}
         self.removed = RemovedRows()
+        self.left = LeftRows(seed)
         self.of_namespace: dict[int, list[RowClass]] = {}
         self._counters = counters
         self._extent_bytes = extent_bytes
@@ -239,8 +241,9 @@ class RowClasses:
         found: U64Array = keys.dot(self._odd_of_blocks) | np.uint64(1)
         return found
 
-    def remove(self, gone: Collection[RowClass]) -> None:
+    def remove(self, gone: Collection[RowClass], cause: str = "cleared") -> None:
         """Remove classes, with those of all tenants. No lookup finds their rows from now on.
+        ``cause``: of ``left.CAUSES``.
 
         Their extent sets become ``CLEARED``. Leases and reservations on their rows stay valid. A
         set whose rows nobody reads or writes is given back by ``RowAllocator.reclaim``, or earlier
@@ -248,6 +251,7 @@ class RowClasses:
         """
         every = [each for row_class in gone for each in row_class.of_tenants.values()]
         sets = np.flatnonzero(np.isin(self.sets.owner, [c.id for c in every]))
+        self._note_origins(sets, every, cause)
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
         self.sets.cleared += len(sets)
         for row_class in every:
@@ -266,13 +270,21 @@ class RowClasses:
         self._cold = [index for index in self._cold if id(index) not in indexes]
         self._gone += every
 
-    def clear(self, namespaces: Collection[Namespace]) -> int:
+    def _note_origins(self, sets: I64Array, every: list[RowClass], cause: str) -> None:
+        """Record whose the extent sets ``sets`` of the classes ``every`` were."""
+        if len(sets):
+            every = sorted(every, key=lambda row_class: row_class.id)
+            origins = np.array([origin(c.namespace, c.spec.group, cause) for c in every])
+            ids = np.array([c.id for c in every])
+            self.sets.origin[sets] = origins[ids.searchsorted(self.sets.owner[sets])]
+
+    def clear(self, namespaces: Collection[Namespace], cause: str = "cleared") -> int:
         """Replace the classes of ``namespaces`` by empty ones. Returns how many rows lookups could
-        find before."""
+        find before. ``cause``: as for ``remove``."""
         used = {c.id: c for ns in namespaces for c in ns.classes if c.slots or not c.undivided}
         every = [each for c in used.values() for each in c.of_tenants.values()]
         matched = sum(sum(each.rows[READY:]) for each in every)
-        self.remove(used.values())
+        self.remove(used.values(), cause)
         for ns in namespaces:
             self.segments.clear(ns.id)
             ns.classes = [self.add(c.spec, ns.id) if c.id in used else c for c in ns.classes]

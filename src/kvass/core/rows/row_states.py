@@ -124,7 +124,9 @@ class RowStates:
         leaving &= table.pins[rows] == 0
         leavers = np.unique(rows[leaving])
         if (owner := self.class_of(leavers)) is not None:
-            left = int((table.state[leavers] == TRANSIENT).sum()) * owner.spec.row_bytes
+            transient = leavers[table.state[leavers] == TRANSIENT]
+            self._note_left(owner, transient, "not_retained")
+            left = len(transient) * owner.spec.row_bytes
             self._counters["bytes_evicted_not_retained"] += left
         self.free(leavers)
 
@@ -170,12 +172,14 @@ class RowStates:
     def fail(self, rows: I64Array) -> None:
         """Fail LOADING ``rows``, which their tier could not fill. No lookup finds them from now on.
         They are freed when no lookup waits for them."""
+        self._note_left(self.class_of(rows), rows, "load_failed")
         self._unindex(rows)
         self.move(rows, LOADING, FAILED)
         self.free(rows[self.table.pins[rows] == 0])
 
     def discard(self, rows: I64Array) -> None:
         """Quarantine WRITING ``rows``: they will not become readable, but ranks may still write."""
+        self._note_left(self.class_of(rows), rows, "unfinished")
         self._unindex(rows)
         self.move(rows, WRITING, QUARANTINED)
 
@@ -198,6 +202,12 @@ class RowStates:
             self.move(rows[states == before], before, FREE)
         if owner is not None:
             owner.free.give_back(rows)
+
+    def _note_left(self, owner: RowClass | None, rows: I64Array, cause: str) -> None:
+        """Record that ``rows`` of the class ``owner`` leave L1, or were not stored."""
+        if owner is not None:
+            where = owner.namespace, owner.spec.group
+            self.classes.left.note(*where, self.table.keys_of(rows), cause, self.uses.now)
 
     def move(self, rows: I64Array, before: int, after: int) -> None:
         """Change the state of ``rows`` and update all counts. The rows are of one class, and all

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvass.core import explain
+from kvass.core.explain import Ending, why_ended
 from kvass.core.matching.prefix import NO_HIT
 from kvass.core.pending.promotion import Promotion, PromotionState
 from kvass.core.pending.tier_operations import Loading
@@ -74,9 +76,8 @@ def answer(state: State, promotion: Promotion) -> None:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.hit.chunks)
     else:
         state.counters["promoted_chunks"] += promotion.hit.chunks - promotion.first
-        if not promotion.shadow:
-            _count(state, promotion)
-        reply = state.matched(
+        why = _count(state, promotion)
+        matched = state.matched(
             promotion.instance,
             promotion.request,
             promotion.first,
@@ -84,22 +85,31 @@ def answer(state: State, promotion: Promotion) -> None:
             promotion.readers,
             promotion.spare,
         )
+        matched.why, reply = why, matched
     reply.seq = promotion.seq
     state.send(promotion.session, reply)
     _end(state, promotion)
 
 
-def _count(state: State, promotion: Promotion) -> None:
-    """Count the tokens that the lookup asked for and those that it hit.
+def _count(state: State, promotion: Promotion) -> str:
+    """Count the tokens that the lookup asked for and those that it hit. Returns why it did not hit
+    more, as ``Matched.why``.
 
     A chunk counts for a tier if its row of layer group 0 came from that tier.
     """
-    ns, why, first, hit = promotion.namespace, promotion.why, promotion.first, promotion.hit
-    if why == "absent" and not all(tier.report.get("up", True) for tier in state.tiers.used):
-        why = "tier_down"
+    ns, first, hit = promotion.namespace, promotion.first, promotion.hit
     lookup_tokens = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
     hit_tokens = ns.tokens(hit.chunks - first, hit.blocks)
     instance = state.instances.get(promotion.instance)
+    ending = _ending(state, promotion)
+    why = ending.why or promotion.why
+    if instance is not None:
+        end, waited_s = ns.tokens(hit.chunks, hit.blocks), state.now - promotion.begun
+        request, about = promotion.request, promotion.about
+        figures = lookup_tokens, hit_tokens, end, waited_s
+        explain.note(state, instance, request, about, ending, *figures)
+    if promotion.shadow:
+        return ending.why
     if instance is not None:
         state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, promotion.prefill_tokens_s)
     tenant = state.tenants.of(promotion.tenant)
@@ -109,6 +119,19 @@ def _count(state: State, promotion: Promotion) -> None:
     chunks = np.bincount(homes[homes >= 0], minlength=len(traffic.from_tiers))
     for tier, count in enumerate(chunks.tolist()):
         traffic.from_tiers[tier] += count * promotion.namespace.chunk_tokens
+    return ending.why
+
+
+def _ending(state: State, promotion: Promotion) -> Ending:
+    """What ended the match of a promotion."""
+    why, view, tiers = promotion.why, promotion.view(state.rows), state.tiers.used
+    if why == "cleared":
+        return Ending(why, cause="cleared", left_s=state.now)
+    down = [tier.name for tier in tiers if not tier.report.get("up", True)]
+    if why == "absent" and down:
+        why = "tier_down"
+    ending = why_ended(state, view, view.there(), promotion.hit, why, promotion.about)
+    return ending._replace(detail=", ".join(down)) if ending.why == "tier_down" else ending
 
 
 def _end(state: State, promotion: Promotion) -> None:

@@ -1,0 +1,142 @@
+"""The last lookups of each engine, for ``kvass explain``.
+
+Law of this file: memory is bounded, and no entry has tokens or hashes of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvass.core.clients.registry import Instance, model_of
+
+ENTRIES: Final = 256
+"""The most entries of one engine."""
+ENGINES: Final = 64
+"""The most engines of which entries are kept; also of engines that are gone."""
+TEXT: Final = 512
+"""The most characters of a text in an entry."""
+
+
+class About(NamedTuple):
+    """What a lookup says of its request, for its entry (``messages.Lookup``)."""
+
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    if_absent: str = ""
+    absent_chunk: int = 0
+
+
+NOTHING: Final = About()
+
+
+class LookupEntry(msgspec.Struct, gc=False):
+    """One answered lookup. Equal lookups of one request, one after the other, are one entry.
+
+    ``when``: when it was answered last. ``prompt_tokens``: 0 if not known. ``local_tokens``: those
+    that the engine's own cache has. ``asked_tokens``: those that the lookup asked for beyond them.
+    ``hit_tokens``: those of them that hit. ``end_token``: where the match ended. ``why``: the
+    reason; empty if nothing more could match. ``cause``, ``left_s``: why and when the first missing
+    row left L1 (``left.py``); 0 if that is not known. ``kind``: the kind of its layer group.
+    ``detail``: more about the reason. ``waited_s``: how long the lookup waited for tiers and
+    stores. ``times``: how many equal lookups there were.
+    """
+
+    request: str
+    when: float
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    end_token: int = 0
+    why: str = ""
+    cause: str = ""
+    left_s: float = 0.0
+    kind: str = ""
+    detail: str = ""
+    waited_s: float = 0.0
+    times: int = 1
+
+    def same(self, other: LookupEntry) -> bool:
+        """Whether both tell the same of one request."""
+        return (
+            self.request == other.request
+            and (self.why, self.cause, self.detail) == (other.why, other.cause, other.detail)
+            and self.end_token == other.end_token
+            and self.local_tokens == other.local_tokens
+            and self.hit_tokens == other.hit_tokens
+        )
+
+
+class EngineLog:
+    """The last entries of one engine. ``model``: its name, for display."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.entries: deque[LookupEntry] = deque(maxlen=ENTRIES)
+        self._newest: dict[str, LookupEntry] = {}
+        """By request, its last entry in ``entries``."""
+
+    def add(self, entry: LookupEntry) -> None:
+        """Add an entry. If the request's last entry tells the same, only renew that one."""
+        before = self._newest.get(entry.request)
+        if before is not None and before.same(entry):
+            before.when, before.left_s, before.times = entry.when, entry.left_s, before.times + 1
+            return
+        if len(self.entries) == ENTRIES:
+            oldest = self.entries[0]
+            if self._newest.get(oldest.request) is oldest:
+                del self._newest[oldest.request]
+        self.entries.append(entry)
+        self._newest[entry.request] = entry
+
+    def last(self, request: str) -> LookupEntry | None:
+        """The last entry of a request."""
+        return self._newest.get(request)
+
+
+class LookupLog:
+    """The logs of all engines, by the instance's id."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, EngineLog] = {}
+
+    def of(self, instance: Instance) -> EngineLog:
+        """The log of an engine, to add an entry to."""
+        log = self.engines.get(instance.id)
+        if log is None:
+            log = self.engines[instance.id] = EngineLog(model_of(instance.terms))
+            if len(self.engines) > ENGINES:
+                del self.engines[min(self.engines, key=self._last_used)]
+        return log
+
+    def _last_used(self, instance: str) -> float:
+        entries = self.engines[instance].entries
+        return entries[-1].when if entries else float("inf")
+
+    def fields(self, engine: str, request: str, limit: int, now: float) -> list[dict[str, Any]]:
+        """The last ``limit`` entries, oldest first, as JSON-able values.
+
+        ``engine``: the beginning of an instance's id, or a part of a model's name. ``request``: a
+        part of a request's id. An empty one leaves out nothing.
+        """
+        found = sorted(self._chosen(engine, request), key=lambda each: each[2].when)
+        return [
+            {
+                "engine": instance,
+                "model": model,
+                "age_s": round(now - entry.when, 3),
+                **msgspec.structs.asdict(entry),
+                "left_s": round(now - entry.left_s, 3) if entry.left_s else None,
+            }
+            for instance, model, entry in found[max(0, len(found) - limit) :]
+        ]
+
+    def _chosen(self, engine: str, request: str) -> Iterator[tuple[str, str, LookupEntry]]:
+        for instance, log in self.engines.items():
+            if instance.startswith(engine) or engine in log.model:
+                entries: Iterable[LookupEntry] = log.entries
+                yield from ((instance, log.model, e) for e in entries if request in e.request)

@@ -1,0 +1,116 @@
+"""Why a lookup did not match more, and the entry of each answered lookup (``lookup_log.py``).
+
+Law of this file: an explanation looks for a few keys at most, however long the prompt is.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Final, NamedTuple
+
+from kvass.core.clients.lookup_log import TEXT, About, LookupEntry
+from kvass.core.clients.registry import Instance, differences
+from kvass.core.matching.coverage import BoolArray
+from kvass.core.matching.prefix import Hit, PrefixView
+from kvass.core.rows.left import CAUSES
+from kvass.core.rows.row_classes import Namespace
+from kvass.core.state import State
+from kvass.types import U64Array
+
+HINTS: Final = ("other_salt", "other_adapter", "engine_busy")
+"""The reasons in ``messages.Lookup.if_absent``."""
+KEYS: Final = 4
+"""How many missing keys are looked for in other namespaces. Their chunks may be longer."""
+NAMESPACES: Final = 8
+"""The most other namespaces that are searched."""
+_LOOK: Final = 64
+"""Among how many of the newest namespaces they are chosen."""
+
+
+class Ending(NamedTuple):
+    """What ended a match. The fields are those of ``LookupEntry``."""
+
+    why: str
+    cause: str = ""
+    left_s: float = 0.0
+    kind: str = ""
+    detail: str = ""
+
+
+ALL: Final = Ending("")
+"""Nothing more could match."""
+
+
+def why_ended(
+    state: State,
+    view: PrefixView,
+    there: list[BoolArray],
+    hit: Hit,
+    why: str,
+    about: About,
+) -> Ending:
+    """What ended the match ``hit`` of a prompt. ``there``: as for ``PrefixView.longest``.
+
+    ``why``: the reason that is known (``metrics.MISSES``). If it is ``absent``, look for another.
+    """
+    keys, rest, missing = view.keys, view.rest, view.missing(hit.chunks, there)
+    if missing is None and hit.blocks >= len(rest):
+        return ALL
+    if why != "absent":
+        return Ending(why)
+    number, chunk = missing or (0, len(keys))
+    row_class, ns = view.ns.classes[number], view.ns
+    wanted = keys[chunk : chunk + 1] if missing else rest[hit.blocks :]
+    kind = row_class.spec.layout.kind
+    gone = state.classes.left.find(ns.id, row_class.spec.group, wanted)
+    if gone is not None:
+        return Ending(CAUSES[gone.cause], gone.cause, gone.when, kind)
+    after = keys[chunk : chunk + KEYS] if missing else rest[hit.blocks : hit.blocks + 1]
+    if detail := _elsewhere(state, ns, after):
+        return Ending("other_namespace", kind=kind, detail=detail)
+    hinted = about.if_absent in HINTS and about.absent_chunk == hit.chunks
+    return Ending(about.if_absent if hinted else "absent", kind=kind)
+
+
+def _elsewhere(state: State, ns: Namespace, keys: U64Array) -> str:
+    """In which fields ``ns`` differs from the most similar namespace that has one of ``keys``.
+    Empty: none has."""
+    if len(state.namespaces) < 2:
+        return ""
+    newest = islice(reversed(state.namespaces.values()), _LOOK)
+    others = [other for other in newest if other is not ns and len(other.classes[0].index)]
+    others.sort(key=lambda other: other.model != ns.model)
+    found = [
+        differences(other.terms, ns.terms)
+        for other in others[:NAMESPACES]
+        if state.rows.there(other.classes[0].index.find(keys)).any()
+    ]
+    fewest = min(found, key=len, default=())
+    return "; ".join(fewest)[:TEXT]
+
+
+def note(
+    state: State,
+    instance: Instance,
+    request: str,
+    about: About,
+    ending: Ending,
+    asked: int = 0,
+    hit: int = 0,
+    end: int = 0,
+    waited_s: float = 0.0,
+) -> None:
+    """Record an answered lookup. ``asked``, ``hit``: tokens, as in ``LookupEntry``. ``end``: the
+    token at which the match ended."""
+    prompt, local = about.prompt_tokens, about.local_tokens
+    hit, end = end - local if hit and end > local else 0, max(end, local)
+    entry = LookupEntry(request, state.now, prompt, local, asked, hit, end, *ending, waited_s)
+    state.log.of(instance).add(entry)
+
+
+def note_again(state: State, instance: Instance, request: str, tokens: int) -> None:
+    """A lookup ``again`` found ``tokens`` more tokens of the request that was looked up last."""
+    entry = state.log.of(instance).last(request)
+    if entry is not None and tokens:
+        entry.end_token += tokens
+        entry.hit_tokens = max(0, entry.end_token - entry.local_tokens)

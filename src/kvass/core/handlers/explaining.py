@@ -1,0 +1,57 @@
+"""The messages of explanations: what engines know of lookups, and the question for all of it.
+
+Each function handles one message. It raises ``Refused`` before it changes anything.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvass.core.clients.lookup_log import TEXT, LookupEntry
+from kvass.core.clients.registry import ClientSession
+from kvass.core.handlers.checks import check_request, scheduler_of
+from kvass.core.state import State
+from kvass.errors import Refused
+from kvass.messages import MOST_EXPLAINED, Explain, Explained, LookupNotes
+
+_WHY: Final = 64
+"""The most characters of a reason."""
+
+
+def lookup_notes(state: State, session: ClientSession, msg: LookupNotes) -> None:
+    """Add an engine's notes to its log. A note of a request that the daemon has answered just
+    before, such as of a load that failed, changes the entry of that answer."""
+    instance = scheduler_of(state, session)
+    if msg.boot != state.config.boot:
+        raise Refused("wrong_boot", "this names another run of the daemon: drop it")
+    for each in msg.notes:
+        check_request(each.request, state.config.limits)
+        if min(each.prompt_tokens, each.local_tokens) < 0:
+            raise Refused("bad_value", "notes: a number of tokens is negative")
+    log = state.log.of(instance)
+    for each in msg.notes:
+        when, why = min(each.when_s, state.now), each.why[:_WHY]
+        before = log.last(each.request)
+        if why == "load_failed_here" and before is not None:
+            before.why, before.hit_tokens, before.end_token = why, 0, before.local_tokens
+            before.cause, before.left_s, before.detail = "", 0.0, each.detail[:TEXT]
+            continue
+        log.add(
+            LookupEntry(
+                request=each.request,
+                when=when,
+                prompt_tokens=each.prompt_tokens,
+                local_tokens=each.local_tokens,
+                end_token=each.local_tokens,
+                why=why,
+                detail=each.detail[:TEXT],
+            )
+        )
+
+
+def explain(state: State, session: ClientSession, msg: Explain) -> Explained:
+    """The last lookups that the message asks for, with the reasons."""
+    if not 1 <= msg.limit <= MOST_EXPLAINED:
+        raise Refused("bad_value", f"limit: {msg.limit} is not in 1..{MOST_EXPLAINED}")
+    found = state.log.fields(msg.engine, msg.request, msg.limit, state.now)
+    return Explained(lookups=tuple(found))

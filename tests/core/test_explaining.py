@@ -1,0 +1,72 @@
+"""The messages of explanations: what an engine adds, and what the daemon answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvass import messages as m
+from kvass.core.clients.lookup_log import ENTRIES
+from tests.core.rig import BOOT, Engine, Rig
+from tests.core.test_explain import entries, last
+
+
+def note(engine: Engine, why: str, request: str = "r", **fields: Any) -> list[Any]:
+    each = m.LookupNote(request=request, why=why, **fields)
+    return engine.rig.say(engine.scheduler, m.LookupNotes(boot=BOOT, notes=(each,)))
+
+
+def test_an_engine_adds_what_the_daemon_could_not_see(rig: Rig) -> None:
+    e = rig.engine()
+    rig.wait(5.0)
+    assert note(e, "no_daemon", when_s=rig.now - 4.0, prompt_tokens=100, local_tokens=32) == []
+    entry = last(rig)
+    assert (entry["why"], entry["age_s"], entry["prompt_tokens"]) == ("no_daemon", 4.0, 100)
+    assert (entry["end_token"], entry["hit_tokens"]) == (32, 0)
+    note(e, "no_daemon", "later", when_s=rig.now + 100.0)
+    assert last(rig)["age_s"] == 0.0, "no time that is still to come"
+    note(e, "w" * 600, detail="d" * 600, when_s=rig.now)
+    assert (len(last(rig)["why"]), len(last(rig)["detail"])) == (64, 512)
+
+
+def test_a_load_that_failed_changes_the_entry_of_its_lookup(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    found = e.lookup("a", "b")
+    assert last(rig)["hit_tokens"] == 16
+    note(e, "load_failed_here")
+    (entry,) = entries(rig)
+    assert (entry["why"], entry["hit_tokens"], entry["end_token"]) == ("load_failed_here", 0, 0)
+    e.give_back(found.lease)
+    note(e, "load_failed_here", "unknown", when_s=rig.now)
+    assert last(rig)["request"] == "unknown"
+
+
+def test_only_a_scheduler_adds_and_only_what_is_possible(rig: Rig) -> None:
+    e = rig.engine()
+    notes = m.LookupNotes(boot=BOOT, notes=(m.LookupNote(request="r", why="x"),))
+    assert rig.code(rig.open(), notes) == "not_registered"
+    assert rig.code(e.workers[0], notes) == "bad_rank"
+    for wrong in ({"request": ""}, {"request": "r" * 600}, {"local_tokens": -1}):
+        (error,) = note(e, "x", **wrong)
+        assert error.code == "bad_value"
+    assert rig.code(e.scheduler, m.LookupNotes(boot=b"another", notes=notes.notes)) == "wrong_boot"
+    assert entries(rig) == []
+
+
+def test_a_question_is_bounded(rig: Rig) -> None:
+    for limit in (0, -1, m.MOST_EXPLAINED + 1):
+        assert rig.code(rig.open(), m.Explain(seq=3, limit=limit)) == "bad_value"
+    e = rig.engine()
+    for i in range(2 * ENTRIES):
+        note(e, "no_daemon", f"r{i}")
+    assert len(entries(rig, limit=m.MOST_EXPLAINED)) == ENTRIES
+    assert [each["request"] for each in entries(rig, limit=2)] == ["r510", "r511"]
+    assert entries(rig, engine="f") == []
+    assert len(entries(rig, request="r51", limit=m.MOST_EXPLAINED)) == 2
+
+
+def test_the_entries_of_an_engine_that_is_gone_stay(rig: Rig) -> None:
+    e = rig.engine()
+    e.lookup("a")
+    e.quit()
+    assert last(rig)["why"] == "absent"
