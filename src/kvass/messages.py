@@ -46,9 +46,11 @@ from kvass.types import (
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ()
-"""Optional abilities, which both sides must name to use one. There are none yet: all that is here
-belongs to protocol 1."""
+CLEAR_TENANT: Final = "clear_tenant"
+"""The feature of daemons that know ``ClearTenant``."""
+FEATURES: Final[tuple[str, ...]] = (CLEAR_TENANT,)
+"""Optional abilities, which both sides must name to use one. All that needs none of them belongs to
+protocol 1."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -404,8 +406,18 @@ class Clear(Message, tag="clear"):
     tiers: bool = False
 
 
+class ClearTenant(Message, tag="clear_tenant"):
+    """Forget the rows of L1 that a tenant pays for. Only for sessions that only look, and only to
+    daemons with the feature ``CLEAR_TENANT``. Answered by ``Cleared``.
+
+    Tiers keep the tenant's records: a later lookup may load them again.
+    """
+
+    tenant: Name
+
+
 class Cleared(Message, tag="cleared"):
-    """Answer to ``Clear`` and ``EmptyTier``: how many rows stopped matching."""
+    """Answer to ``Clear``, ``ClearTenant`` and ``EmptyTier``: how many rows stopped matching."""
 
     rows: int = 0
 
@@ -490,6 +502,7 @@ Request = (
     | Reserve
     | Ping
     | Clear
+    | ClearTenant
     | EmptyTier
     | SetQuota
     | Removals
