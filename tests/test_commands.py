@@ -131,7 +131,7 @@ def test_the_connectors_options_in_the_documents_are_there() -> None:
     there = set(re.findall(r"^\| `(kvass\.\w+)` \|", table, re.MULTILINE))
     settings = [
         json.loads(text)
-        for path in [*DOCS, *(ROOT / "deploy").glob("*.yml")]
+        for path in [*DOCS, *(ROOT / "deploy").rglob("*.yml")]
         for text in re.findall(r"kv-transfer-config[ =]'?(\{.*?\}\})", path.read_text(), re.DOTALL)
     ]
     assert len(settings) >= 3

@@ -47,9 +47,11 @@ from kvass.types import (
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
-FEATURES: Final[tuple[str, ...]] = ("explain", "shadow")
+CLEAR_TENANT: Final = "clear_tenant"
+FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT)
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
-``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``."""
+``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
+``clear_tenant``: ``ClearTenant``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -483,8 +485,18 @@ class Clear(Message, tag="clear"):
     tiers: bool = False
 
 
+class ClearTenant(Message, tag="clear_tenant"):
+    """Forget the rows of L1 that a tenant pays for. Only for sessions that only look, and only to
+    daemons with the feature ``CLEAR_TENANT``. Answered by ``Cleared``.
+
+    Tiers keep the tenant's records: a later lookup may load them again.
+    """
+
+    tenant: Name
+
+
 class Cleared(Message, tag="cleared"):
-    """Answer to ``Clear`` and ``EmptyTier``: how many rows stopped matching."""
+    """Answer to ``Clear``, ``ClearTenant`` and ``EmptyTier``: how many rows stopped matching."""
 
     rows: int = 0
 
@@ -590,6 +602,7 @@ Request = (
     | Reserve
     | Ping
     | Clear
+    | ClearTenant
     | EmptyTier
     | SetQuota
     | Removals

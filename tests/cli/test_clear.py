@@ -1,4 +1,4 @@
-"""``kvass clear --tier`` against real daemons, and ones that cannot."""
+"""``kvass clear`` with its options against real daemons, and ones that cannot."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from bench.rows import Rows, flushed, tier_status, wait_tier
+from kvass.cli.bench import rig
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
+from kvass.client import session
 from kvass.testing.daemon import running_daemon
 
 Captured = pytest.CaptureFixture[str]
@@ -60,3 +62,35 @@ def test_a_tier_that_is_down_leaves_l1_cleared_and_that_is_said(
             f"kvass: tier_down: L1 is cleared (3 rows), but not disk:{tmp_path}/disk"
         )
         assert daemon.status()["rows"] == 0
+
+
+def test_only_a_model_or_a_tenant_is_cleared(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that the daemon does not know clears nothing, and neither does an older daemon."""
+
+    def clear(*flags: str) -> tuple[int, str]:
+        status = main(["clear", *flags, "--socket", daemon.socket])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    with running_daemon(tmp_path, "16MiB", quota=["team-a=:0"]) as daemon, ExitStack() as ending:
+        for name, model, rows in (("x", "llama", 1), ("y", "llama", 2), ("z", "qwen", 2)):
+            monkeypatch.setattr(rig, "MODEL", model)
+            keys = [os.urandom(WIDTH) for _ in range(rows)]
+            Rows(daemon.socket, name, 64 << 10, ending).store(keys)
+        unknown = "kvass: model 'lama': the daemon knows no such model; the nearest: llama\n"
+        assert clear("--model", "lama") == (2, unknown)
+        unknown = "kvass: tenant 'team-b': the daemon knows no such tenant; the nearest: team-a\n"
+        assert clear("--tenant", "team-b") == (2, unknown)
+        with monkeypatch.context() as older:
+            older.setattr(session, "FEATURES", ())
+            status, text = clear("--tenant", "default")
+            assert (status, "cannot clear a tenant; nothing was cleared" in text) == (1, True)
+        assert daemon.status()["rows"] == 5
+        assert clear("--tenant", "team-a") == (0, "cleared 0 rows of tenant team-a\n")
+        assert clear("--model", "llama") == (0, "cleared 3 rows of llama\n")
+        assert daemon.status()["rows"] == 2
+        assert clear("--tenant", "default") == (0, "cleared 2 rows of tenant default\n")
+        status, text = clear("--tier", "--tenant", "default")
+        assert (status, "not allowed with" in text) == (2, True)

@@ -107,8 +107,7 @@ def test_what_a_daemon_answers(tmp_path: Path, capsys: Captured) -> None:
             status = main(["explain", *argv, "--socket", daemon.socket])
             return status, *capsys.readouterr()
 
-        assert said() == (0, "no request was looked up
-", "")
+        assert said() == (0, "no request was looked up\n", "")
         rows = Rows(daemon.socket, "mine", 64 << 10, ending)
         keys = [os.urandom(WIDTH) for _ in range(2)]
         rows.store(keys)
@@ -121,8 +120,10 @@ def test_what_a_daemon_answers(tmp_path: Path, capsys: Captured) -> None:
         assert entry["why"] == "absent"
         assert said("--engine", entry["engine"][:3], "--request", entry["request"])[0] == 0
         status, _, err = said("--request", "other")
-        assert (status, err) == (1, "kvass: request other is not among the last 256 of its engine
-")
+        assert (status, err) == (
+            1,
+            "kvass: request other is not among the last 256 of its engine\n",
+        )
         for wrong in ("0", "1025", "x"):
             status, _, err = said("-n", wrong)
             assert status == 2

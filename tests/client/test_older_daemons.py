@@ -17,6 +17,7 @@ from kvass.client.client import Client
 from kvass.client.lookups import Match
 from kvass.errors import Incompatible, Refused
 from kvass.messages import (
+    CLEAR_TENANT,
     Commit,
     Error,
     FromClient,
@@ -133,7 +134,7 @@ def test_a_daemon_without_a_feature_works_with_a_client_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This feature is made up."""
-    monkeypatch.setattr(session, "FEATURES", ("made_up",))
+    monkeypatch.setattr(session, "FEATURES", ("made_up", CLEAR_TENANT))
     with running_daemon(tmp_path, "1MiB") as daemon, Client(daemon.socket) as client:
-        assert client.connect(PATIENCE_S).features == ()
+        assert client.connect(PATIENCE_S).features == (CLEAR_TENANT,)
         assert isinstance(client.call(Ping(), PATIENCE_S), Pong)

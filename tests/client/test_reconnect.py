@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from kvass.client import daemon_connection
+from kvass.client import session as client_session
 from kvass.client.client import Client
 from kvass.client.daemon_connection import DaemonConnection
 from kvass.client.requests import MAX_UNANSWERED
@@ -39,6 +41,8 @@ from kvass.messages import (
     Registered,
     Release,
 )
+from kvass.wire import framing
+from kvass.wire.channel import Channel
 from tests.support.waiting import eventually
 from tests.support.wire.scripted_daemon import ScriptedDaemon
 
@@ -365,3 +369,17 @@ def test_the_thread_ends_after_close(daemon: ScriptedDaemon) -> None:
     with pytest.raises(TimedOut):
         client.connect(0.05)
     assert len(daemon.got(Hello)) == 1
+
+
+def test_a_refusal_that_came_before_we_said_hello_is_told() -> None:
+    """The daemon refuses a user, and closes, as soon as it accepts."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    with far:
+        far.sendall(framing.encode(Error(code="forbidden", text="uid 7 may not connect")))
+    session = client_session.DaemonSession(Channel(near))
+    with pytest.raises(Refused, match="forbidden: uid 7 may not connect"):
+        client_session._greet(session, wants_arena=False)
+    with pytest.raises(Unavailable):  # nothing is left to be told
+        client_session._greet(session, wants_arena=False)
+    session.end()

@@ -176,6 +176,7 @@ class World:
             m.Explain(seq=3),
             m.Clear(seq=3),
             m.SetQuota(seq=3, quota=Quota("t", 5, 1)),
+            m.ClearTenant(seq=3, tenant="t"),
             m.EmptyTier(seq=3, tier="t"),
         ]
 

@@ -91,6 +91,29 @@ def test_signals_stop_it_cleanly(tmp_path: Path, number: signal.Signals) -> None
         assert line.endswith("INFO stopping; 0 rows are left to flush")
 
 
+@pytest.mark.parametrize("output", ["pipe without a reader", "full disk"])
+def test_it_serves_though_its_ready_line_cannot_be_written(tmp_path: Path, output: str) -> None:
+    if output == "full disk":
+        writing = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+    flags = ("--socket", str(tmp_path / "s"), "--l1-size", "1MiB")
+    command = [sys.executable, "-m", "kvass", "serve", *flags]
+    with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True) as daemon:
+        try:
+            os.close(writing)
+            assert daemon.stderr is not None
+            assert re.search("standard output: .*; the line was: ready", daemon.stderr.readline())
+            with Client(str(tmp_path / "s")) as client:
+                assert client.status()["instances"] == 0
+            daemon.terminate()
+            assert daemon.wait(10) == 0
+            assert daemon.stderr.read().endswith("0 rows are left to flush\n")
+        finally:
+            daemon.kill()
+
+
 def test_live_daemon_is_refused_and_a_killed_one_taken_over(tmp_path: Path) -> None:
     with running_daemon(tmp_path) as daemon:
         line = refused(serve("--socket", daemon.socket, "--l1-size", "1MiB"))

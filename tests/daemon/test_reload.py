@@ -34,7 +34,7 @@ def hup(daemon: Daemon) -> str:
     os.kill(daemon.pid, signal.SIGHUP)
     assert eventually(lambda: "SIGHUP: " in daemon.log()[before:])
     (line,) = daemon.log()[before:].splitlines()
-    return line.split("Z ", 1)[1]
+    return line.split("Z kvass ", 1)[1]
 
 
 def test_users_level_and_patience_change_and_the_rest_is_named(

@@ -213,6 +213,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "reserve.tenant": m.Reserve(
         seq=5, items=[m.ReserveItem(request="r-1", digests=b"", tenant="team-a")]
     ),
+    "clear_tenant": m.ClearTenant(seq=12, tenant="team-a"),
     "empty_tier": m.EmptyTier(seq=11, tier="disk:/var/cache/kvass"),
     "set_quota": m.SetQuota(seq=10, quota=Quota("team-a", 1 << 33, 1 << 30), remove=True),
     "quota_set": m.QuotaSet(seq=10),

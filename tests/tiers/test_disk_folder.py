@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from kvass.errors import ConfigError, TierDown
 from kvass.tiers.disk import DiskTier
 from kvass.tiers.disk import tier as disk_tier
+from kvass.tiers.disk.folder import Folder
+from tests.daemon.test_process import as_user
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import KEYS, fill, hits, keys_of
 
@@ -231,3 +234,32 @@ def test_it_stays_down_once_the_lock_is_put_back(
     (tmp_path / "lock").rename(folder / "lock")
     with pytest.raises(TierDown):
         tier.probe(KEYS)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+def test_a_folder_in_which_no_file_can_be_made_is_refused_though_its_lock_is_there() -> None:
+    home = Path(tempfile.mkdtemp())
+    try:
+        home.chmod(0o755)
+        shared = home / "tier"
+        shared.mkdir()
+        (shared / "lock").touch(0o600)
+        for each in (shared, shared / "lock"):
+            os.chown(each, STRANGER, STRANGER)
+
+        def opened() -> None:
+            there = Folder(shared)
+            there.lock()
+            there.close()
+
+        def refused() -> None:
+            with pytest.raises(
+                ConfigError, match="cannot be locked and written: Permission denied"
+            ):
+                opened()
+
+        assert as_user(STRANGER, [], opened) == 0, "the control"
+        shared.chmod(0o500)
+        assert as_user(STRANGER, [], refused) == 0
+    finally:
+        shutil.rmtree(home)

@@ -53,11 +53,21 @@ def series(*phases: tuple[Samples, Samples, int]) -> list[dict[str, str]]:
     return found
 
 
-def fired(folder: Path, *phases: tuple[Samples, Samples, int]) -> set[str]:
-    """The alerts that fire at the end, by promtool's word."""
+def target(node: str, values: str) -> dict[str, str]:
+    """Whether Prometheus could scrape a node, minute by minute; ``_``: it is no target any more."""
+    return {"series": f"up{{job='kvass',instance='{node}'}}", "values": values}
+
+
+def fired(folder: Path, *phases: tuple[Samples, Samples, int], up: str = "1") -> set[str]:
+    """The alerts that fire at the end. ``up``: of the node whose daemon is scraped."""
     minutes = sum(phase[2] for phase in phases)
+    return evaluated(folder, [*series(*phases), target("a", f"{up}x{2 * minutes}")], minutes)
+
+
+def evaluated(folder: Path, given: list[dict[str, str]], minutes: int) -> set[str]:
+    """The alerts that fire after so many minutes, by promtool's word."""
     asked = {"expr": "ALERTS{alertstate='firing'}", "eval_time": f"{minutes}m", "exp_samples": []}
-    tests = [{"interval": "1m", "input_series": series(*phases), "promql_expr_test": [asked]}]
+    tests = [{"interval": "1m", "input_series": given, "promql_expr_test": [asked]}]
     rules = {
         "rule_files": [str(DEPLOY / "alerts.yml")],
         "evaluation_interval": "1m" if minutes < 300 else "10m",
@@ -119,6 +129,25 @@ def test_nothing_fires_while_all_is_well(tmp_path: Path) -> None:
 def test_a_daemon_that_is_down(tmp_path: Path) -> None:
     down = samples(None)
     assert fired(tmp_path, (down, down, 10)) == {"KvassDown"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "alerts"),
+    [
+        ({"a": "1x30", "b": "1x10 0x20"}, {"KvassDown"}),
+        ({"a": "1x30", "b": "1x10 _x20"}, {"KvassGone"}),
+        ({"a": "1x10 _x20"}, {"KvassDown", "KvassGone"}),
+        ({}, {"KvassDown"}),
+        ({"a": "1x30", "b": "1x30"}, set()),
+        ({"a": "1x30", "b": "1x10 _x90"}, set()),  # nobody waits for a node that left long ago
+    ],
+)
+def test_a_node_that_cannot_be_scraped_or_is_gone(
+    nodes: dict[str, str], alerts: set[str], tmp_path: Path
+) -> None:
+    minutes = 100 if "_x90" in nodes.get("b", "") else 30
+    given = [target(node, values.replace("1x30", f"1x{minutes}")) for node, values in nodes.items()]
+    assert evaluated(tmp_path, given or [target("x", "_x30")], minutes) == alerts
 
 
 def test_a_tier_that_is_down(tmp_path: Path) -> None:
@@ -214,4 +243,5 @@ def test_a_daemon_that_is_slow(tmp_path: Path) -> None:
 def test_every_alert_has_a_cause_here() -> None:
     rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
     text = Path(__file__).read_text()
-    assert [rule["alert"] for rule in rules if f'== {{"{rule["alert"]}"}}' not in text] == []
+    causes = [rule["alert"] for rule in rules if f'{{"{rule["alert"]}"}}' not in text]
+    assert causes == []

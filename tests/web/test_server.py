@@ -175,6 +175,28 @@ def test_clear_and_prefetch(web: WebServer, daemon: Daemon) -> None:
         rows.store(keys)
         assert ask(web, "POST", "/api/v1/clear", b"", **WRITE) == (200, {"rows": 2})
         assert rows.find(keys).chunks == 0
+        for named in ({"model": "kvass bench"}, {"tenant": "default"}):
+            rows.store(keys)
+            body = json.dumps(named).encode()
+            assert ask(web, "POST", "/api/v1/clear", body, **WRITE) == (200, {"rows": 2})
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"model": "nine"}, "model 'nine': the daemon knows no such model; "),
+        ({"tenant": "defalt"}, "no such tenant; the nearest: default"),
+        ({"tenant": "other"}, "other has no quota, so its rows count for 'default'"),
+        ({"tenant": 1}, "give the name of one of them"),
+        ({"model": "m", "tenant": "t"}, "give the name of one of them"),
+        ({"model": "m", "tiers": True}, "unknown field 'tiers'"),
+    ],
+)
+def test_what_cannot_be_cleared_by_name(
+    web: WebServer, asked: dict[str, object], error: str
+) -> None:
+    status, reply = ask(web, "POST", "/api/v1/clear", json.dumps(asked).encode(), **WRITE)
+    assert (status, error in reply["error"]) == (400, True), reply
 
 
 def test_explain(web: WebServer, daemon: Daemon) -> None:

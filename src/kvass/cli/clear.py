@@ -1,4 +1,4 @@
-"""The command ``kvass clear``: makes a daemon forget all rows."""
+"""The command ``kvass clear``: makes a daemon forget rows."""
 
 from __future__ import annotations
 
@@ -9,18 +9,40 @@ from kvass.config import Parser
 
 _PATIENCE_S: Final = 300.0
 """Emptying an object store takes long: it deletes a thousand objects at a time."""
+_ABOUT: Final = """Make a daemon forget all rows of L1, or with --model or --tenant some of them.
+Without --tier, tiers keep the records on disk or in the store. After a clear of all rows or of a
+model they never match again. After a clear of a tenant they still match, and a lookup may load
+them into L1 again."""
 
 
 def run(argv: list[str]) -> int:
-    """Make the daemon forget all rows. Raises ``Unavailable`` if there is no daemon, ``Refused`` if
-    it has no tiers to empty, or could not empty them."""
-    parser = Parser(prog="kvass clear", description="Make a daemon forget all rows.")
+    """Make the daemon forget rows. Raises ``Unavailable`` if there is no daemon, ``UsageError`` for
+    a model or tenant that the daemon does not know, ``Refused`` if the daemon has no tiers to
+    empty, or could not empty them."""
+    parser = Parser(prog="kvass clear", description=_ABOUT)
     daemon.add_daemon(parser)
-    parser.add_argument("--tier", action="store_true", help="empty its tiers as well")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--tier", action="store_true", help="empty its tiers as well")
+    what.add_argument(
+        "--model",
+        metavar="NAME",
+        help="only the rows of the model that `kvass status` shows by this name; their records in "
+        "tiers do not match any more",
+    )
+    what.add_argument(
+        "--tenant",
+        metavar="NAME",
+        help="only the rows of L1 that count for this tenant; its records in tiers stay and match",
+    )
     options = vars(parser.parse_args(argv))
-    tiers = options.pop("tier")
+    tiers, model, tenant = (options.pop(name) for name in ("tier", "model", "tenant"))
     with daemon.client(options) as client:
-        patience_s = _PATIENCE_S if tiers else 30.0
-        rows = client.clear(everything=True, tiers=tiers, timeout_s=patience_s)
-    print(f"cleared {rows} rows" + (" and all tiers" if tiers else ""))
+        if model is not None:
+            print(f"cleared {client.clear_model(model, timeout_s=_PATIENCE_S)} rows of {model}")
+        elif tenant is not None:
+            rows = client.clear_tenant(tenant, timeout_s=_PATIENCE_S)
+            print(f"cleared {rows} rows of tenant {tenant}")
+        else:
+            rows = client.clear(everything=True, tiers=tiers, timeout_s=_PATIENCE_S)
+            print(f"cleared {rows} rows" + (" and all tiers" if tiers else ""))
     return 0

@@ -31,7 +31,7 @@ COMMANDS: Final = {
     "web": "serve a daemon's metrics and dashboard over HTTP",
     "quota": "change the quotas of tenants",
     "blend": "store documents that prompts may have anywhere",
-    "clear": "make a daemon forget all rows",
+    "clear": "make a daemon forget all rows, or those of a model or tenant",
     "simulate": "say how much memory a recorded workload needs",
     "bench": "measure copies and lookups on this machine",
     "doctor": "check what this machine can serve",

@@ -41,8 +41,18 @@ def run(argv: list[str]) -> int:
     again = partial(load, options, os.environ, file)
     read_again = again if file or os.environ.get(FILE_ENV) else None
     with _web_process(config):
-        serve(config, lambda line: print(line, flush=True), read_again)
+        serve(config, _announce, read_again)
     return 0
+
+
+def _announce(ready: str) -> None:
+    """Print the ``ready`` line. The daemon serves even if nobody reads its standard output, or if
+    the disk of the file is full."""
+    try:
+        print(ready, flush=True)
+    except OSError as error:
+        _log.warning("standard output: %s; the line was: %s", error.strerror, ready)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would fail
 
 
 @contextmanager

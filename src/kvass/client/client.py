@@ -1,16 +1,20 @@
-"""The client of commands and web pages: status, explain, clear, prefetch, quotas and so on."""
+"""The client of commands and web pages: status, explain, clears, prefetch, quotas and so on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, Self
 
 from kvass.client.endpoint import Endpoint
 from kvass.client.explanation import is_request, sentence, users_id
-from kvass.errors import Incompatible
+from kvass.errors import Incompatible, Refused, UsageError
 from kvass.messages import (
+    CLEAR_TENANT,
     MOST_EXPLAINED,
     Clear,
     Cleared,
+    ClearTenant,
     EmptyTier,
     Explain,
     Explained,
@@ -26,6 +30,14 @@ from kvass.types import MOST_SECONDS, Quota
 def bounded(value: float) -> float:
     """``value`` limited to what a message may carry (``Seconds``): negatives and NaN become 0."""
     return min(max(0.0, value), MOST_SECONDS)  # in this order: ``max`` keeps its first for a NaN
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
+    """The error for a ``name`` that the daemon does not know. It has the nearest ``known`` ones."""
+    names = sorted(set(known))
+    near = get_close_matches(name, names, 3, 0.4) or names[:3]
+    hint = f"the nearest: {', '.join(near)}" if near else "it knows none"
+    return UsageError(f"{kind} {name[:80]!r}: the daemon knows no such {kind}; {hint}")
 
 
 class Client(Endpoint):
@@ -78,6 +90,48 @@ class Client(Endpoint):
         """
         message = Clear(namespace=namespace, everything=everything, tiers=tiers)
         reply = self.call(message, timeout_s)
+        assert isinstance(reply, Cleared)
+        return reply.rows
+
+    def clear_model(self, model: str, *, timeout_s: float = 30.0) -> int:
+        """Clear all namespaces of a model, named as in ``kvass status``. Returns how many rows
+        stopped matching.
+
+        Raises what ``clear`` raises; ``UsageError`` if the daemon knows no such model.
+        """
+        namespaces = self.status()["namespaces"]
+        named = [ns for ns in namespaces if (ns["model"] or "?") == model]
+        if not named:
+            raise unknown("model", model, (ns["model"] or "?" for ns in namespaces))
+        return sum(self._clear_if_known(bytes.fromhex(n["namespace"]), timeout_s) for n in named)
+
+    def _clear_if_known(self, namespace: bytes, timeout_s: float) -> int:
+        """Clear a namespace; 0 if the daemon has dropped it meanwhile, with its rows."""
+        try:
+            return self.clear(namespace, timeout_s=timeout_s)
+        except Refused as refused:
+            if refused.code != "bad_value":
+                raise
+            return 0
+
+    def clear_tenant(self, tenant: str, *, timeout_s: float = 30.0) -> int:
+        """Forget the rows of L1 that a tenant pays for. Returns how many rows stopped matching.
+        Tiers keep the tenant's records.
+
+        Raises what ``call`` raises; ``UsageError`` if the daemon knows no such tenant;
+        ``Refused`` if the tenant's rows count for the default tenant; ``Incompatible`` if the
+        daemon is older than this message.
+        """
+        welcome = self.connect(5.0)
+        if CLEAR_TENANT not in welcome.features:
+            raise Incompatible(
+                f"the daemon (kvass {welcome.version}) cannot clear a tenant; nothing was cleared; "
+                "upgrade it"
+            )
+        tenants = [each["tenant"] for each in self.status()["tenants"]]
+        if tenant not in tenants:
+            raise unknown("tenant", tenant, tenants)
+        reply = self.call(ClearTenant(tenant=tenant), timeout_s)
         assert isinstance(reply, Cleared)
         return reply.rows
 

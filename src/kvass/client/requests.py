@@ -24,6 +24,7 @@ REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Reserve: m.Granted,
     m.Ping: m.Pong,
     m.Clear: m.Cleared,
+    m.ClearTenant: m.Cleared,
     m.EmptyTier: m.Cleared,
     m.Removals: m.Removed,
     m.Status: m.StatusReply,

@@ -19,7 +19,15 @@ from kvass._version import __version__
 from kvass.arena import memory
 from kvass.client.requests import REPLY_TO, OpenRequests
 from kvass.config import check_folder
-from kvass.errors import ErrorCode, Incompatible, KvassError, Refused, RemoteError, TimedOut
+from kvass.errors import (
+    ErrorCode,
+    Incompatible,
+    KvassError,
+    Refused,
+    RemoteError,
+    TimedOut,
+    Unavailable,
+)
 from kvass.messages import (
     FEATURES,
     PROTOCOL_MAX,
@@ -217,7 +225,13 @@ def _ask(session: DaemonSession, message: Request) -> FromDaemon:
     """The reply to ``message`` on a connection that nobody else uses yet. Raises ``Refused`` for
     any ``Error`` that arrives meanwhile."""
     deadline_s = time.monotonic() + HANDSHAKE_S
-    session.send(message)
+    try:
+        session.send(message)
+    except Unavailable:  # it may have refused us, and closed, before it read anything
+        for error in session.receive(0):
+            if isinstance(error, Error):
+                raise refusal(error) from None
+        raise
     while not session.requests.answered(message.seq):
         if (left_s := deadline_s - time.monotonic()) <= 0:
             raise TimedOut(f"the daemon accepted but did not answer within {HANDSHAKE_S:g} s")

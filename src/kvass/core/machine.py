@@ -52,6 +52,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.HandedOver: writing.handed_over,
     messages.ShadowReport: shadow.shadow_report,
     messages.Clear: clearing.clear,
+    messages.ClearTenant: clearing.clear_tenant,
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
     messages.Removals: reading.removals,

@@ -101,7 +101,7 @@ class State:
         """The number of received messages by kind, including refused ones."""
         self.log = LookupLog()
         self.clears: list[Clearing] = []
-        """The clears that have namespaces left to clear; the oldest is first."""
+        """The clears that have something in L1 left to clear; the oldest is first."""
         self.populated_bytes = 0
         self.now = float("-inf")
         self.out: list[Effect] = []

@@ -104,7 +104,7 @@ class _Text(logging.Formatter):
     that peers chose: those can neither start a new line nor move the cursor."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        super().__init__("%(asctime)s kvass %(levelname)s %(message)s")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
         when = datetime.fromtimestamp(record.created, UTC)

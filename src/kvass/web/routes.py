@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 from kvass.client.health import tier_state, tier_trouble, used_tiers
-from kvass.errors import Refused
+from kvass.errors import Refused, UsageError
 from kvass.messages import MOST_EXPLAINED
 from kvass.types import NO_CAP, Quota, Size
 from kvass.web.access import Need
@@ -89,8 +89,11 @@ def _ready(source: Source, _query: str) -> HttpReply:
 
 
 def _clear(source: Source, fields: dict[str, Any]) -> HttpReply:
-    """Clear all rows, or with ``{"namespace": HEX}`` those of one namespace. With ``{"tiers":
-    true}`` the tiers' records too."""
+    """Clear all rows; with ``{"namespace": HEX}`` those of one namespace, with ``{"model": NAME}``
+    or ``{"tenant": NAME}`` those of a model or tenant. With ``{"tiers": true}`` all records of
+    tiers too."""
+    if "model" in fields or "tenant" in fields:
+        return _clear_named(source, fields)
     everything = "namespace" not in fields
     namespace, tiers = _hex(fields, "namespace"), fields.pop("tiers", False)
     _no_more(fields)
@@ -100,6 +103,26 @@ def _clear(source: Source, fields: dict[str, Any]) -> HttpReply:
         raise ValueError("tiers: true or false")
     with source.new_client() as client:
         rows = client.clear(namespace, everything=everything, tiers=tiers, timeout_s=_CLEAR_S)
+    return HttpReply(HTTPStatus.OK, {"rows": rows})
+
+
+def _clear_named(source: Source, fields: dict[str, Any]) -> HttpReply:
+    """Clear a model or a tenant."""
+    model, tenant = fields.pop("model", None), fields.pop("tenant", None)
+    _no_more(fields)
+    name = model if tenant is None else tenant
+    if not isinstance(name, str) or (model is not None and tenant is not None):
+        raise ValueError("model, tenant: give the name of one of them")
+    try:
+        with source.new_client() as client:
+            clear = client.clear_model if tenant is None else client.clear_tenant
+            rows = clear(name, timeout_s=_CLEAR_S)
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+    except Refused as refused:
+        if refused.code != "bad_value":
+            raise
+        raise ValueError(refused.text) from refused
     return HttpReply(HTTPStatus.OK, {"rows": rows})
 
 

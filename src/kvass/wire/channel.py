@@ -117,7 +117,13 @@ class Channel:
         """
         deadline_s, left_s = time.monotonic() + timeout_s, timeout_s
         while True:
-            self.flush()
+            try:
+                self.flush()
+            except Unavailable:
+                self._out.clear()
+                if messages := self._read():  # what the daemon said before it closed, such as why
+                    return messages
+                raise
             if messages := self._read():
                 return messages
             if left_s <= 0:

@@ -25,6 +25,7 @@ class Quotas:
 
     def __init__(self, seed: int, arena_bytes: int, roomy: bool) -> None:
         self._chance = random.Random(f"tenants {seed}")
+        self._clears = random.Random(f"clears of tenants {seed}")
         self._arena_bytes = arena_bytes
         self.at_start: tuple[Quota, ...] = ()
         if not roomy and self._chance.random() < 0.3:
@@ -51,13 +52,21 @@ class Quotas:
         name, remove = self._chance.choice(NAMES), self._chance.random() < 0.3
         say(world, m.SetQuota(quota=self._quota(name), remove=remove))
 
+    def clear(self, world: World) -> None:
+        """Now and then an operator clears a tenant, in one slice. Nobody is storing then, because
+        the witness does not know whose the reservations are."""
+        if not self.at_start or world.slice_slots < 1000 or self._clears.random() > 0.02:
+            return
+        if not any(w.holds(world.now) for w in world.witness.state.reservations.values()):
+            say(world, m.ClearTenant(tenant=self._clears.choice(NAMES)))
+
     def end(self, world: World) -> None:
         """No tenant has a quota any more: what they have makes room first."""
         for name in NAMES if self.at_start else ():
             say(world, m.SetQuota(quota=Quota(name), remove=True))
 
 
-def say(world: World, message: m.SetQuota) -> None:
+def say(world: World, message: m.SetQuota | m.ClearTenant) -> None:
     """From a session of its own, if the daemon lets it in."""
     peer = world.connect()
     peer.sent.append(m.Hello(seq=1, clock_s=world.now))
@@ -97,6 +106,7 @@ class TenantWitness:
         if isinstance(event, fx.Received) and isinstance(event.message, m.Lookup):
             asking = asking | {self._state.tenants.payer(event.message.tenant).name}
         cleared = any(epochs_now.get(ns) != epoch for ns, epoch in epochs.items())
+        cleared |= isinstance(event, fx.Received) and isinstance(event.message, m.ClearTenant)
         for tenant in self._state.tenants.all.values():
             had, has = before.get(tenant.name, 0), taken[tenant.name]
             if has > max(had, tenant.cap_bytes):

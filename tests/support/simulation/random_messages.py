@@ -21,7 +21,7 @@ from tests.support.simulation.random_models import (
 )
 
 _KINDS: Final = (
-    *(k for k in get_args(m.FromClient) if k not in (m.SetQuota, m.EmptyTier)),  # ``quotas`` does
+    *(k for k in get_args(m.FromClient) if k not in (m.SetQuota, m.ClearTenant, m.EmptyTier)),
     *(m.Register, m.Reserve),
 )
 _LAYOUT: Final = random_layout(random.Random(1), [("full", 8, 0)])

@@ -93,6 +93,7 @@ class Simulation(World):
         """One of: a fault, a message read by the daemon or by a client, a copy, a request."""
         rng, engine = self.rng, self.rng.choice(self.engines)
         self.quotas.change(self)
+        self.quotas.clear(self)
         self.tiers.change()
         what = rng.random()
         if self.clears and rng.random() < self.clears and engine.scheduler.peer is not None:

@@ -1,4 +1,4 @@
-"""The messages of administrators: clearing namespaces, emptying a tier, and quotas.
+"""The messages of administrators: clearing namespaces or a tenant, emptying a tier, and quotas.
 
 Each function handles one message. It returns the reply, or ``None`` if the reply comes later. It
 raises ``Refused`` before it changes anything.
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvass.core.clients.registry import ClientSession
 from kvass.core.handlers.checks import instance_of, named_namespace
 from kvass.core.pending.tier_operations import Clearing, Emptying
 from kvass.core.rows.row_classes import Namespace
+from kvass.core.rows.row_table import WRITING
 from kvass.core.state import State
 from kvass.core.tiers import epochs, promote
 from kvass.errors import Refused
-from kvass.messages import Clear, EmptyTier, QuotaSet, SetQuota
+from kvass.messages import Clear, ClearTenant, EmptyTier, QuotaSet, SetQuota
 
 MOST_CLEARS: Final = 64
-"""The most clears of everything that may be unfinished at a time."""
+"""The most clears of everything or of a tenant that may be unfinished at a time."""
 
 
 def clear(state: State, session: ClientSession, msg: Clear) -> None:
@@ -33,8 +37,12 @@ def clear(state: State, session: ClientSession, msg: Clear) -> None:
 
 
 def clear_more(state: State) -> None:
-    """Clear the next namespaces of the oldest clear that is not done. There must be one."""
-    _clear_some(state, state.clears[0])
+    """Continue the oldest clear that is not done. There must be one."""
+    oldest = state.clears[0]
+    if oldest.left:
+        _clear_some(state, oldest)
+    else:
+        _clear_some_sets(state, oldest)
 
 
 def _clear_some(state: State, clearing: Clearing) -> None:
@@ -60,6 +68,52 @@ def _clear_some(state: State, clearing: Clearing) -> None:
     if clearing.tiers:
         epochs.empty(state, clearing, state.tiers.used)
     epochs.answer_clear(state, clearing)
+
+
+def clear_tenant(state: State, session: ClientSession, msg: ClearTenant) -> None:
+    """Forget the rows of L1 that a tenant pays for: some in this step, the others in later steps.
+
+    The reply comes when all are forgotten. What engines were storing for the tenant before that is
+    discarded. Tiers keep their records, so rows that a tier is loading stay.
+    """
+    if session.registered is not None:
+        raise Refused("forbidden", "an engine clears its own namespace only")
+    tenant = state.tenants.all.get(msg.tenant)
+    if tenant is None:
+        raise Refused("bad_value", f"tenant {msg.tenant[:64]!r}: there is no such")
+    if not (tenant.listed or tenant.taken_bytes or tenant is state.tenants.default):
+        text = f"{tenant.name} has no quota, so its rows count for {state.tenants.default.name!r}"
+        raise Refused("bad_value", f"tenant: {text}")
+    if len(state.clears) >= MOST_CLEARS:
+        raise Refused("limit", f"{MOST_CLEARS} clears are under way: wait for their answers")
+    sets = np.flatnonzero(_of_tenant(state, tenant.id))
+    clearing = Clearing(session.id, msg.seq, [], False, tenant=tenant.id, sets=sets)
+    state.clears.append(clearing)
+    _clear_some_sets(state, clearing)
+
+
+def _of_tenant(state: State, tenant: int) -> npt.NDArray[np.bool_]:
+    """By extent set, whether the tenant pays for it."""
+    sets = state.classes.sets
+    theirs: npt.NDArray[np.bool_] = (sets.owner >= 0) & (sets.tenant == tenant)
+    return theirs
+
+
+def _clear_some_sets(state: State, clearing: Clearing) -> None:
+    """Clear extent sets of ``slice_slots`` slots, or one set. A set may have been given back
+    meanwhile."""
+    sets = clearing.sets[_of_tenant(state, clearing.tenant)[clearing.sets]]
+    upto = np.cumsum(state.classes.sets.slots[sets])
+    count = max(1, int(np.searchsorted(upto, state.config.slice_slots, side="right")))
+    chosen, clearing.sets = sets[:count], sets[count:]
+    rows = state.classes.sets.rows_of(chosen)
+    writing = rows[state.rows.table.state[rows] == WRITING]
+    for reservation in np.unique(state.rows.table.loader[writing]).tolist():
+        state.settlement.discard(state.reservations.all[reservation], "cleared")
+    clearing.rows += state.allocator.clear_sets(chosen)
+    if not len(clearing.sets):
+        state.clears.remove(clearing)
+        epochs.answer_clear(state, clearing)
 
 
 def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespace]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import ClassRows
@@ -63,11 +64,13 @@ class Emptying(msgspec.Struct):
 
 
 class Clearing(msgspec.Struct, eq=False):
-    """A ``Clear`` or an ``EmptyTier`` that was not answered yet. ``of_l1``: it is a ``Clear``.
+    """A ``Clear``, ``ClearTenant`` or ``EmptyTier`` that was not answered yet. ``of_l1``: it clears
+    L1.
 
-    ``left``: the namespaces that are still to be cleared. ``tiers``: whether tiers are emptied
-    after that. ``awaits``: how many operations of tiers it waits for. ``failed``: the tiers whose
-    operation failed. ``rows``: how many rows were cleared.
+    ``left``: the namespaces that are still to be cleared. ``tenant``: the id of the tenant whose
+    extent sets ``sets`` are still to be cleared. ``tiers``: whether tiers are emptied after that.
+    ``awaits``: how many operations of tiers it waits for. ``failed``: the tiers whose operation
+    failed. ``rows``: how many rows were cleared.
     """
 
     session: int
@@ -78,6 +81,8 @@ class Clearing(msgspec.Struct, eq=False):
     awaits: int = 0
     failed: set[int] = set()
     of_l1: bool = True
+    tenant: int = -1
+    sets: I64Array = msgspec.field(default_factory=lambda: np.empty(0, np.int64))
 
 
 Op = Probing | Loading | Flushing | NotingEpoch | Emptying

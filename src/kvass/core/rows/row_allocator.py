@@ -1,6 +1,7 @@
 """The allocator of rows: it takes free slots, and evicts rows if there are none.
 
-Law of this file: rows are evicted only here, and only when a new row needs the room (law 6).
+Law of this file: rows are evicted only here, and only when a new row needs the room (law 6). The
+rows of cleared sets are not evicted, but forgotten.
 
 A class without a free slot gets a new extent set from the arena's free space. If there is no free
 space, rows are evicted: rows of the class itself, or whole extent sets of other classes, whichever
@@ -92,6 +93,22 @@ class RowAllocator:
             upto = np.cumsum(self._sets.slots[sets])
             count = int(np.searchsorted(upto, self._slice_slots, side="right"))
             self._evict_sets(sets[: max(1, count)])
+
+    def clear_sets(self, sets: I64Array) -> int:
+        """Forget the readable rows of ``sets``, and give back the sets that are empty then. Returns
+        how many rows lookups could find before."""
+        matched = 0
+        for owner in np.unique(self._sets.owner[sets]).tolist():
+            row_class = self._classes.by_id[owner]
+            rows = self._sets.rows_of(sets[self._sets.owner[sets] == owner])
+            rows = rows[self._table.state[rows] >= READY]
+            self._counters["bytes_evicted_cleared"] += len(rows) * row_class.spec.row_bytes
+            self._rows.forget(rows)
+            matched += len(rows)
+        empty = sets[(self._sets.used[sets] == 0) & (self._sets.held[sets] == 0)]
+        if len(empty):
+            self._evict_sets(empty)
+        return matched
 
     # ------------------------------------------------------------ room
 

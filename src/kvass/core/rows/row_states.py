@@ -177,6 +177,17 @@ class RowStates:
         self.move(rows, LOADING, FAILED)
         self.free(rows[self.table.pins[rows] == 0])
 
+    def forget(self, rows: I64Array) -> None:
+        """Forget readable ``rows`` of one class. No lookup finds them from now on. Those that are
+        pinned are freed at their last unpin."""
+        pinned = self.table.pins[rows] > 0
+        self.free(rows[~pinned])
+        kept = rows[pinned]
+        self._note_removed(kept)
+        self._unindex(kept)
+        for state in (READY, TRANSIENT):
+            self.move(kept[self.table.state[kept] == state], state, FAILED)
+
     def discard(self, rows: I64Array) -> None:
         """Quarantine WRITING ``rows``: they will not become readable, but ranks may still write."""
         self._note_left(self.class_of(rows), rows, "unfinished")
@@ -194,9 +205,8 @@ class RowStates:
                     self.free(rows[owners == owner])
                 return
         owner, states = self.class_of(rows), self.table.state[rows]
-        if owner is not None and self.classes.removed.noted:
-            left = self.table.keys_of(rows[states >= READY])
-            self.classes.removed.note(owner.namespace, owner.spec.group, left)
+        if self.classes.removed.noted:
+            self._note_removed(rows[states >= READY])
         self._unindex(rows)
         for before in np.bincount(states).nonzero()[0].tolist():
             self.move(rows[states == before], before, FREE)
@@ -236,6 +246,13 @@ class RowStates:
         if not len(rows):
             return None
         return self.classes.by_id.get(int(self._sets.owner[self.table.set_of[rows[0]]]))
+
+    def _note_removed(self, rows: I64Array) -> None:
+        """Record that readable ``rows`` leave L1, if a session wants to know that."""
+        owner = self.class_of(rows)
+        if owner is not None and self.classes.removed.noted:
+            keys = self.table.keys_of(rows)
+            self.classes.removed.note(owner.namespace, owner.spec.group, keys)
 
     def _sets_of(self, rows: I64Array) -> I64Array:
         """The extent sets of ``rows`` as int64, with which ``np.add.at`` is twice as fast."""

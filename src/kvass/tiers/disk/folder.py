@@ -20,6 +20,7 @@ from typing import Any, Final
 from kvass.errors import ConfigError
 
 _LOCK: Final = "lock"
+_PROBE: Final = "writable"
 _LOCK_WAIT_S: Final = 2.0
 _ORPHAN_WAIT_S: Final = 60.0
 """Seconds to wait for an owner whose daemon has ended. While the owner exits, the kernel frees its
@@ -101,6 +102,7 @@ class Folder:
             try:
                 _lock(fd)
                 if self._in_place(fd):
+                    self._check_writable()
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, b"%d %d" % (os.getpid(), os.getppid()), 0)
                     self._lock_fd = fd
@@ -116,6 +118,16 @@ class Folder:
                     ) from error
                 text = f"{self.path}: cannot be locked and written: {error.strerror}"
                 raise ConfigError(text) from error
+
+    def _check_writable(self) -> None:
+        """Create and remove a file. Raises ``OSError`` if that is not allowed: an older lock file
+        could be opened all the same. A full disk is no error, because its records can be loaded."""
+        try:
+            os.close(self.open(_PROBE, os.O_WRONLY | os.O_CREAT))
+            os.unlink(_PROBE, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def check(self) -> None:
         """Check that this process still owns the folder. Raises ``OSError`` if it does not, or if
