@@ -502,8 +502,12 @@ class StatusReply(Message, tag="status_reply"):
     fields: dict[str, Any] = {}
 
 
+MOST_EXPLAINED: Final = 1024
+
+
 class Explain(Message, tag="explain"):
-    """Ask for the last ``limit`` lookups, and why they did not match more. Feature ``explain``.
+    """Ask for the last ``limit`` lookups (at most ``MOST_EXPLAINED``), and why they did not match
+    more. Feature ``explain``.
 
     ``engine``: the beginning of an instance's id, or a part of a model's name. ``request``: a part
     of a request's id. Empty: of all."""

@@ -6,7 +6,6 @@ from typing import Any
 
 from kvass import messages as m
 from kvass.core.clients.lookup_log import ENTRIES
-from kvass.core.handlers.explaining import MOST
 from tests.core.rig import BOOT, Engine, Rig
 from tests.core.test_explain import entries, last
 
@@ -55,15 +54,15 @@ def test_only_a_scheduler_adds_and_only_what_is_possible(rig: Rig) -> None:
 
 
 def test_a_question_is_bounded(rig: Rig) -> None:
-    for limit in (0, -1, MOST + 1):
+    for limit in (0, -1, m.MOST_EXPLAINED + 1):
         assert rig.code(rig.open(), m.Explain(seq=3, limit=limit)) == "bad_value"
     e = rig.engine()
     for i in range(2 * ENTRIES):
         note(e, "no_daemon", f"r{i}")
-    assert len(entries(rig, limit=MOST)) == ENTRIES
+    assert len(entries(rig, limit=m.MOST_EXPLAINED)) == ENTRIES
     assert [each["request"] for each in entries(rig, limit=2)] == ["r510", "r511"]
     assert entries(rig, engine="f") == []
-    assert len(entries(rig, request="r51", limit=MOST)) == 2
+    assert len(entries(rig, request="r51", limit=m.MOST_EXPLAINED)) == 2
 
 
 def test_the_entries_of_an_engine_that_is_gone_stay(rig: Rig) -> None:

@@ -72,6 +72,9 @@ def test_a_request_that_loads_from_a_tier(
 ) -> None:
     stored(daemon)
     assert {s.name for s in exporter.get_finished_spans()} == {"kvass.lookup", "kvass.store"}
+    missed = named(exporter.get_finished_spans(), "kvass.lookup")
+    assert missed.attributes is not None
+    assert missed.attributes["kvass.ended_by"] == "absent"
     store = exporter.get_finished_spans()[-1]
     assert store.attributes is not None
     assert store.attributes["gen_ai.request.id"] == "first-0"

@@ -26,6 +26,7 @@ from kvass.errors import KvassError, Unavailable, UsageError
 COMMANDS: Final = {
     "serve": "run the daemon",
     "status": "show whether a daemon works, and what it saves",
+    "explain": "say why the last requests did not hit more",
     "top": "watch a daemon",
     "web": "serve a daemon's metrics and dashboard over HTTP",
     "quota": "change the quotas of tenants",

@@ -1,14 +1,19 @@
-"""The client of commands and web pages: status, clear, empty a tier, prefetch, set a quota."""
+"""The client of commands and web pages: status, explain, clear, prefetch, quotas and so on."""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
 from kvass.client.endpoint import Endpoint
+from kvass.client.explanation import is_request, sentence, users_id
+from kvass.errors import Incompatible
 from kvass.messages import (
+    MOST_EXPLAINED,
     Clear,
     Cleared,
     EmptyTier,
+    Explain,
+    Explained,
     Prefetch,
     Prefetched,
     SetQuota,
@@ -37,6 +42,27 @@ class Client(Endpoint):
         reply = self.call(Status(), timeout_s)
         assert isinstance(reply, StatusReply)
         return reply.fields
+
+    def explain(
+        self, engine: str = "", request: str = "", limit: int = 20, timeout_s: float = 5.0
+    ) -> list[dict[str, Any]]:
+        """The last ``limit`` lookups, oldest first, and why they did not match more.
+
+        ``engine``: the beginning of an instance's id, or a part of a model's name. ``request``: the
+        id of a request. docs/explain.md has the fields. Raises what ``call`` raises;
+        ``Incompatible`` if the daemon is too old.
+        """
+        if "explain" not in self.connect(timeout_s).features:
+            raise Incompatible("the daemon is older than this command: restart it")
+        most = MOST_EXPLAINED if request else limit
+        reply = self.call(Explain(engine=engine, request=request, limit=most), timeout_s)
+        assert isinstance(reply, Explained)
+        found = [
+            {**one, "request": users_id(one["request"]), "text": sentence(one)}
+            for one in reply.lookups
+            if not request or is_request(one["request"], request)
+        ]
+        return found[-limit:]
 
     def clear(
         self,

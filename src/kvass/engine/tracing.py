@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+from kvass.client.explanation import users_id
 from kvass.engine.boundary import log
 from kvass.engine.step_work import Load, Store
 
@@ -29,9 +29,6 @@ REQUEST: Final = "gen_ai.request.id"
 """The attribute with the request's id, as in vLLM's own spans."""
 ENDED_BY: Final = "kvass.ended_by"
 """The attribute with the reason for which the match was not longer."""
-INTERNAL: Final = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}")
-"""vLLM's internal id of a request. It adds a prefix to the user's id if the request has several
-outputs, and a random suffix. vLLM's own spans have the id without both."""
 
 
 def begin() -> Tracing | None:
@@ -132,8 +129,7 @@ class Tracing:
         or a ``traceparent`` header, which may be empty."""
         if isinstance(parent, str):
             parent = self._parent.extract({"traceparent": parent})
-        if internal := INTERNAL.fullmatch(request):
-            request = internal[1]
+        request = users_id(request)  # as in vLLM's own spans
         span = self._tracer.start_span(
             name, context=parent, start_time=began, attributes={REQUEST: request, **figures}
         )

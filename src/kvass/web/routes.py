@@ -10,9 +10,11 @@ from collections.abc import Callable
 from http import HTTPStatus
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qsl
 
 from kvass.client.health import tier_state, tier_trouble, used_tiers
 from kvass.errors import Refused
+from kvass.messages import MOST_EXPLAINED
 from kvass.types import NO_CAP, Quota, Size
 from kvass.web.access import Need
 from kvass.web.metrics import exposition
@@ -119,6 +121,18 @@ def _quotas(source: Source, query: str) -> HttpReply:
     return reply._replace(body={"tenants": reply.body["tenants"]}) if reply.status == 200 else reply
 
 
+def _explain(source: Source, query: str) -> HttpReply:
+    """The last lookups and why they did not match more: ``engine=``, ``request=``, ``limit=``."""
+    fields = dict(parse_qsl(query, keep_blank_values=True))
+    engine, request = fields.pop("engine", ""), fields.pop("request", "")
+    limit = fields.pop("limit", "20")
+    _no_more(fields)
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_EXPLAINED):
+        raise ValueError(f"limit: give a number, 1 to {MOST_EXPLAINED}")
+    with source.new_client() as client:
+        return HttpReply(HTTPStatus.OK, {"lookups": client.explain(engine, request, int(limit))})
+
+
 def _tiers(source: Source, query: str) -> HttpReply:
     """The tiers, in the order in which lookups ask them."""
     reply = _status(source, query)
@@ -193,6 +207,7 @@ READS: Final[dict[str, tuple[Need, Callable[[Source, str], HttpReply]]]] = {
     "/status": ("read", _status),
     "/api/v1/status": ("read", _status),
     "/api/v1/history": ("read", _history),
+    "/api/v1/explain": ("read", _explain),
     "/api/v1/quotas": ("read", _quotas),
     "/api/v1/tiers": ("read", _tiers),
 }

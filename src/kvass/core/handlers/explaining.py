@@ -12,10 +12,8 @@ from kvass.core.clients.registry import ClientSession
 from kvass.core.handlers.checks import check_request, scheduler_of
 from kvass.core.state import State
 from kvass.errors import Refused
-from kvass.messages import Explain, Explained, LookupNotes
+from kvass.messages import MOST_EXPLAINED, Explain, Explained, LookupNotes
 
-MOST: Final = 1024
-"""The most lookups of one answer."""
 _WHY: Final = 64
 """The most characters of a reason."""
 
@@ -53,7 +51,7 @@ def lookup_notes(state: State, session: ClientSession, msg: LookupNotes) -> None
 
 def explain(state: State, session: ClientSession, msg: Explain) -> Explained:
     """The last lookups that the message asks for, with the reasons."""
-    if not 1 <= msg.limit <= MOST:
-        raise Refused("bad_value", f"limit: {msg.limit} is not in 1..{MOST}")
+    if not 1 <= msg.limit <= MOST_EXPLAINED:
+        raise Refused("bad_value", f"limit: {msg.limit} is not in 1..{MOST_EXPLAINED}")
     found = state.log.fields(msg.engine, msg.request, msg.limit, state.now)
     return Explained(lookups=tuple(found))

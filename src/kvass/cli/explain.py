@@ -1,0 +1,76 @@
+"""The command ``kvass explain``: says why the last requests did not hit more."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from textwrap import wrap
+from typing import Any, Final
+
+from kvass.cli import daemon
+from kvass.cli.report import WIDTH, printable
+from kvass.config import Parser
+from kvass.errors import ConfigError
+from kvass.messages import MOST_EXPLAINED
+
+_ENGINE_CHARS: Final = 8
+"""How many characters of an engine's id are printed. ``--engine`` finds it by them."""
+
+
+def run(argv: list[str]) -> int:
+    """Print the last lookups. Raises ``ConfigError``, ``Unavailable``, ``Incompatible``."""
+    parser = Parser(
+        prog="kvass explain",
+        description="Say of the last requests how much of them was cached, and what ended the "
+        "match. The newest is last.",
+    )
+    daemon.add_daemon(parser)
+    parser.add_argument(
+        "-n",
+        dest="limit",
+        type=int,
+        default=20,
+        metavar="N",
+        help=f"how many requests, 1 to {MOST_EXPLAINED} (default: 20)",
+    )
+    parser.add_argument(
+        "--engine",
+        default="",
+        metavar="NAME",
+        help="of one engine only: the beginning of its id, or a part of its model's name",
+    )
+    parser.add_argument(
+        "--request", default="", metavar="ID", help="one request, by the id in the API's answer"
+    )
+    parser.add_argument("--json", action="store_true", help="print all fields as JSON")
+    options = vars(parser.parse_args(argv))
+    own = {name: options.pop(name) for name in ("limit", "engine", "request", "json")}
+    if not 1 <= own["limit"] <= MOST_EXPLAINED:
+        raise ConfigError(f"-n: {own['limit']} is not in 1..{MOST_EXPLAINED}")
+    with daemon.client(options) as client:
+        found = client.explain(own["engine"], own["request"], own["limit"])
+    if own["json"]:
+        print(json.dumps(found, indent=2))
+    elif found:
+        print("\n".join(line for one in found for line in lines(one, time.time())))
+    elif own["request"]:
+        print(f"request {printable(own['request'])} is not among the last 256 of its engine")
+    else:
+        print("no request was looked up")
+    return 0
+
+
+def lines(entry: Mapping[str, Any], now_s: float) -> Iterator[str]:
+    """The lines of one lookup. ``now_s``: seconds since 1970."""
+    when = time.strftime("%H:%M:%S", time.localtime(now_s - entry["age_s"]))
+    engine = f"{entry['model'] or '?'} ({entry['engine'][:_ENGINE_CHARS]})"
+    yield printable(f"{when}  {entry['request']}  {engine}")
+    tokens = f"{entry['prompt_tokens']:,}" if entry["prompt_tokens"] else "?"
+    times = f", looked up {entry['times']:,} times" if entry["times"] > 1 else ""
+    yield (
+        f"  {tokens} tokens: {entry['local_tokens']:,} in the engine's own cache, "
+        f"{entry['hit_tokens']:,} from kvass{times}"
+    )
+    text = printable(entry["text"])
+    yield from wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
