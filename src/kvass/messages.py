@@ -104,6 +104,8 @@ class Register(Message, tag="register"):
     ``identity`` names, a new random token whenever they may have been changed in place. The
     scheduler then sends its ``Register`` again: the instance leaves its namespace for that of the
     new generation, and what it was writing is discarded.
+
+    ``counted``: False for a measurement, whose lookups the figures of models and tenants leave out.
     """
 
     instance: Name
@@ -117,6 +119,7 @@ class Register(Message, tag="register"):
     layout: RankLayout | None = None
     generation: ShortBytes = b""
     model: Name = ""
+    counted: bool = True
 
 
 class Registered(Message, tag="registered"):

@@ -90,9 +90,10 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     if msg.again:
         lookup_tokens = hit_tokens = ns.tokens(0, hit.blocks)
     state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, _speed(msg), msg.again)
-    state.tenants.of(msg.tenant).traffic.count_lookup(
-        state.now, lookup_tokens, hit_tokens, why, again=msg.again
-    )
+    if instance.terms.counted:
+        state.tenants.of(msg.tenant).traffic.count_lookup(
+            state.now, lookup_tokens, hit_tokens, why, again=msg.again
+        )
     return state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
 
 

@@ -101,6 +101,8 @@ def _count(state: State, promotion: Promotion) -> None:
     instance = state.instances.get(promotion.instance)
     if instance is not None:
         state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, promotion.prefill_tokens_s)
+        if not instance.terms.counted:
+            return
     tenant = state.tenants.of(promotion.tenant)
     tenant.traffic.count_lookup(state.now, lookup_tokens, hit_tokens, why)
     homes = promotion.homes[0][first : hit.chunks]
