@@ -1,11 +1,7 @@
 """The smallest engine that keeps its KV pages in kvass: one layer group, one rank, one request at a
-time. ``docs/embedding.md`` explains it. With a daemon running, run it twice::
-
-    python -m examples.embedding
-    python -m examples.embedding
-
-The first process computes four chunks and stores them. The second one loads them. Exit status 1 if
-a loaded page differs from the computed one.
+time. ``docs/embedding.md`` explains it. ``python -m examples.embedding`` starts a daemon and runs
+two engines, one after the other: the first computes four chunks and stores them, the second loads
+them. ``--socket PATH`` runs one, with a daemon of yours. Exit status 1 if a loaded page is wrong.
 """
 
 from __future__ import annotations
@@ -13,15 +9,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvass import ParallelStrategy, SchedulerClient, WorkerClient
 from kvass.client.lookups import PENDING, Match
-from kvass.config import default_socket
 from kvass.messages import ReserveItem
+from kvass.testing.daemon import running_daemon
 from kvass.types import GroupLayout, RankLayout
 
 Pages = npt.NDArray[np.uint8]
@@ -111,11 +109,10 @@ def compute(keys: list[bytes]) -> Pages:
     return np.array(chunks, np.uint8).reshape(-1, *CHUNK)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """One prompt: load what is stored, compute the rest, store it."""
-    parser = argparse.ArgumentParser(prog="python -m examples.embedding")
-    parser.add_argument("--socket", default=default_socket(), help="the daemon's socket")
-    engine = Engine(parser.parse_args(argv).socket, f"example-{time.monotonic_ns()}", "weights 1")
+def run(socket: str) -> bool:
+    """An engine that answers one prompt: load what is stored, compute the rest, store it. Returns
+    whether the loaded pages are those that it would have computed."""
+    engine = Engine(socket, f"example-{time.monotonic_ns()}", "weights 1")
     try:
         keys = keys_of(list(range(1100)))
         loaded = engine.load(keys)
@@ -125,7 +122,17 @@ def main(argv: list[str] | None = None) -> int:
         engine.close()
     right = "right" if same else "WRONG"
     print(f"{len(keys)} chunks: {len(loaded)} loaded, {stored} stored, {right}")
-    return 0 if same else 1
+    return same
+
+
+def main(argv: list[str] | None = None) -> int:
+    """One engine with the daemon of ``--socket``, or two with one of its own; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m examples.embedding")
+    parser.add_argument("--socket", help="run one engine (default: start a daemon, run two)")
+    if socket := parser.parse_args(argv).socket:
+        return 0 if run(socket) else 1
+    with tempfile.TemporaryDirectory() as folder, running_daemon(Path(folder)) as daemon:
+        return 0 if all([run(daemon.socket), run(daemon.socket)]) else 1
 
 
 if __name__ == "__main__":
