@@ -56,7 +56,7 @@ class Engine:
         if not self.scheduler.handed_over([found.lease], [], found.boot):
             self.scheduler.release(found.boot, found.lease)
             return none
-        places = found.slots[0].offsets(0, ROW_BYTES).tolist()
+        places = found.slots[0].offsets(0, ROW_BYTES)
         pages = np.empty((len(places), *CHUNK), np.uint8)
         if (lease := self.rank.arena(found.boot, found.given_s)) is not None:
             with lease as arena:
@@ -79,7 +79,7 @@ class Engine:
         if (lease := self.rank.arena(granted.boot, granted.given_s)) is None:
             self.rank.abort(granted.boot, grant.reservation)
             return 0
-        places = grant.slots[0].offsets(0, ROW_BYTES).tolist()
+        places = grant.slots[0].offsets(0, ROW_BYTES)
         with lease as arena:
             for chunk, at in zip(grant.chunks, places, strict=True):
                 lease.prepare(at, at + ROW_BYTES)

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 import pytest
 
+from examples.tiny import PATIENT_MS
 from kvass._version import TESTED_VLLM
 from kvass.arena.room import SAFE_SHARE
 from kvass.cli.bench import baseline, copies, lookups
@@ -210,6 +211,7 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/sizing.md", "one for each {} tokens of the prompt", (traces.MOONCAKE_TOKENS,)),
     ("docs/sizing.md", "more than {} of them are an error", (traces.MOST_WRONG,)),
     ("docs/sizing.md", "that has {} % of the hits", (100 * report.KNEE,)),
+    ("docs/recipes.md", "the example sets {} ms", (PATIENT_MS,)),
     ("docs/embedding.md", "(`step_wait_s`, {} ms", (1e3 * CALL["step_wait_s"].default,)),
 ]
 """A document, a sentence in it that occurs once, and the numbers that stand at its ``{}``."""
