@@ -9,14 +9,9 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
 
 from examples.serving import Reply, ask, running_proxy, two_servers
-from examples.tiny import some_prompt, whole_blocks
-
-STORE_MS: Final = 2000
-"""How long the decode server waits for what the prefill server still stores, at least: on a busy
-machine that may take longer than this tiny model takes to compute."""
+from examples.tiny import PATIENT_MS, some_prompt, whole_blocks
 
 
 def play(folder: Path, servers: list[str], prompts: list[list[int]]) -> list[Reply]:
@@ -31,7 +26,7 @@ def main() -> int:
     prompts = [some_prompt(tokens, seed=tokens) for tokens in (1000, 2000, 3000)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with two_servers(folder, lookup_budget_ms=STORE_MS) as servers:
+        with two_servers(folder, lookup_budget_ms=PATIENT_MS) as servers:
             replies = play(folder, servers, prompts)
             computed = [ask(servers[0], prompt) for prompt in prompts]
     for reply in replies:

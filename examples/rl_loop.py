@@ -1,9 +1,7 @@
 """A reinforcement-learning loop in one process: generate, update the weights in place, reset.
 
 kvass sees the update. ``reset_prefix_cache()`` after it empties vLLM's own cache: no later request
-finds what the old weights computed. With a daemon running::
-
-    python -m examples.rl_loop
+finds what the old weights computed. ``python -m examples.rl_loop`` starts a daemon for it.
 
 The last policy shows what is wrong without it. Exit status 1 if another one reused anything, or if
 the last one did not go wrong.
@@ -15,17 +13,21 @@ import argparse
 import sys
 from typing import Any
 
-from examples.tiny import engine_here, greedy, some_prompt
-from kvass.config import default_socket
+from examples.tiny import daemon_at, engine_here, greedy, some_prompt
 
-PROMPT = {"prompt_token_ids": some_prompt(1000, seed=0)}
+PROMPT = {"prompt_token_ids": some_prompt(1000, seed=2)}
 
 
 def main() -> int:
     """Run the loop; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m examples.rl_loop")
-    parser.add_argument("--socket", default=default_socket(), help="the daemon's socket")
-    engine = engine_here(parser.parse_args().socket)
+    parser.add_argument("--socket", help="a daemon's socket (default: start one)")
+    with daemon_at(parser.parse_args().socket) as socket:
+        return play(engine_here(socket))
+
+
+def play(engine: Any) -> int:
+    """Four policies and an update without a reset; the exit status."""
     policies = []
     for policy in range(3):
         policies.append(generation(engine, f"policy {policy}"))

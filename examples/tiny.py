@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from kvass.testing.daemon import running_daemon
 from tests.support.vllm.models import TINY, build
 
+PATIENT_MS: Final = 2000
+"""``lookup_budget_ms`` of the recipes: how long a request waits for rows that are still being
+stored, at least. On a busy machine that may take longer than this tiny model takes to compute."""
 ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -55,9 +62,23 @@ def transfer_config(socket: str, **options: Any) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def daemon_at(socket: str | None) -> Iterator[str]:
+    """The socket of a daemon: ``socket``, or that of one which is started here and ends."""
+    if socket:
+        yield socket
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="kvass-recipe-") as folder,
+        running_daemon(Path(folder), l1_size="256MiB", lookup_budget_ms=PATIENT_MS) as daemon,
+    ):
+        yield daemon.socket
+
+
 def engine_here(socket: str, **options: Any) -> Any:
-    """A ``vllm.LLM`` in this process."""
-    for name, value in (ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():
+    """A ``vllm.LLM`` in this process, which prints no warnings."""
+    here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    for name, value in (ENVIRONMENT | here).items():
         os.environ.setdefault(name, value)
     from vllm import LLM  # reads the environment
 

@@ -12,10 +12,7 @@ from typing import Final
 import pytest
 
 from kvass.cli.main import COMMANDS, main
-from kvass.core.pending.promotion import INSTANCE_SHARE
-from kvass.core.state import CoreConfig
 from kvass.daemon.live import LIVE
-from kvass.web.server import CONNECTIONS
 from tests import site_tables
 from tests.simulation.mutants import MUTANTS
 
@@ -223,13 +220,3 @@ def test_negative_control_what_is_wrong_is_seen() -> None:
     text = "# A title\n[a](#a-title) [b](#no-title) [c](README.md) [d](NONE.md) [e](README.md#none)"
     assert wrong_links(text, ROOT) == ["#no-title", "NONE.md", "README.md#none"]
     assert laws_named(f"laws 2-4 and 12; (law {99})") == {2, 4, 12, 99}
-
-
-def test_numbers_of_the_failure_table_are_those_of_the_code() -> None:
-    config, table = CoreConfig(boot=b"", arena_bytes=1), text_of(ROOT / "docs" / "failure-modes.md")
-    assert f"they end {config.slice_ends} at a time" in table
-    waiting, share = config.limits.waiting_bytes, int(config.limits.waiting_bytes * INSTANCE_SHARE)
-    assert f"more than {waiting >> 20} MiB ({share >> 20} MiB for one engine)" in table
-    assert f"{CONNECTIONS} slow HTTP clients" in table
-    limits = config.limits
-    assert f"one user has {limits.sessions_per_uid} of the {limits.sessions:,} connections" in table

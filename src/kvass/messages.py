@@ -107,6 +107,9 @@ class Register(Message, tag="register"):
     ``identity`` names, a new random token whenever they may have been changed in place. The
     scheduler then sends its ``Register`` again: the instance leaves its namespace for that of the
     new generation, and what it was writing is discarded.
+
+    ``counted``: False for a measurement and for an engine in shadow mode. The figures of models and
+    tenants leave out their lookups.
     """
 
     instance: Name
@@ -120,6 +123,7 @@ class Register(Message, tag="register"):
     layout: RankLayout | None = None
     generation: ShortBytes = b""
     model: Name = ""
+    counted: bool = True
 
 
 class Registered(Message, tag="registered"):
@@ -152,8 +156,7 @@ class Lookup(Message, tag="lookup"):
     looked up just now, with the blocks of the chunk at which that match ended; it is not counted as
     another. ``first_blocks``: hashes of the first blocks of chunk ``first``, which ``digests`` has;
     those of them that some row of L1 has match if no chunk does. ``writing``: wait for rows that
-    engines are writing, as for tiers, within the same budget. ``shadow``: the engine computes all
-    tokens itself (``ShadowReport``), so the lookup counts in nobody's figures.
+    engines are writing, as for tiers, within the same budget.
 
     ``prompt_tokens``, ``local_tokens``: of the request, and those of them that the engine's own
     cache has; for ``Explain`` only. ``if_absent``: the reason that the engine knows in case that
@@ -178,7 +181,6 @@ class Lookup(Message, tag="lookup"):
     local_tokens: Int64 = 0
     if_absent: Name = ""
     absent_chunk: Int32 = 0
-    shadow: bool = False
 
 
 class Promoting(Message, tag="promoting"):

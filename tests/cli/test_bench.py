@@ -165,11 +165,20 @@ def test_a_daemon_in_use_loses_a_sixteenth_at_most(
         assert main(["bench", *flags, *SMALL, "--rounds", "9"]) == 0
         figures = json.loads(capsys.readouterr().out)
         status = daemon.wait_until(instances=1, l1_cleared_bytes=0)
+        assert looked_up(status) == 0, "bench's lookups are in the hit rate"
+        theirs.ask(os.urandom(rig.WIDTH))
+        assert looked_up(daemon.status()) == 2 * rig.CHUNK_TOKENS, "an engine's are"
     assert set(figures) == {"version", "cores", "rounds", "bytes_equal"} | SET | COPIED | FOUND
     evicted = status["counters"]["bytes_evicted_handed_over"]
     assert 0 < evicted <= 64 << 20 >> 4
     assert status["l1_used_bytes"] == used - evicted
     assert status["tiers"][0]["stored_rows"] == 256
+
+
+def looked_up(status: dict[str, Any]) -> int:
+    """The tokens of all lookups that count for a model, and those that count for a tenant."""
+    who = ("namespaces", "forgotten", "tenants")
+    return sum(int(one["lookup_tokens"]) for name in who for one in status[name])
 
 
 def stored(daemon: Daemon) -> int:

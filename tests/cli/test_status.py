@@ -51,6 +51,8 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         assert "engines  none connected" in lines
         rows = Rows(daemon.socket, "mine", 64 << 10, ending)
         keys = [os.urandom(WIDTH) for _ in range(3)]
+        short = "  No lookup yet: prompts shorter than a block are neither looked up nor stored."
+        assert short in said(daemon, capsys, "status")[1]
         rows.store(keys)
         wait_tier(rows.scheduler, flushed(3), "the flush")
         rows.find([*keys, os.urandom(WIDTH)])
@@ -64,6 +66,7 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         (engine,) = (line for line in lines if line.startswith("mine"))
         assert f"{os.getpid()}  75.0 %  0s ago" in engine
         assert any(line.startswith("mine") for line in lines)
+        assert short not in lines
         assert "up" in next(line for line in lines if line.startswith("disk:"))
         assert max(map(len, lines)) <= COLUMNS
         _, more = said(daemon, capsys, "status", "--verbose")

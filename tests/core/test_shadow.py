@@ -24,29 +24,30 @@ REPORT = ShadowReport(
 
 
 def figures(rig: Rig) -> list[tuple[int, int]]:
-    """Lookup tokens and hit tokens of all namespaces, tenants and engines."""
+    """Lookup tokens and hit tokens of all namespaces and tenants."""
     status = rig.status
-    rows = [*status["namespaces"], *status["tenants"], *status["engines"]]
+    rows = [*status["namespaces"], *status["tenants"]]
     return [(row["lookup_tokens"], row["hit_tokens"]) for row in rows]
 
 
 def test_a_lookup_of_shadow_mode_hits_and_counts_in_no_figures() -> None:
     rig = Rig()
-    e = rig.engine()
+    e = rig.engine(counted=False)
     e.store("a", "b")
-    found = e.lookup("a", "b", "c", shadow=True)
+    found = e.lookup("a", "b", "c")
     assert found.chunks == 2
     assert found.lease
     assert set(figures(rig)) == {(0, 0)}
-    e.lookup("a", "b", "c")
+    other = rig.engine("other")
+    other.lookup("a", "b", "c")
     assert (48, 32) in figures(rig)
 
 
 def test_a_promoted_lookup_of_shadow_mode_counts_in_no_figures() -> None:
     rig = TierRig()
-    e = rig.ready()
+    e = rig.ready(counted=False)
     rig.only_in_tiers(e, "a", "b")
-    (found,) = rig.look_up(e, "a", "b", shadow=True)
+    (found,) = rig.look_up(e, "a", "b")
     assert found.chunks == 2
     assert set(figures(rig)) == {(0, 0)}
     assert rig.count("promoted_chunks") == 2

@@ -36,6 +36,32 @@ def test_tokens_are_counted_by_where_they_were() -> None:
     assert traffic(rig)["lookup_tokens"] == seen["lookup_tokens"]
 
 
+def test_lookups_of_a_measurement_are_left_out_however_they_end() -> None:
+    """Of the figures of its namespace and of its tenant; its instance counts them."""
+    rig = TierRig()
+    e, measurement = rig.ready(), rig.ready("bench", counted=False)
+    rig.only_in_tiers(e, "a", "b")
+    seen = [traffic(rig), rig.status["tenants"]]
+    tokens = rig.status["namespaces"][0]["chunk_tokens"]
+    (matched,) = rig.look_up(measurement, "a", "b", "x")  # from the tier
+    assert matched.chunks == 2
+    rig.look_up(measurement, "a", "b")  # from L1
+    rig.look_up(measurement, "y")
+    assert [traffic(rig), rig.status["tenants"]] == [
+        seen[0],
+        [
+            one | {"l1_bytes": now["l1_bytes"]}
+            for one, now in zip(seen[1], rig.status["tenants"], strict=True)
+        ],
+    ]
+    assert [(one["lookup_tokens"], one["hit_tokens"]) for one in rig.status["engines"]] == [
+        (0, 0),
+        (6 * tokens, 4 * tokens),
+    ]
+    rig.look_up(e, "a")
+    assert traffic(rig)["hit_tokens"] == rig.status["tenants"][0]["hit_tokens"] == tokens
+
+
 def test_the_last_minute_is_fifty_to_sixty_seconds_and_its_memory_bounded() -> None:
     draw, counts, now = random.Random(1), list[tuple[float, int]](), 0.0
     seen = Traffic()

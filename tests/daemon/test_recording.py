@@ -281,7 +281,12 @@ def test_a_recording_with_wrong_lines_is_played_without_them(
     assert len(trace.asking) == 2
     assert trace.wrong == len(wrong)
     assert main(["simulate", str(file), "--l1", "1MiB", "--chunk-tokens", "16"]) == 2
-    assert main(["simulate", str(file), "--l1", "1MiB"]) == 0
+    for model, says in (
+        ([], "engines\n"),
+        (["--model", "llama-3-8b"], "engines, --model is ignored"),
+    ):
+        assert main(["simulate", str(file), "--l1", "1MiB", *model]) == 0
+        assert f"KV cache of the recorded {says}" in capsys.readouterr().out
     for good, bad in (("4096", "0"), ("4096", str(1 << 62)), (':16,"g', f':{1 << 62},"g')):
         file.write_text(engine.replace(good, bad) + "\n" + look)
         assert main(["simulate", str(file)]) == 2

@@ -18,6 +18,8 @@ from tests.support.vllm.process import EngineProcess
 
 pytestmark = pytest.mark.engine
 
+SHOWN = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text().splitlines()
+"""The lines of the page, with what the recipes print."""
 GONE = "http://127.0.0.1:9"
 
 
@@ -75,26 +77,38 @@ def test_a_prefill_is_one_token_of_any_request() -> None:
 
 
 def test_a_later_job_loads_the_prefix_of_an_earlier_one(daemon: Daemon) -> None:
-    def cached_each(job: int) -> list[int]:
-        output = run("offline_batch", daemon, "--questions", str(job))[1]
-        return [int(n) for n in re.findall(r"\d+", output.partition("each request:")[2])]
-
-    first, second = cached_each(1), cached_each(2)
-    assert first[0] == 0
+    shown, whole = [line for line in SHOWN if line.startswith("job ")], whole_blocks(2001)
+    assert cached_each(shown[1]) == [whole] * 8
+    outputs = [run("offline_batch", daemon, "--questions", str(job))[1] for job in (1, 2)]
+    assert shown[0] in outputs[0].splitlines()
+    second = cached_each(outputs[1])
     assert len(second) == 8
-    assert min(second) >= 2000 // 256 * 256
+    assert all(2000 // 256 * 256 <= cached <= whole for cached in second)  # a busy machine: a miss
+
+
+def cached_each(output: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", output.partition("each request:")[2])]
 
 
 def test_no_policy_of_a_training_loop_reuses_what_another_one_computed(daemon: Daemon) -> None:
     status, output = run("rl_loop", daemon)
     assert status == 0, output
-    *reset, unreset = [line for line in output.splitlines() if line.startswith("policy")]
+    *reset, unreset = lines = [line for line in output.splitlines() if line.startswith("policy")]
     assert len(reset) == 4
     assert all(
         line.endswith(": 0 prompt tokens cached, same tokens as computed: yes") for line in reset
     )
     assert unreset.endswith("NO")  # the control
+    assert lines == [line for line in SHOWN if line.startswith("policy")]
     assert daemon.status()["rows"] > 0  # there was something to reuse
+
+
+def test_the_page_shows_hits_of_all_whole_blocks() -> None:
+    page = "\n".join(SHOWN)
+    pairs = re.findall(r"server: (\d+) prompt tokens, (\d+) cached", page)
+    first, *hits = [(int(tokens), int(cached)) for tokens, cached in pairs]
+    assert first[1] == 0
+    assert hits == [(tokens, whole_blocks(tokens)) for tokens in (1000, 1000, 2000, 3000)]
 
 
 def run(recipe: str, daemon: Daemon, *args: str) -> tuple[int, str]:

@@ -96,6 +96,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         chunk_tokens=256,
         generation=b"sixteen bytes ..",
     ),
+    "register.counted": m.Register(
+        seq=2, instance="engine-0", identity={"model": "m"}, chunk_tokens=256, counted=False
+    ),
     "registered": m.Registered(seq=2, namespace=bytes(32), missing=(1, 127)),
     "lookup": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, first=2, readers=(0, 7)),
     "lookup.spare": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, spare=1),
@@ -187,7 +190,6 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "commit": m.Commit(boot=BOOT, reservation=301, rank=2),
     "abort": m.Abort(boot=BOOT, reservation=301, rank=2),
     "handed_over": m.HandedOver(boot=BOOT, leases=(300, 302), reservations=(301,)),
-    "lookup.shadow": m.Lookup(seq=3, request="r-1", digests=b"", shadow=True),
     "shadow_report": m.ShadowReport(
         boot=BOOT,
         sampled=0.25,

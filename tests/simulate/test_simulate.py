@@ -507,6 +507,43 @@ def test_one_call_sweeps_all_that_changes_hits(
             assert f"{shown} {value.replace('1MB', '0.001GB')}" in pages
 
 
+def test_the_page_about_it_shows_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
+    (written,) = re.findall(r"^kvass (simulate --synth chat .*)$", page, re.M)
+    ((command, table),) = re.findall(
+        r"^kvass (simulate .*--skip-slow-loads .*)\n((?:.+\n)+)```", page, re.M
+    )
+    assert main(written.split()) == main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert table in printed
+    assert table.replace("52.57%", "52.58%") not in printed  # the control
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "of llama-3-8b, 128KiB a token: assumed, the trace names no model"),
+        (["--model", "gpt-oss-20b"], "KV cache of gpt-oss-20b, 48KiB a token"),
+        (["--token-bytes", "1024"], "KV cache of 1KiB a token"),
+    ],
+)
+def test_the_model_is_said_and_that_it_was_assumed(
+    flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, html = tmp_path / "chat.jsonl", tmp_path / "r.html"
+    assert main(["simulate", "--synth", "chat", "--requests", "5", str(file)]) == 0
+    assert main(["simulate", str(file), "--l1", "1GiB", "--html", str(html), *flags]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert says in printed
+    assert ("assumed" in printed) == (not flags)
+    assert says in " ".join(html.read_text().split())
+    assert main(["simulate", str(file), "--l1", "1GiB", "--json", *flags]) == 0
+    assert says in json.loads(capsys.readouterr().out)[0]["geometry"]
+
+
 def test_the_advice_names_the_least_size_that_has_most_of_the_hits() -> None:
     trace = trace_of([[1]])
 

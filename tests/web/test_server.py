@@ -215,22 +215,6 @@ def test_explain(web: WebServer, daemon: Daemon) -> None:
             assert text in said["error"]
 
 
-def test_explain(web: WebServer, daemon: Daemon) -> None:
-    with ExitStack() as ending:
-        rows = Rows(daemon.socket, "explained", 64 << 10, ending)
-        rows.find([os.urandom(WIDTH)])
-        status, said = ask(web, "GET", "/api/v1/explain?engine=explained&limit=1")
-        assert status == 200
-        (one,) = said["lookups"]
-        assert one["why"] == "absent"
-        assert one["text"].startswith("Nobody stored")
-        assert ask(web, "GET", "/api/v1/explain?request=none") == (200, {"lookups": []})
-        for query, text in (("limit=0", "limit: give"), ("limit=x", "limit: give"), ("n=1", "'n'")):
-            status, said = ask(web, "GET", f"/api/v1/explain?{query}")
-            assert status == 400
-            assert text in said["error"]
-
-
 def test_tiers(tmp_path: Path) -> None:
     (folder := tmp_path / "disk").mkdir(mode=0o755)
     tier = f"disk:{folder}?capacity=64MiB&quota=default=:1MiB"

@@ -10,6 +10,7 @@ from kvass.simulate.models import MODELS, Layers, layers_of
 from kvass.types import Size
 
 BLOCK_TOKENS: Final = 16
+DEFAULT_MODEL: Final = "llama-3-8b"
 _MOST_BYTES: Final = 1 << 60
 
 
@@ -34,8 +35,9 @@ def count(text: str) -> int:
 
 def add_model(parser: Parser) -> None:
     """Add the flags that ``model_layers`` reads to ``parser``."""
+    names = ", ".join(MODELS)
     parser.add_argument(
-        "--model", default="llama-3-8b", metavar="NAME", help=f"one of {', '.join(MODELS)}"
+        "--model", metavar="NAME", help=f"one of {names} (default: {DEFAULT_MODEL})"
     )
     parser.add_argument(
         "--token-bytes", type=count, metavar="N", help="bytes of KV of one token, for other models"
@@ -43,6 +45,7 @@ def add_model(parser: Parser) -> None:
 
 
 def model_layers(options: Namespace) -> tuple[Layers, ...]:
-    """The layers of the model that the flags name. Raises ``UsageError`` for an unknown name."""
-    known = layers_of(options.model)
+    """The layers of the model that the flags name, by default those of ``DEFAULT_MODEL``. Raises
+    ``UsageError`` for an unknown name."""
+    known = layers_of(options.model or DEFAULT_MODEL)
     return (Layers(1, options.token_bytes),) if options.token_bytes else known

@@ -74,6 +74,8 @@ def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
         for engine in engines
     ]
     yield from _table(("engine", "model", "ranks", "uid", "pid", "hits", "seen"), rows)
+    if not any(engine.get("lookup_tokens", 1) for engine in engines):
+        yield "  No lookup yet: prompts shorter than a block are neither looked up nor stored."
 
 
 def _shadows(engines: list[dict[str, Any]]) -> Iterator[str]:

@@ -10,7 +10,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from kvass.cli.geometry import BLOCK_TOKENS, add_model, count, model_layers, size
+from kvass.cli.geometry import (
+    BLOCK_TOKENS,
+    DEFAULT_MODEL,
+    add_model,
+    count,
+    model_layers,
+    size,
+)
 from kvass.config import Parser
 from kvass.core.pending.tier_state import FlushMode
 from kvass.errors import UsageError
@@ -88,7 +95,7 @@ def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterato
     _show(f"{trace.name}  the best possible eviction")
     best = {tails: Best(trace, models, tails) for tails in swept["tails"]}
     sizes = options.l1 or _sizes_of(best[swept["tails"][0]])
-    chunk_tokens = next(iter(models.values())).chunk_tokens
+    chunk_tokens, geometry = next(iter(models.values())).chunk_tokens, _geometry(trace, options)
     for each in product(*swept.values()):
         for l1 in sizes:
             setting = Setting(
@@ -97,7 +104,23 @@ def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterato
                 prefill_tokens_s=options.prefill_tokens_s,
                 **dict(zip(swept, each, strict=True)),
             )
-            yield _play(trace, setting, models, best[setting.tails])
+            yield _play(trace, setting, models, best[setting.tails], geometry)
+
+
+def _geometry(trace: Trace, options: Namespace) -> str:
+    """Whose KV cache the sizes are for. Only a recording says it itself."""
+    if trace.engines:
+        ignored = ", --model is ignored" if options.model or options.token_bytes else ""
+        return f"KV cache of the recorded engines{ignored}"
+    each = Size(sum(layers.count * layers.token_bytes for layers in model_layers(options)))
+    if options.token_bytes:
+        return f"KV cache of {each.rounded()} a token"
+    if options.model:
+        return f"KV cache of {options.model}, {each.rounded()} a token"
+    return (
+        f"KV cache of {DEFAULT_MODEL}, {each.rounded()} a token: assumed, the trace names no "
+        "model. Name yours: --model NAME, or --token-bytes N"
+    )
 
 
 def _sizes_of(best: Best) -> list[int]:
@@ -106,7 +129,9 @@ def _sizes_of(best: Best) -> list[int]:
     return sorted({max(int(best.whole_bytes * share), least) for share in _SHARES})
 
 
-def _play(trace: Trace, setting: Setting, models: dict[int, Model], best: Best) -> Result:
+def _play(
+    trace: Trace, setting: Setting, models: dict[int, Model], best: Best, geometry: str
+) -> Result:
     player, size = Player(setting, models), Size(setting.l1_bytes).rounded()
     for number, _ in enumerate(player.play(trace), 1):
         if number % _EVERY == 0:
@@ -114,7 +139,7 @@ def _play(trace: Trace, setting: Setting, models: dict[int, Model], best: Best) 
             _show(f"{trace.name}  L1 {size}  [{'#' * int(20 * done):20}] {done:4.0%}")
     _show("")
     reach = best.rate(setting.l1_bytes + setting.l2_bytes)
-    return Result(trace, player.outcome, reach, best.rate(_NO_END))
+    return Result(trace, player.outcome, reach, best.rate(_NO_END), geometry)
 
 
 def _show(text: str) -> None:

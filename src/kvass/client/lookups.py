@@ -134,9 +134,8 @@ class Lookups:
     """The lookups of one engine, by request. Used from its scheduler's thread only.
 
     ``readers``: the ranks that each release a match; None: rank 0 alone. ``spare``: as in
-    ``Lookup``, and so is ``shadow``. ``budget_s``: how long a request may wait for its answer in
-    all; None: as long as computing its tokens takes, but at least the daemon's
-    ``lookup_budget_ms``.
+    ``Lookup``. ``budget_s``: how long a request may wait for its answer in all; None: as long as
+    computing its tokens takes, but at least the daemon's ``lookup_budget_ms``.
     """
 
     def __init__(
@@ -148,10 +147,8 @@ class Lookups:
         spare: int,
         chunk_tokens: int,
         budget_s: float | None,
-        shadow: bool = False,
     ) -> None:
         self.budget_s = budget_s
-        self._shadow = shadow
         self._client = client
         self._step = step
         self._readers = readers
@@ -266,7 +263,6 @@ class Lookups:
             lookup.why = lookup.why or "no_answer"
             return 0.0
         message.readers, message.spare, message.writing = self._readers, self._spare, True
-        message.shadow = self._shadow
         left_s = lookup.give_up_s - time.monotonic()
         message.budget_ms = bounded(1000 * max(left_s - ANSWER_S, 0.001))
         seq = client.submit(message)

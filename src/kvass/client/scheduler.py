@@ -74,8 +74,8 @@ class SchedulerClient(Endpoint):
     ``registration``: rank -1, no layout. ``readers``: the ranks that each release a match, by
     default all of the registration's. ``spare``: of every ``Lookup``. ``lookup_budget_s``: how long
     one request may get ``PENDING`` in all; None: as long as computing its tokens takes, but at
-    least the daemon's ``lookup_budget_ms``. ``shadow``: of every ``Lookup``. ``incomplete``,
-    ``daemon_uid``: as in ``Endpoint``.
+    least the daemon's ``lookup_budget_ms``. ``incomplete``, ``daemon_uid``: as in
+    ``Endpoint``.
     """
 
     def __init__(
@@ -90,7 +90,6 @@ class SchedulerClient(Endpoint):
         step_wait_s: float = 0.002,
         incomplete: bool = False,
         daemon_uid: int | None = None,
-        shadow: bool = False,
     ) -> None:
         super().__init__(socket, registration, incomplete=incomplete, daemon_uid=daemon_uid)
         self._reset = NamespaceReset(self, registration)
@@ -103,7 +102,6 @@ class SchedulerClient(Endpoint):
             spare=spare,
             chunk_tokens=registration.chunk_tokens,
             budget_s=lookup_budget_s,
-            shadow=shadow,
         )
         self._reserve_wait_s = reserve_wait_s
         self._giver: DaemonSession | None = None

@@ -38,7 +38,7 @@ class ArenaLease:
         assert self._session is not None, "the lease was left"
         assert self._session.arena is not None
         if hi > self.populated:
-            self._session.arena.populate(lo, hi)
+            self._session.arena.populate(int(lo), int(hi))  # or numpy's integers reach ctypes
 
     def __enter__(self) -> npt.NDArray[np.uint8]:
         return self.buffer

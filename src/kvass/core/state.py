@@ -163,7 +163,8 @@ class State:
     ) -> None:
         """Count an answered lookup. ``why``: the reason for its misses (``metrics.MISSES``).
         ``tokens_s``: the engine's prefill speed; 0 if it is not known."""
-        ns.traffic.count_lookup(self.now, lookup_tokens, hit_tokens, why, tokens_s, again)
+        if who.terms.counted:
+            ns.traffic.count_lookup(self.now, lookup_tokens, hit_tokens, why, tokens_s, again)
         who.lookup_tokens += lookup_tokens
         who.hit_tokens += hit_tokens
         who.seen_s = self.now

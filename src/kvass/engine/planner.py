@@ -62,7 +62,6 @@ class Planner:
             spare=setup.spare,
             incomplete=True,
             daemon_uid=setup.daemon_uid,
-            shadow=setup.shadow > 0,
         )
         setup.when_named(self._client.complete)
         self._requests: dict[str, RequestState] = {}

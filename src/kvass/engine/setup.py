@@ -77,9 +77,11 @@ class EngineSetup:
         """The ``Register`` message of the scheduler, or of the worker with ``strategy`` and
         ``layout``. It is sent once the identity is complete (``when_named``)."""
         chosen = strategy or self.strategy
-        return chosen.register(
+        registration = chosen.register(
             self.instance, self.identity, self.chunk_tokens, layout, model=self.model
         )
+        registration.counted = not self.shadow
+        return registration
 
     @property
     def named(self) -> bool:

@@ -30,12 +30,15 @@ class Result:
     outcome: Outcome
     optimal: float
     infinite: float
+    geometry: str = ""
+    """Whose KV cache the sizes are for, in words."""
 
     def fields(self) -> dict[str, Any]:
         """The values that ``--json`` prints. Rates are 0 to 1."""
         o, s = self.outcome, self.outcome.setting
         return {
             "trace": self.trace.name,
+            "geometry": self.geometry,
             "requests": len(self.trace.asking),
             **asdict(s),
             "input_tokens": o.input_tokens,
@@ -98,6 +101,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield f"{trace.name}: {len(trace.asking):,} requests, {unit}"
         if trace.wrong:
             yield f"  {trace.wrong} lines were skipped, the first: {trace.why[0]}"
+        yield from wrap(of_trace[0].geometry, 79)
         first, varying = of_trace[0].outcome.setting, _varying(of_trace)
         same = [name for name in _dimensions(first) if name not in varying]
         yield from wrap(_name(first, same), 79)

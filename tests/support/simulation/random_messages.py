@@ -44,7 +44,6 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "rows": (0, 5),
     "sampled": (0.0, 1.0, 1e12),
     "saved_s": _TIMES,
-    "shadow": (False, False, True),
     "budget_ms": _TIMES,
     "chunk_tokens": (0, -16, 17, 32),
     "client": ("", "stranger"),

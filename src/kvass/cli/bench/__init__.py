@@ -42,7 +42,14 @@ from kvass.cli.bench.copies import PromptShape, measure_copies
 from kvass.cli.bench.disk import disk_url, measure_tier
 from kvass.cli.bench.lookups import KEYS, RESIDENT, ROW_BYTES, measure_lookups
 from kvass.cli.bench.rig import PATIENCE_S, say, start_daemon, table
-from kvass.cli.geometry import BLOCK_TOKENS, add_model, count, model_layers, size
+from kvass.cli.geometry import (
+    BLOCK_TOKENS,
+    DEFAULT_MODEL,
+    add_model,
+    count,
+    model_layers,
+    size,
+)
 from kvass.client.client import Client
 from kvass.config import Parser, add_flags, load
 from kvass.errors import ConfigError
@@ -155,7 +162,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
 
 def _settings(args: Namespace) -> dict[str, str | int]:
     """The settings that the ratios depend on."""
-    model = f"{args.token_bytes} bytes a token" if args.token_bytes else args.model
+    model = f"{args.token_bytes} bytes a token" if args.token_bytes else args.model or DEFAULT_MODEL
     tier = "disk" if args.tier else "none"
     chunk_tokens, engines = args.chunk_tokens, args.engines
     return {"model": model, "chunk_tokens": chunk_tokens, "engines": engines, "tier": tier}

@@ -171,8 +171,8 @@ class EngineSessions:
     ``tp`` ranks. Rank 0 maps the arena for all of them.
 
     ``ending`` closes them. ``name``: the name of the namespace; by default a new one. ``instance``:
-    the name of the engine; by default ``name``. ``private``: no tier stores any of its rows. Raises
-    ``KvassError``.
+    the name of the engine; by default ``name``. ``private``: others use the daemon, so no tier
+    stores any of its rows, and the daemon's hit rate does not count them. Raises ``KvassError``.
     """
 
     def __init__(
@@ -195,17 +195,18 @@ class EngineSessions:
         strategy = ParallelStrategy(tp=tp)
         instance, identity = instance or name, {"weights": name}
         layout = RankLayout(tuple(groups))
-        self.workers = [
-            Client(
-                socket,
-                strategy.at(rank).register(instance, identity, chunk_tokens, layout, model=MODEL),
-                wants_arena=rank == 0,
-                daemon_uid=daemon_uid,
-            )
+        terms = [
+            strategy.at(rank).register(instance, identity, chunk_tokens, layout, model=MODEL)
             for rank in self._readers
         ]
         registration = strategy.register(instance, identity, chunk_tokens, model=MODEL)
+        for each in (registration, *terms):
+            each.counted = not private
         registration.generation = os.urandom(16) if private else b""
+        self.workers = [
+            Client(socket, each, wants_arena=each.rank == 0, daemon_uid=daemon_uid)
+            for each in terms
+        ]
         self.scheduler = Client(socket, registration, daemon_uid=daemon_uid)
         for client in (*self.workers, self.scheduler):
             ending.enter_context(client).connect(PATIENCE_S)

@@ -10,10 +10,12 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from kvass._version import __version__
 from kvass.cli.daemon import add_daemon
-from kvass.cli.doctor.checks import CHECKS, Finding
+from kvass.cli.doctor.checks import CHECKS
+from kvass.cli.doctor.finding import Finding
 from kvass.cli.doctor.machine import examine
 from kvass.config import Parser, add_flags, load
 
@@ -28,11 +30,17 @@ def run(argv: list[str]) -> int:
     )
     add_flags(parser, "l1_size")
     add_daemon(parser)
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="the folder of the engine's model: its weights count beside L1",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = vars(parser.parse_args(argv))
-    as_json = options.pop("json")
+    as_json, model = options.pop("json"), options.pop("model")
     config = load(options, os.environ)
-    machine = examine(config.l1_size, config.socket, os.environ, config.daemon_uid)
+    machine = examine(config.l1_size, config.socket, os.environ, config.daemon_uid, model)
     findings = {name: check(machine) for name, check in CHECKS.items()}
     serves = all(finding.level != "error" for finding in findings.values())
     if as_json:

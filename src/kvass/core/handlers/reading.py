@@ -105,9 +105,8 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         explain.note(state, instance, msg.request, about, ending, *figures)
         ended_by = ending.why
         why = ended_by if ended_by in MISSES else why
-    instance.seen_s = state.now
-    if not msg.shadow:
-        state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, _speed(msg), msg.again)
+    state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, _speed(msg), msg.again)
+    if instance.terms.counted:
         state.tenants.of(msg.tenant).traffic.count_lookup(
             state.now, lookup_tokens, hit_tokens, why, again=msg.again
         )
@@ -237,7 +236,6 @@ def _promotion(
         spare=msg.spare if isinstance(msg, Lookup) else 0,
         homes=homes,
         tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
-        shadow=isinstance(msg, Lookup) and msg.shadow,
         about=_about(msg) if isinstance(msg, Lookup) else NOTHING,
     )
 

@@ -100,8 +100,7 @@ class Promotion(Entry, kw_only=True):
     ``about``: what the lookup says of its request (``lookup_log.py``).
     ``homes``: per class and chunk, the number of the tier that has the row, or ``NOT_ASKED``,
     ``DUPLICATE`` or ``IN_NO_TIER``. ``probed_tier``: the tier that was asked last, for the chunks
-    before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING. ``shadow``:
-    see ``messages.Lookup``.
+    before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING.
     """
 
     session: int
@@ -116,7 +115,6 @@ class Promotion(Entry, kw_only=True):
     spare: int
     homes: list[I64Array]
     tenant: str
-    shadow: bool = False
     rest: U64Array = NO_BLOCKS
     start: U64Array = NO_BLOCKS
     why: str = "absent"

@@ -108,10 +108,9 @@ def _count(state: State, promotion: Promotion) -> str:
         request, about = promotion.request, promotion.about
         figures = lookup_tokens, hit_tokens, end, waited_s
         explain.note(state, instance, request, about, ending, *figures)
-    if promotion.shadow:
-        return ending.why
-    if instance is not None:
         state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, promotion.prefill_tokens_s)
+        if not instance.terms.counted:
+            return ending.why
     tenant = state.tenants.of(promotion.tenant)
     tenant.traffic.count_lookup(state.now, lookup_tokens, hit_tokens, why)
     homes = promotion.homes[0][first : hit.chunks]
