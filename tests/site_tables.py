@@ -91,7 +91,10 @@ def fields() -> Iterator[str]:
         "Each of `tiers`": metrics.TIER_GAUGES | metrics.TIER_COUNTERS,
         "Each of `namespaces`": metrics.NAMESPACE_GAUGES | metrics.NAMESPACE_COUNTERS,
         "Each of a namespace's `groups`": metrics.GROUP_GAUGES,
-        "Each of `tenants`": metrics.TENANT_GAUGES | metrics.TENANT_COUNTERS,
+        "Each of `tenants`": metrics.TENANT_GAUGES
+        | metrics.TENANT_COUNTERS
+        | metrics.TENANT_MISSES,
+        "Each of `engines`": metrics.ENGINE_FIELDS,
     }
     for title, table in tables.items():
         yield f"### {title}\n\n| field | meaning |\n|---|---|\n"

@@ -29,7 +29,7 @@ function element(tag, text, parent) {
   if (parent) parent.append(made);
   return made;
 }
-const color = i => "var(--c" + Math.min(i, 7) + ")";
+const color = i => "var(--c" + Math.min(i, 11) + ")";
 const paint = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const clock = (s, seconds) => new Date(1000 * s).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...(seconds && { second: "2-digit" }) });
 function day(s, seconds) {  // the date too, if it is not today's
@@ -68,7 +68,7 @@ function options(chart, width) {
       { ...rule, size: WIDE, incrs: steps, values: (_, splits) => splits.map(axis) },
     ],
     series: [{}, ...names.map((label, i) => ({
-      label, stroke: paint("--c" + Math.min(i, 7)), width: stacked ? 1 : 1.75, fill: stacked ? paint("--c" + Math.min(i, 7)) : undefined, points: { size: 4 },
+      label, stroke: paint("--c" + Math.min(i, 11)), width: stacked ? 1 : 1.75, fill: stacked ? paint("--c" + Math.min(i, 11)) : undefined, points: { size: 4 },
     }))],
     hooks: { setCursor: [() => say(chart)] },
   };

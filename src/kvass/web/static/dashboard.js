@@ -5,6 +5,13 @@ const KEPT = 1440, WINDOW_S = 300, GAP_S = 45;  // samples; what a rate is the m
 const EVERY_MS = 2000, ANSWER_MS = 8000;
 const REASONS = {  // why tokens missed: kvass.core.metrics.MISSES in a few words
   absent: "not in the cache",
+  evicted: "evicted for lack of room",
+  over_quota: "evicted, tenant over its quota",
+  not_stored: "its store did not finish",
+  other_namespace: "stored with other settings",
+  other_salt: "stored under another salt",
+  other_adapter: "stored with another adapter",
+  engine_busy: "the engine could not store it",
   tier_down: "a tier was down",
   not_waited: "too many lookups waited",
   not_worth_it: "computing is faster",
@@ -13,7 +20,7 @@ const REASONS = {  // why tokens missed: kvass.core.metrics.MISSES in a few word
   late: "tiers too slow",
   cleared: "cleared meanwhile",
 };
-const FOR_TIME = ["not_waited", "not_worth_it", "late"];  // those for lack of time
+const FOR_TIME = ["not_waited", "not_worth_it", "late"], FOR_ROOM = ["evicted", "over_quota", "no_room"];  // those for lack of time, and of memory
 const reason = why => REASONS[why] ?? why.replaceAll("_", " ");
 const number = n => Math.round(n).toLocaleString("en");
 const percent = (a, b) => b > 0 ? (100 * a / b).toFixed(1) + " %" : "–";
@@ -198,14 +205,15 @@ function saving(s, models) {
   $("no-speed").hidden = !hits || sum(models, "saved_prefill_s") > 0;
 }
 function lacking(s, models) {
-  const counters = s.counters, asked = sum(models, "lookup_tokens"), late = models.reduce((all, ns) => all + FOR_TIME.reduce((some, why) => some + (ns.miss_tokens[why] || 0), 0), 0);
+  const counters = s.counters, asked = sum(models, "lookup_tokens"), missedFor = whys => models.reduce((all, ns) => all + whys.reduce((some, why) => some + (ns.miss_tokens[why] || 0), 0), 0);
   const tiers = s.tiers.filter(t => t.place !== 0).sort((a, b) => a.place - b.place), room = tiers.find(t => t.capacity_bytes);
   cards("lacking", [
     [percent(s.l1_used_bytes, s.l1_capacity_bytes), size(s.l1_used_bytes) + " of " + size(s.l1_capacity_bytes) + " memory used"],
-    [percent(counters.unread_bytes_evicted, counters.l1_in_bytes), "of bytes stored were evicted unread", "much of it: L1 is too small"],
+    models.some(ns => "evicted" in ns.miss_tokens) ? [percent(missedFor(FOR_ROOM), asked), "of looked-up tokens missed for lack of memory", FOR_ROOM.map(reason).join(", ")]
+      : [percent(counters.unread_bytes_evicted, counters.l1_in_bytes), "of bytes stored were evicted unread", "much of it: L1 is too small"],
     room ? [percent(room.bytes, room.capacity_bytes), size(room.bytes ?? 0) + " of " + size(room.capacity_bytes) + " of tier " + room.tier.split(":")[0] + " used"]
       : [tiers.length ? size(sum(tiers, "bytes")) : "none", tiers.length ? "in tiers" : "no tier behind L1"],
-    [percent(late, asked), "of looked-up tokens missed for lack of time", FOR_TIME.map(reason).join(", ")],
+    [percent(missedFor(FOR_TIME), asked), "of looked-up tokens missed for lack of time", FOR_TIME.map(reason).join(", ")],
   ]);
   bar(s);
   region("tiers", ["tier", "state", "holds", "stored", "loaded", "failed", "queue", "oldest", "speed"], tiers.map(t => [
@@ -216,7 +224,7 @@ function lacking(s, models) {
   region("leases", ["", "open", "oldest"], [["leases (read)", number(s.leases), span(s.lease_oldest_s)],
     ["reservations (write)", number(s.reservations), span(s.reservation_oldest_s)]]);
   region("evicted", ["reason", "bytes"], [...Object.entries(counters).filter(([name, n]) => n && name.startsWith("bytes_evicted_"))
-    .map(([name, n]) => [name.slice(14).replaceAll("_", " "), size(n)]), ["of these never read", size(counters.unread_bytes_evicted)]]);
+    .map(([name, n]) => [name.slice(14).replaceAll("_", " "), size(n)]), ["of these never read", [size(counters.unread_bytes_evicted), percent(counters.unread_bytes_evicted, counters.l1_in_bytes) + " of all that was stored"]]]);
   region("counters", ["counter", "count"], Object.entries(counters).filter(([, n]) => n).map(([name, n]) => [name, number(n)]), "All are 0.");
 }
 function bar(s) {
