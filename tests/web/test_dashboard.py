@@ -199,11 +199,12 @@ def test_engines_in_shadow_mode_have_a_section(
     browser: Browser, daemon: Daemon, web: WebServer, tmp_path: Path, shadow: Any
 ) -> None:
     fields = daemon.status()
-    fields["engines"][0]["shadow"] = shadow
+    fields["engines"][0] |= {"shadow": shadow, "pids": [0]}
     with serving(daemon.socket, tmp_path) as web:
         web.source._newest = lambda: fields  # type: ignore[method-assign]
         page = shown(browser, web)
         assert page.run("document.getElementById('shadow').hidden") is (shadow is None)
+        assert "not knownuid" in page.text("#engines"), "the pid of a process that is not seen"
         assert ("shadow mode" in page.text("#engines")) is (shadow is not None)
         if shadow is None:
             return
@@ -216,6 +217,23 @@ def test_engines_in_shadow_mode_have_a_section(
         assert "0 full0.252 MiB" in page.text("#differences")
         assert "1 state00 B" in page.text("#differences")
         assert page.errors == []
+
+
+def test_lines_are_broken_where_there_is_no_sample(browser: Browser, web: WebServer) -> None:
+    """A daemon that was away, or began again, is neither a line through that time nor a negative
+    rate. Numbers of another server, which may stand elsewhere, are dropped."""
+    page = shown(browser, web)
+    assert page.run("line([[0, 1], [10, 2], [90, 3]])") == [[0, 10, 89, 90], [[1, 2, None, 3]]]
+    samples = "[[0, 5, 50], [10, 9, 90], [20, 1, 10], [30, 3, 30]]"
+    page.run(f"past.columns = ['leases', 'lookups']; past.samples = {samples}")
+    assert page.run("growth()") == [
+        {"at": 10, "seconds": 10, "lookups": 40},
+        {"at": 30, "seconds": 10, "lookups": 20},
+    ]
+    for columns, kept in ((["leases", "lookups", "new"], 5), (["lookups", "leases"], 1)):
+        page.run(f"past.columns = ['leases', 'lookups']; past.samples = {samples}")
+        page.run(f"remember({{columns: {columns}, samples: [[40, 1, 2]], events: []}})")
+        assert page.run("past.samples.length") == kept
 
 
 OVERFLOWS = "document.documentElement.scrollWidth > innerWidth"

@@ -17,6 +17,7 @@ from typing import Any, Final
 from kvass.client.client import Client
 from kvass.client.health import troubles
 from kvass.errors import Incompatible, KvassError
+from kvass.web.containers import container_of
 from kvass.web.events import changes
 from kvass.web.metrics import model_labels, tenant_label, tier_labels
 
@@ -96,13 +97,16 @@ class Source:
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS)
 
     def status(self) -> tuple[dict[str, Any] | None, str]:
-        """The status with its ``troubles`` and an empty text, or ``None`` and why it is missing."""
+        """The status, with its ``troubles`` and each engine's ``container``, and an empty text; or
+        ``None`` and why it is missing."""
         with self._lock:
             if time.monotonic() - self._asked_s >= FRESH_S:
                 before = self._fields
                 try:
                     self._fields, self._trouble = self._newest(), ""
                     self._fields["troubles"] = troubles(self._fields)
+                    for engine in self._fields["engines"]:
+                        engine["container"] = container_of(next(iter(engine["pids"]), 0))
                 except KvassError as error:
                     self._fields, self._trouble = None, str(error)
                 self._asked_s = time.monotonic()

@@ -7,10 +7,10 @@ const WIDE = 74, TALL = 190;  // pixels: of the labels of y, of a chart
 const POWERS = Array.from({ length: 51 }, (_, i) => 2 ** i);
 const MINUTE = 60, HOUR = 3600;
 const UNITS = {  // what a value says, and where an axis may have its lines
-  share: { say: v => v.toFixed(1) + " %", axis: v => v + " %", steps: [10, 20, 25, 50], least: 100 },
+  share: { say: v => v.toFixed(1) + " %", axis: v => v + " %", steps: [1, 2, 5, 10, 20, 50], least: 5 },
   bytes: { say: size, axis: size, steps: POWERS, least: 1024 },
   bandwidth: { say: v => size(v) + "/s", axis: v => size(v) + "/s", steps: POWERS, least: 1024 },
-  time: { say: span, axis: span, least: 1, steps: [.1, .2, .5, 1, 2, 5, 10, 20, MINUTE, 2 * MINUTE, 5 * MINUTE, 10 * MINUTE, 20 * MINUTE,
+  time: { say: span, axis: span, least: 1, steps: [.1, .2, .5, 1, 2, 5, 10, 20, MINUTE, 2 * MINUTE, 5 * MINUTE, 10 * MINUTE, 30 * MINUTE,
     ...[1, 2, 5, 10, 24, 48, 120, 240, 480, 1200, 2400].map(n => n * HOUR)] },
 };
 function size(n) {
@@ -61,7 +61,7 @@ function options(chart, width) {
     cursor: { sync: { key: "time" }, drag: { x: false, y: false }, y: false, points: { show: !stacked } },
     scales: {
       x: { range: (_, low, high) => [Math.min(low, high - MINUTE), high] },
-      y: { range: (_, low, high) => [0, Math.max(most ?? 0, least, (high || 0) * (unit === "share" ? 1 : 1.08))] },
+      y: { range: (_, low, high) => [0, Math.max(most ?? 0, least, (high || 0) * (most ? 1 : 1.08))] },
     },
     axes: [
       { ...rule, size: 28, space: 70, values: (_, splits, __, ___, step) => splits.map(s => clock(s, step < MINUTE)) },

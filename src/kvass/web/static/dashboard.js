@@ -88,6 +88,7 @@ function growth() {
   return found;
 }
 function remember(history) {
+  if (past.columns.some((name, c) => history.columns[c] !== name)) past.samples = [];  // another server's, whose numbers stand elsewhere
   past.columns = history.columns;
   past.samples = [...past.samples, ...history.samples].slice(-KEPT);
   offer();
@@ -137,7 +138,7 @@ function drawAll() {
   chart("saved", ["prefill saved per hour"], grown.map(g => [g.at, total(g, saved) * HOUR / g.seconds]), { unit: "time" });
   const tiers = [...new Set(hits.map(name => column(name).by))], upto = i => hits.filter(name => tiers.indexOf(column(name).by) <= i);
   chart("rate", tiers.map((tier, i) => (i ? "with " : "") + tier), grown.map(g => [g.at, ...tiers.map((_, i) =>
-    total(g, asked) > 0 ? 100 * total(g, upto(i)) / total(g, asked) : null)]), { unit: "share", empty: "No lookups in this time." });
+    total(g, asked) > 0 ? 100 * total(g, upto(i)) / total(g, asked) : null)]), { unit: "share", most: 100, empty: "No lookups in this time." });
   const used = past.columns.indexOf("l1_used_bytes") + 1;
   chart("memory", ["L1 used"], past.samples.map(sample => [sample[0], sample[used]]), { unit: "bytes", most: status?.l1_capacity_bytes });
   const flows = [...past.columns.filter(name => /^(in|out)\//.test(name)), "evicted"];
@@ -185,7 +186,8 @@ function working(s, models) {
   region("engines", ["engine", "connected since", "hit rate", "prefill saved", "last lookup", "pids", "ranks", "state"], s.engines.map(e => [
     [e.model || "unnamed model", e.instance, e.instance], e.connected_s == null ? "?" : day(statusAt - e.connected_s),
     [percent(e.hit_tokens, e.lookup_tokens), number(e.hit_tokens) + " tokens", HIT_RATE], span(e.saved_prefill_s ?? 0), span(e.seen_s) + " ago",
-    [e.pids.slice(0, 2).join(", ") + (e.pids.length > 2 ? " …" : ""), "uid " + e.uids.join(", "), e.pids.join(", ")],
+    [e.pids.filter(pid => pid).slice(0, 2).join(", ") + (e.pids.length > 2 ? " …" : "") || "not known",
+      "uid " + e.uids.join(", ") + (e.container ? ", container " + e.container : ""), "processes " + e.pids.join(", ")],
     e.ranks - e.missing_ranks.length + " of " + e.ranks, state(e)]), "");
 }
 function state(e) {
