@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -236,14 +237,14 @@ def test_lines_are_broken_where_there_is_no_sample(browser: Browser, web: WebSer
         assert page.run("past.samples.length") == kept
 
 
-OVERFLOWS = "document.documentElement.scrollWidth > innerWidth"
+OVERFLOWS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 CARDS_IN_A_ROW = """[...document.querySelectorAll('.cards')]
   .filter(cards => cards.offsetParent).map(cards => {
     const tops = [...cards.children].map(card => card.offsetTop);
     return [...new Set(tops)].map(top => tops.filter(other => other === top).length) })"""
 
 
-@pytest.mark.parametrize(("width", "in_a_row"), [(360, 2), (400, 2), (720, 4), (1440, 4)])
+@pytest.mark.parametrize(("width", "in_a_row"), [(360, 2), (400, 2), (720, 4), (970, 4), (1440, 4)])
 def test_nothing_overflows_and_rows_of_cards_are_even(
     browser: Browser, web: WebServer, width: int, in_a_row: int
 ) -> None:
@@ -251,11 +252,27 @@ def test_nothing_overflows_and_rows_of_cards_are_even(
     page.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     assert page.run("innerWidth") == width
     assert not page.run(OVERFLOWS)
+    engine = {"model": "org/a-model-with-a-long-name", "instance": "x" * 36, "shadow": SHADOW}
+    assert not page.run(f"{{ shadow([{json.dumps(engine)}]); {OVERFLOWS} }}")
+    page.run("shadow([])")
     rows = page.run(CARDS_IN_A_ROW)
     assert [row for cards in rows for row in cards] == [in_a_row] * (3 * 4 // in_a_row)
     page.run("document.querySelector('#engines td').style.whiteSpace = 'nowrap'")
     page.run("document.querySelector('#engines td').textContent = 'x'.repeat(300)")
     assert page.run(OVERFLOWS)
+
+
+def test_times_are_in_the_browsers_time_zone(browser: Browser, web: WebServer) -> None:
+    page = browser.page()
+    page.call("Emulation.setTimezoneOverride", timezoneId="Asia/Tokyo")
+    page.open(web.url)
+    assert eventually(lambda: page.text("#clock").endswith("Times are in Asia/Tokyo (UTC+9)."))
+    (when, *_), *_ = web.source.history()["samples"]
+    hour = time.strftime("%H:", time.gmtime(when + 9 * 3600))
+    assert page.run("charts.memory.plot.axes[0]._values").pop().startswith(hour)
+    assert page.text("#events time").startswith(hour)
+    page.run("Date.prototype.getTimezoneOffset = () => 210")
+    assert page.run("zone()").endswith("(UTC−3:30)")
 
 
 def test_the_dark(browser: Browser, web: WebServer) -> None:

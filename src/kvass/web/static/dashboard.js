@@ -28,7 +28,7 @@ const sum = (list, name) => list.reduce((all, one) => all + (one[name] || 0), 0)
 const now = () => Date.now() / 1000;
 function region(id, heads, rows, none) {  // a table; a cell is a text, or [text, second line, title]
   const made = document.createElement("table"), top = element("tr", "", element("thead", "", made)), body = element("tbody", "", made);
-  made.className = heads.length > 4 ? "rows" : "";
+  made.className = heads.length > 3 ? "rows" : "";
   heads.forEach(text => { element("th", text, top).scope = "col"; });
   rows.forEach(row => {
     const line = element("tr", "", body);
