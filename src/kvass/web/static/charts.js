@@ -87,7 +87,6 @@ function draw(id, times, names, values, { unit, stacked = false, most, empty }) 
     chart.legend = element("div", "", place);
     chart.legend.className = "legend";
     chart.plot.root.role = "img";
-    chart.plot.root.tabIndex = -1;
   }
   if (!whole) return;
   const chart = Object.assign(charts[id], { times, values });

@@ -284,7 +284,7 @@ function shadow(engines) {
 
 function away(error) {  // says that the figures are old, and since when
   const at = statusAt || past.samples.at(-1)?.[0];
-  const [what, more] = error instanceof TypeError ? ["The dashboard's server does not answer.", "A server that kvass serve --http has started ends with it: start it again."]
+  const [what, more] = error instanceof TypeError ? ["The dashboard's server does not answer.", "If kvass serve --http started it, the daemon has ended too: start it again."]
     : error.name === "TimeoutError" ? ["The dashboard's server does not answer.", "It had " + ANSWER_MS / 1000 + " s."]
       : error.code === 503 ? ["The daemon does not answer.", "What was seen: " + error.message + ". Until it answers, engines compute everything themselves."]
         : ["The dashboard's server refused to answer.", "It says: " + error.message + "."];
