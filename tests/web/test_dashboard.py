@@ -201,12 +201,15 @@ def test_engines_in_shadow_mode_have_a_section(
 ) -> None:
     fields = daemon.status()
     fields["engines"][0] |= {"shadow": shadow, "pids": [0]}
+    if shadow is None:
+        fields["engines"][0]["lookup_tokens"] = 0
     with serving(daemon.socket, tmp_path) as web:
         web.source._newest = lambda: fields  # type: ignore[method-assign]
         page = shown(browser, web)
         assert page.run("document.getElementById('shadow').hidden") is (shadow is None)
         assert "not knownuid" in page.text("#engines"), "the pid of a process that is not seen"
         assert ("shadow mode" in page.text("#engines")) is (shadow is not None)
+        assert page.run("document.getElementById('no-lookups').hidden") is (shadow is not None)
         if shadow is None:
             return
         cards = page.text("#would")

@@ -183,6 +183,7 @@ function working(s, models) {
   ]);
   $("no-engines").hidden = s.engines.length > 0;
   $("engines").hidden = !s.engines.length;
+  $("no-lookups").hidden = !s.engines.length || s.engines.some(e => e.lookup_tokens);
   region("engines", ["engine", "connected since", "hit rate", "prefill saved", "last lookup", "pids", "ranks", "state"], s.engines.map(e => [
     [e.model || "unnamed model", e.instance, e.instance], e.connected_s == null ? "?" : day(statusAt - e.connected_s),
     [percent(e.hit_tokens, e.lookup_tokens), number(e.hit_tokens) + " tokens", HIT_RATE], span(e.saved_prefill_s ?? 0), span(e.seen_s) + " ago",
