@@ -92,7 +92,10 @@ def fields() -> Iterator[str]:
         "Each of `namespaces`": metrics.NAMESPACE_GAUGES | metrics.NAMESPACE_COUNTERS,
         "`shadow` of each of `engines` in shadow mode": metrics.SHADOW,
         "Each of a namespace's `groups`": metrics.GROUP_GAUGES,
-        "Each of `tenants`": metrics.TENANT_GAUGES | metrics.TENANT_COUNTERS,
+        "Each of `tenants`": metrics.TENANT_GAUGES
+        | metrics.TENANT_COUNTERS
+        | metrics.TENANT_MISSES,
+        "Each of `engines`": metrics.ENGINE_FIELDS,
     }
     for title, table in tables.items():
         yield f"### {title}\n\n| field | meaning |\n|---|---|\n"

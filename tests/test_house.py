@@ -123,8 +123,9 @@ def test_the_wheel_is_pure_typed_and_whole(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(f"kvass-{kvass.__version__}.dist-info/METADATA").decode()
-    shipped = {str(p.relative_to(ROOT / "src")) for p in (ROOT / "src/kvass").rglob("*.py")}
-    assert shipped | {"kvass/py.typed"} <= names
+    files = [*(ROOT / "src/kvass").rglob("*.py"), *(ROOT / "src/kvass/web/static").iterdir()]
+    shipped = {str(path.relative_to(ROOT / "src")) for path in files}
+    assert shipped | {"kvass/py.typed", "kvass/web/static/uplot.LICENSE"} <= names
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.11" in metadata
 

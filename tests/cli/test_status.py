@@ -41,6 +41,12 @@ def own_fields(tmp_path: Path) -> dict[str, Any]:
         return daemon.status()
 
 
+def numbers(fields: dict[str, Any]) -> dict[str, int]:
+    """The tokens that the only namespace counted since the start."""
+    (namespace,) = fields["namespaces"]
+    return {name: namespace[name] for name in ("lookup_tokens", "hit_tokens", "saved_prefill_s")}
+
+
 def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "disk").mkdir()
     tier = f"disk:{tmp_path}/disk?capacity=16MiB"
@@ -59,12 +65,12 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         status, lines = said(daemon, capsys, "status")
         assert (status, lines[0].rsplit(" ", 1)[1]) == (0, "OK")
         assert lines[1] == "memory   192.0 KiB of 16.0 MiB used (1.2 %), 3 rows, 0 evicted"
-        assert lines[2].startswith("hits     75.0 % of 1,024 tokens since start, 75.0 % of 1,024")
+        assert lines[2].startswith("hit rate 75.0 % of 1,024 tokens since start, 75.0 % of 1,024")
         model = lines[lines.index(next(line for line in lines if line.startswith("model"))) + 1]
         assert "256 B" in model, "a token of a row of 64 KiB in chunks of 256"
         assert lines[3] == "saved    768 tokens, 0s of prefill since start"
         (engine,) = (line for line in lines if line.startswith("mine"))
-        assert f"{os.getpid()}  75.0 %  0s ago" in engine
+        assert f"{os.getpid()}  75.0 %    0s ago" in engine
         assert any(line.startswith("mine") for line in lines)
         assert short not in lines
         assert "up" in next(line for line in lines if line.startswith("disk:"))
@@ -79,6 +85,10 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         assert said(daemon, capsys, "status", "--check") == (0, ["ok"])
         assert main(["status", "--json", "--socket", daemon.socket]) == 0
         fields = json.loads(capsys.readouterr().out)
+        gone = [{"model": "gone", **{name: 2 * n for name, n in numbers(fields).items()}}]
+        lines = list(report(fields | {"forgotten": gone}))
+        assert lines[2].startswith("hit rate 75.0 % of 3,072 tokens since start, 75.0 % of 1,024")
+        assert lines[3].startswith("saved    2,304 tokens")
         assert fields["counters"]["lapsed_leases"] == 0, "zeros are there"
         _, lines = said(daemon, capsys, "top", "--times", "2", "--every", "0.1")
         assert any(line.startswith("now      ") for line in lines)

@@ -9,6 +9,7 @@ import kvass.core
 from kvass.core.explain import HINTS
 from kvass.core.metrics import (
     COUNTERS,
+    ENGINE_FIELDS,
     GAUGES,
     GROUP_GAUGES,
     HISTOGRAMS,
@@ -18,6 +19,7 @@ from kvass.core.metrics import (
     NAMESPACE_GAUGES,
     TENANT_COUNTERS,
     TENANT_GAUGES,
+    TENANT_MISSES,
     TIER_COUNTERS,
     TIER_GAUGES,
     TIER_HISTOGRAMS,
@@ -48,7 +50,7 @@ def test_status_shows_what_is_declared_under_the_declared_names() -> None:
     (tier,), (namespace,) = status["tiers"], status["namespaces"]
     (group,) = namespace["groups"]
     tenant, _ = status["tenants"]
-    other = {"boot", "version", "pid", "up_s", "engines", "namespaces", "tiers", "messages"}
+    other = {"boot", "version", "pid", "host", "up_s", "engines", "namespaces", "tiers", "messages"}
     other |= {"tenants", "counters", "histograms", "forgotten", "refusals"}
     assert set(status) == set(GAUGES) | other
     assert set(status["histograms"]) == set(HISTOGRAMS)
@@ -56,12 +58,14 @@ def test_status_shows_what_is_declared_under_the_declared_names() -> None:
     named |= {"like", "differs_in"}
     assert set(namespace) == set(NAMESPACE_COUNTERS) | set(NAMESPACE_GAUGES) | named
     assert set(tier) == set(TIER_GAUGES) | set(TIER_COUNTERS) | set(TIER_HISTOGRAMS) | {"tier"}
-    assert set(tenant) == set(TENANT_GAUGES) | set(TENANT_COUNTERS) | {"tenant", "quota"}
+    figures = TENANT_GAUGES | TENANT_COUNTERS | TENANT_MISSES
+    assert set(tenant) == set(figures) | {"tenant", "quota"}
+    assert set(ENGINE_FIELDS) < set(status["engines"][0])
     assert set(group) == set(GROUP_GAUGES) | {"group", "kind"}
     assert set(status["counters"]) == set(COUNTERS)
     for declared in (
         *(COUNTERS, TIER_COUNTERS, NAMESPACE_COUNTERS, TENANT_COUNTERS),
         *(TENANT_GAUGES, GAUGES, TIER_GAUGES, NAMESPACE_GAUGES, GROUP_GAUGES),
-        *(HISTOGRAMS, LOOP_HISTOGRAMS, TIER_HISTOGRAMS, MISSES),
+        *(HISTOGRAMS, LOOP_HISTOGRAMS, TIER_HISTOGRAMS, MISSES, TENANT_MISSES, ENGINE_FIELDS),
     ):
         assert all(re.fullmatch(r"[A-Z].*\.", meaning) for meaning in declared.values())

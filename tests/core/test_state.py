@@ -32,10 +32,22 @@ def test_an_engine_has_figures_of_its_own() -> None:
     rig.wait(5.0)
     other.holds("a")
     figures = {
-        e["instance"]: (e["lookup_tokens"], e["hit_tokens"], e["seen_s"])
+        e["instance"]: (e["lookup_tokens"], e["hit_tokens"], e["seen_s"], e["connected_s"])
         for e in rig.status["engines"]
     }
-    assert figures == {"one": (32, 16, 5.0), "other": (16, 16, 0.0)}
+    assert figures == {"one": (32, 16, 5.0, 5.0), "other": (16, 16, 0.0, 5.0)}
+
+
+def test_an_engine_has_its_part_of_the_prefill_that_was_saved() -> None:
+    rig = Rig()
+    one, other = rig.engine("one"), rig.engine("other")
+    one.store("a", "b")
+    one.lookup("a", "b", prefill_tokens_s=8.0)
+    other.lookup("a", prefill_tokens_s=16.0)
+    other.lookup("a", prefill_tokens_s=0.5)  # slower than any engine is: not known
+    saved = {e["instance"]: e["saved_prefill_s"] for e in rig.status["engines"]}
+    assert saved == {"one": 4.0, "other": 1.0}
+    assert rig.status["namespaces"][0]["saved_prefill_s"] == sum(saved.values())
 
 
 def test_what_a_forgotten_namespace_counted_stays_under_its_model_for_so_many_models(

@@ -13,10 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvass.connectors.vllm import KvassConnector
 from kvass.engine.traffic import MEANINGS, EngineTraffic
+from kvass.messages import Status
 from kvass.testing.daemon import running_daemon
 from kvass.transfer.base import Done, Job
 from tests.support.vllm.ranks import StubModelEngine, making
-from tests.support.vllm.scheduler import make_configs
+from tests.support.vllm.scheduler import BLOCK, CHUNK, make_configs
 
 PROMPT = list(range(100))
 
@@ -56,6 +57,33 @@ def test_lookups_hits_and_copies(engines: tuple[StubModelEngine, StubModelEngine
     assert loaded["loads"] == 1
     assert loaded["load_bytes"] == stored["store_bytes"]
     assert b.rank.connector.get_kv_connector_stats() is None, "it was taken"
+
+
+def test_engine_and_daemon_count_the_same_hit_rate(
+    engines: tuple[StubModelEngine, StubModelEngine],
+) -> None:
+    """Exactly, if what the engine's own cache has and what matches end with a chunk; otherwise the
+    daemon counts less than a chunk more for each of the two."""
+    engine, other = engines
+    counted = listen(engine)
+
+    def more() -> list[int]:
+        """What the daemon counts more: looked-up tokens and hit tokens."""
+        rows = engine.client.call(Status(), 30.0).fields["engines"]
+        (row,) = (row for row in rows if row["instance"] == engine.client.registration.instance)
+        return [row[name] - counted[name] for name in ("lookup_tokens", "hit_tokens")]
+
+    engine.generate("all misses", PROMPT)
+    other.generate("for later", [5] * 3 * CHUNK)
+    engine.generate("two chunks of it", [5] * 2 * CHUNK + [7] * 100)
+    assert more() == [0, 0]
+    assert counted == {"lookups": 2, "lookup_tokens": 96 + 160, "hit_tokens": 2 * CHUNK}
+    engine.generate("the own cache has a block more", [5] * 2 * CHUNK + [7] * BLOCK + [8] * 100)
+    assert more() == [BLOCK, 0]
+    other.generate("for later, too", [6] * 2 * CHUNK)
+    engine.generate("one chunk and a block", [6] * (CHUNK + BLOCK) + [7] * 100)
+    assert more() == [2 * BLOCK, 0]
+    assert counted["hit_tokens"] == 3 * CHUNK + BLOCK
 
 
 def test_a_lookup_that_is_repeated_counts_once(

@@ -9,7 +9,7 @@ import pytest
 from kvass.testing.daemon import Daemon
 from kvass.web import source as module
 from kvass.web.events import changes
-from kvass.web.source import COLUMNS, EVENTS, SAMPLES, Source
+from kvass.web.source import COLUMNS, EVENTS, FOR_ROOM, SAMPLES, Source, figures
 from tests.web.test_metrics import daemon as daemon  # the fixture
 
 ENGINE = {"instance": "e", "model": "m", "missing_ranks": []}
@@ -73,6 +73,27 @@ def test_a_daemon_that_is_older_is_named(daemon: Daemon, monkeypatch: pytest.Mon
     monkeypatch.setattr(source.client, "status", lambda _: {"version": "0.0.9"})
     assert source.status() == (None, "the daemon is older than this (0.0.9): restart it")
     source.client.close()
+
+
+def test_a_sample_has_what_was_saved_and_why_tokens_missed() -> None:
+    """By model and by tenant. A tenant whose name a client chose is one of the others."""
+    traffic = {"lookup_tokens": 9, "hit_tokens": 4, "miss_tokens": {"absent": 5, "late": 0}}
+    ns = {"model": "a/b", "hit_tokens_tiers": [], "saved_prefill_s": 1.5, **traffic}
+    tenants = [
+        {"tenant": "t", "quota": True, **traffic},
+        {"tenant": "x", "quota": False, **traffic},
+    ]
+    counters = {"lookups": 3, "l1_in_bytes": 0, "l1_lent_bytes": 0}
+    counters |= {f"bytes_evicted_{why}": 2 for why in FOR_ROOM}
+    status = {"l1_used_bytes": 1, "leases": 0, "counters": counters, "tiers": [], "forgotten": []}
+    seen = dict(figures({**status, "namespaces": [ns], "tenants": tenants}))
+    assert (seen["saved/a/b"], seen["missed/absent/a/b"], seen["evicted"]) == (1.5, 5, 6)
+    assert (seen["tenant-asked/t"], seen["tenant-hit/all/t"]) == (9, 4)
+    assert seen["tenant-missed/absent/t"] == seen["tenant-missed/absent/other"] == 5
+    assert not [name for name in seen if "late" in name or "x" in name]
+    for tenant in tenants:
+        del tenant["miss_tokens"]  # so it is with an older daemon
+    assert "tenant-asked/t" in dict(figures({**status, "namespaces": [ns], "tenants": tenants}))
 
 
 def test_history_and_events_are_bounded(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import socket
 import socketserver
 import subprocess
@@ -150,6 +151,24 @@ def test_what_can_be_read(web: WebServer, daemon: Daemon) -> None:
     assert status == 200
     assert b"kvass_up 1.0" in text
     assert b"<title>kvass" in ask(web, "GET", "/")[1]
+
+
+def test_the_dashboard_loads_nothing_from_elsewhere(web: WebServer) -> None:
+    """All that the page names is served here; the policy allows neither more nor inline scripts."""
+    page = ask(web, "GET", "/")[1].decode()
+    named = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert {"uplot.js", "charts.js", "dashboard.js", "uplot.css"} < set(named)
+    for name in named:
+        if name != "data:,":
+            status, content = ask(web, "GET", f"/{name}")
+            assert (status, len(content) > 1000) == (200, True)
+            assert not re.findall(rb"fetch\(['\"]http|url\(|@import|importScripts", content)
+    connection = http.client.HTTPConnection("127.0.0.1", web.server_port, timeout=30)
+    connection.request("GET", "/")
+    policy = connection.getresponse().headers["Content-Security-Policy"]
+    connection.close()
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src")
+    assert "unsafe" not in policy
 
 
 def test_the_history_grows_by_a_sample(web: WebServer) -> None:

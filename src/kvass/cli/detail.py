@@ -15,7 +15,8 @@ _MEANINGS: Final[dict[str, dict[str, str]]] = {
     "histograms": metrics.HISTOGRAMS | metrics.LOOP_HISTOGRAMS,
     "namespaces": metrics.NAMESPACE_COUNTERS | metrics.NAMESPACE_GAUGES,
     "groups": metrics.GROUP_GAUGES,
-    "tenants": metrics.TENANT_COUNTERS | metrics.TENANT_GAUGES,
+    "tenants": metrics.TENANT_COUNTERS | metrics.TENANT_MISSES | metrics.TENANT_GAUGES,
+    "engines": metrics.ENGINE_FIELDS,
     "tiers": metrics.TIER_COUNTERS | metrics.TIER_GAUGES | metrics.TIER_HISTOGRAMS,
 }
 """The meanings of fields by table of the status; ``""`` is for the fields outside of tables."""

@@ -40,15 +40,16 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
         f"{fields['rows']:,} rows, {evicted:,} evicted{populating}"
     )
     namespaces = fields["namespaces"]
+    counted = [*namespaces, *fields.get("forgotten", [])]
     input_tokens, hit_tokens, recent_tokens, recent_hit_tokens = (
-        sum(ns.get(name, 0) for ns in namespaces)
+        sum(ns.get(name, 0) for ns in counted)
         for name in ("lookup_tokens", "hit_tokens", "minute_lookup_tokens", "minute_hit_tokens")
     )
     yield (
-        f"hits     {percent(hit_tokens, input_tokens)} of {input_tokens:,} tokens since start, "
+        f"hit rate {percent(hit_tokens, input_tokens)} of {input_tokens:,} tokens since start, "
         f"{percent(recent_hit_tokens, recent_tokens)} of {recent_tokens:,} in the last minute"
     )
-    saved_s = sum(ns.get("saved_prefill_s", 0) for ns in namespaces)
+    saved_s = sum(ns.get("saved_prefill_s", 0) for ns in counted)
     yield f"saved    {hit_tokens:,} tokens, {span(saved_s)} of prefill since start"
     yield from _engines(fields.get("engines", []))
     yield from _shadows(fields.get("engines", []))
@@ -73,7 +74,7 @@ def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
         )
         for engine in engines
     ]
-    yield from _table(("engine", "model", "ranks", "uid", "pid", "hits", "seen"), rows)
+    yield from _table(("engine", "model", "ranks", "uid", "pid", "hit rate", "seen"), rows)
     if not any(engine.get("lookup_tokens", 1) for engine in engines):
         yield "  No lookup yet: prompts shorter than a block are neither looked up nor stored."
 
@@ -113,7 +114,9 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
         )
         for ns in namespaces
     ]
-    yield from _table(("model", "namespace", "rows", "used", "per token", "hits", "minute"), rows)
+    yield from _table(
+        ("model", "namespace", "rows", "used", "per token", "hit rate", "minute"), rows
+    )
     for ns in namespaces:
         if fields := ns.get("differs_in"):
             text = f"{ns['namespace'][:8]} shares nothing with {ns['like'][:8]} of the same model; "
@@ -138,7 +141,7 @@ def _tenants(tenants: list[dict[str, Any]]) -> Iterator[str]:
         if t["quota"] or t["lookups"] or t["l1_bytes"]
     ]
     if len(rows) > 1 or any(t["quota"] for t in tenants):
-        yield from _table(("tenant", "memory", "cap", "reserved", "hits", "last minute"), rows)
+        yield from _table(("tenant", "memory", "cap", "reserved", "hit rate", "last minute"), rows)
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:

@@ -198,3 +198,15 @@ GROUP_GAUGES: Final[dict[str, str]] = {
     "quarantined_bytes": "Slots of discarded rows that a rank may still write.",
     "used_bytes": "Slots in use.",
 }
+
+ENGINE_FIELDS: Final[dict[str, str]] = {
+    "lookup_tokens": "Tokens that its lookups asked for, beyond those in its own cache.",
+    "hit_tokens": "Tokens that its lookups hit.",
+    "saved_prefill_s": "Time to compute these, at the prefill speed that the engine reports.",
+    "connected_s": "How long ago it registered first.",
+    "seen_s": "How long ago its last lookup was, or a registration.",
+}
+
+TENANT_MISSES: Final[dict[str, str]] = {
+    "miss_tokens": "Tokens that its lookups asked for and missed, by reason.",
+}

@@ -10,7 +10,7 @@ import msgspec
 from kvass.core.clients.lookup_log import LookupLog
 from kvass.core.clients.registry import ClientSession, Instance, Refusal
 from kvass.core.clients.session_limits import SessionLimits
-from kvass.core.clients.traffic import Traffic
+from kvass.core.clients.traffic import Traffic, prefill_s
 from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
 from kvass.core.matching.prefix import Hit
@@ -42,6 +42,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     version: str = ""
     pid: int = 0
     """The daemon's process id, for display."""
+    host: str = ""
+    """The name of the daemon's machine, for display."""
     started_s: float = 0.0
     """When the daemon started, by the clock of ``step``."""
     seed: bytes = b""
@@ -167,6 +169,7 @@ class State:
             ns.traffic.count_lookup(self.now, lookup_tokens, hit_tokens, why, tokens_s, again)
         who.lookup_tokens += lookup_tokens
         who.hit_tokens += hit_tokens
+        who.saved_s += prefill_s(hit_tokens, tokens_s)
         who.seen_s = self.now
 
     def refused(self, instance: str, text: str) -> None:

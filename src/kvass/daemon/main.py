@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Final
@@ -105,6 +106,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         timing=timing,
         version=__version__,
         pid=os.getpid(),
+        host=socket.gethostname(),
         started_s=time.monotonic(),
         tiers=tuple(tier_name(url) for url in config.tier),
         flush=config.flush,

@@ -281,6 +281,12 @@ def _groups(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
         yield _family(GaugeMetricFamily, f"kvass_group_{name}", help_, labels, counter.items())
 
 
+def tenant_label(tenant: Mapping[str, Any]) -> str:
+    """The label ``tenant`` of a tenant. Names that clients choose are not shown."""
+    known = tenant["quota"] or tenant["tenant"] == "default"
+    return str(tenant["tenant"]) if known else "other"
+
+
 def _tenants(tenants: list[dict[str, Any]]) -> Iterator[Metric]:
     """The figures of ``default`` and of each tenant with a quota. All other tenants, whose names
     clients choose, are summed as ``other``. A tenant without a cap has no gauge of it."""
@@ -292,8 +298,7 @@ def _tenants(tenants: list[dict[str, Any]]) -> Iterator[Metric]:
             counts: Counter[str] = Counter()
             for tenant in tenants:
                 if tenant[field] is not None:
-                    known = tenant["quota"] or tenant["tenant"] == "default"
-                    counts[tenant["tenant"] if known else "other"] += tenant[field]
+                    counts[tenant_label(tenant)] += tenant[field]
             samples = (([name], count) for name, count in counts.items())
             yield _family(kind, f"kvass_tenant_{field}", help_, ["tenant"], samples)
 

@@ -40,9 +40,26 @@ class HttpReply(NamedTuple):
     kind: str = "application/json"
 
 
-def _page(_: Source, _query: str) -> HttpReply:
-    page = files("kvass.web").joinpath("dashboard.html").read_bytes()
-    return HttpReply(HTTPStatus.OK, page, "text/html; charset=utf-8")
+STATIC: Final = {
+    "/": ("dashboard.html", "text/html"),
+    "/charts.js": ("charts.js", "text/javascript"),
+    "/dashboard.css": ("dashboard.css", "text/css"),
+    "/dashboard.js": ("dashboard.js", "text/javascript"),
+    "/uplot.css": ("uplot.css", "text/css"),
+    "/uplot.js": ("uplot.js", "text/javascript"),
+}
+"""The files of the dashboard by path, each with its type. uPlot is a library for charts, with a
+licence of its own (``static/uplot.LICENSE``)."""
+
+
+def _static(name: str, kind: str) -> Callable[[Source, str], HttpReply]:
+    """Answers with the file ``name``, whatever is asked."""
+
+    def answer(_: Source, _query: str) -> HttpReply:
+        content = files("kvass.web").joinpath("static", name).read_bytes()
+        return HttpReply(HTTPStatus.OK, content, f"{kind}; charset=utf-8")
+
+    return answer
 
 
 def _metrics(source: Source, _query: str) -> HttpReply:
@@ -223,7 +240,7 @@ def _no_more(fields: dict[str, Any]) -> None:
 
 
 READS: Final[dict[str, tuple[Need, Callable[[Source, str], HttpReply]]]] = {
-    "/": ("nothing", _page),
+    **{path: ("nothing", _static(*file)) for path, file in STATIC.items()},
     "/healthz": ("nothing", _alive),
     "/readyz": ("nothing", _ready),
     "/metrics": ("read", _metrics),

@@ -25,7 +25,7 @@ from kvass._version import __version__
 from kvass.config import Config
 from kvass.errors import KvassError
 from kvass.web.access import Denied, HttpAccess, Need
-from kvass.web.routes import READS, WRITES, HttpReply, error
+from kvass.web.routes import READS, STATIC, WRITES, HttpReply, error
 from kvass.web.source import Source
 
 CONNECTIONS: Final = 64
@@ -35,7 +35,7 @@ BODY_BYTES: Final = 4 << 20
 _log = logging.getLogger("kvass.web")
 
 _POLICY: Final = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
 
@@ -124,7 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path in others:
             method = "POST" if others is WRITES else "GET"
             raise Denied(HTTPStatus.METHOD_NOT_ALLOWED, f"use {method}")
-        raise Denied(HTTPStatus.NOT_FOUND, f"there is no such path; there are {', '.join(READS)}")
+        paths = ", ".join(path for path in READS if path == "/" or path not in STATIC)
+        raise Denied(HTTPStatus.NOT_FOUND, f"there is no such path; there are {paths}")
 
     def _reply(self, answer: HttpReply) -> None:
         self.send_response(answer.status)

@@ -17,8 +17,9 @@ from typing import Any, Final
 from kvass.client.client import Client
 from kvass.client.health import troubles
 from kvass.errors import Incompatible, KvassError
+from kvass.web.containers import container_of
 from kvass.web.events import changes
-from kvass.web.metrics import model_labels, tier_labels
+from kvass.web.metrics import model_labels, tenant_label, tier_labels
 
 FRESH_S: Final = 1.0
 """Seconds for which a status is cached."""
@@ -26,20 +27,27 @@ ANSWER_S: Final = 2.0
 """Seconds after which a daemon that does not answer is down."""
 SAMPLE_S: Final = 10.0
 SAMPLES: Final = 1440  # four hours
-COLUMNS: Final = 96
+COLUMNS: Final = 192
 EVENTS: Final = 200
+FOR_ROOM: Final = ("capacity", "handed_over", "orphaned")
+"""The reasons of evictions that make room for other rows."""
 _EVENT_CHARS: Final = 200
 
 
 def figures(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """The names and numbers of a sample: gauges, and counters since the daemon started.
 
-    ``asked/MODEL`` are tokens looked up, ``hit/TIER/MODEL`` those that hit. ``in/TIER`` and
-    ``out/TIER`` are bytes. A name may come several times; its numbers are then added.
+    ``asked/MODEL`` are tokens looked up, ``hit/TIER/MODEL`` those that hit, ``missed/REASON/MODEL``
+    those that missed. ``saved/MODEL`` are seconds of prefill. ``in/TIER``, ``out/TIER`` and
+    ``evicted`` are bytes. ``tenant-asked/TENANT`` and so on are the same by tenant. A name may come
+    several times; its numbers are then added. What a counter of a reason or a tenant has not
+    counted yet is left out.
     """
     yield "l1_used_bytes", fields["l1_used_bytes"]
     yield "leases", fields["leases"]
     counters = fields["counters"]
+    yield "lookups", counters["lookups"]
+    yield "evicted", sum(counters[f"bytes_evicted_{why}"] for why in FOR_ROOM)
     yield "in/l1", counters["l1_in_bytes"]
     yield "out/l1", counters["l1_lent_bytes"]
     tiers = tier_labels([tier["tier"] for tier in fields["tiers"]])
@@ -52,6 +60,21 @@ def figures(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
         yield f"hit/l1/{model}", ns["hit_tokens"] - sum(ns["hit_tokens_tiers"])
         for name, tokens in zip(tiers, ns["hit_tokens_tiers"], strict=True):
             yield f"hit/{name}/{model}", tokens
+        yield f"saved/{model}", ns["saved_prefill_s"]
+    for model, ns in zip(model_labels(namespaces), namespaces, strict=True):
+        yield from _missed("missed", model, ns)
+    for tenant in fields["tenants"]:
+        if tenant["lookup_tokens"]:
+            name = tenant_label(tenant)
+            yield f"tenant-asked/{name}", tenant["lookup_tokens"]
+            yield f"tenant-hit/all/{name}", tenant["hit_tokens"]
+            yield from _missed("tenant-missed", name, tenant)
+
+
+def _missed(kind: str, whose: str, fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for why, tokens in fields.get("miss_tokens", {}).items():
+        if tokens:
+            yield f"{kind}/{why}/{whose}", tokens
 
 
 class Source:
@@ -74,13 +97,16 @@ class Source:
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS)
 
     def status(self) -> tuple[dict[str, Any] | None, str]:
-        """The status with its ``troubles`` and an empty text, or ``None`` and why it is missing."""
+        """The status, with its ``troubles`` and each engine's ``container``, and an empty text; or
+        ``None`` and why it is missing."""
         with self._lock:
             if time.monotonic() - self._asked_s >= FRESH_S:
                 before = self._fields
                 try:
                     self._fields, self._trouble = self._newest(), ""
                     self._fields["troubles"] = troubles(self._fields)
+                    for engine in self._fields["engines"]:
+                        engine["container"] = container_of(next(iter(engine["pids"]), 0))
                 except KvassError as error:
                     self._fields, self._trouble = None, str(error)
                 self._asked_s = time.monotonic()

@@ -77,6 +77,10 @@ class Instance(msgspec.Struct):
     lookup_tokens: int = 0
     hit_tokens: int = 0
     """Tokens that its lookups asked for, and those that they hit."""
+    saved_s: float = 0.0
+    """The time that computing ``hit_tokens`` would have taken."""
+    since_s: float = 0.0
+    """The time of its first registration."""
     seen_s: float = 0.0
     """The time of its last lookup or registration."""
     shadow: ShadowReport | None = None

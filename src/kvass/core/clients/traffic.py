@@ -16,6 +16,12 @@ SLOTS: Final = 6
 """The last minute is this many slots of ``SLOT_S``, including the current one."""
 
 
+def prefill_s(tokens: int, tokens_s: float) -> float:
+    """The time to compute ``tokens`` at ``tokens_s`` tokens per second; 0 if that is not known."""
+    # No engine is slower than one token per second, and sums of this must stay finite.
+    return tokens / tokens_s if tokens_s >= 1.0 else 0.0
+
+
 class Traffic(msgspec.Struct):
     """The counts of the lookups of a namespace or a tenant. A lookup counts when it is answered.
 
@@ -51,8 +57,7 @@ class Traffic(msgspec.Struct):
         self.lookup_tokens += lookup_tokens
         self.hit_tokens += hit_tokens
         self.miss_tokens[why] += lookup_tokens - hit_tokens
-        if prefill_tokens_s >= 1.0:  # no engine is slower; the sum must stay finite
-            self.saved_s += hit_tokens / prefill_tokens_s
+        self.saved_s += prefill_s(hit_tokens, prefill_tokens_s)
         slot = self._slot(now)
         slot[0] += lookup_tokens
         slot[1] += hit_tokens

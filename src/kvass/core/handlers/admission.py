@@ -71,7 +71,9 @@ def _admit(
     """
     check_register(terms, layout, state.config.limits)
     state.session_limits.check(session)
-    instance = state.instances.get(terms.instance) or Instance(id=terms.instance, terms=terms)
+    instance = state.instances.get(terms.instance) or Instance(
+        id=terms.instance, terms=terms, since_s=state.now
+    )
     if instance.sessions.get(terms.rank, session.id) != session.id:
         who = "its scheduler" if terms.rank == SCHEDULER else f"rank {terms.rank}"
         raise Refused("rank_taken", f"{who} of instance {terms.instance!r} is alive already")
