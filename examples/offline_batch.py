@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 
 from examples.tiny import engine_here, greedy, some_prompt
-from kvass.config import default_socket
 
 DOCUMENT = some_prompt(2000, seed=0)
 
@@ -20,7 +19,7 @@ DOCUMENT = some_prompt(2000, seed=0)
 def main() -> None:
     """One job."""
     parser = argparse.ArgumentParser(prog="python -m examples.offline_batch")
-    parser.add_argument("--socket", default=default_socket(), help="the daemon's socket")
+    parser.add_argument("--socket", default="", help="the daemon's socket")
     parser.add_argument("--questions", type=int, default=1, metavar="SEED", help="which questions")
     args = parser.parse_args()
     first = 8 * args.questions

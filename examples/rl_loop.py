@@ -16,7 +16,6 @@ import sys
 from typing import Any
 
 from examples.tiny import engine_here, greedy, some_prompt
-from kvass.config import default_socket
 
 PROMPT = {"prompt_token_ids": some_prompt(1000, seed=0)}
 
@@ -24,7 +23,7 @@ PROMPT = {"prompt_token_ids": some_prompt(1000, seed=0)}
 def main() -> int:
     """Run the loop; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m examples.rl_loop")
-    parser.add_argument("--socket", default=default_socket(), help="the daemon's socket")
+    parser.add_argument("--socket", default="", help="the daemon's socket")
     engine = engine_here(parser.parse_args().socket)
     policies = []
     for policy in range(3):

@@ -16,6 +16,7 @@ from kvass.cli.daemon import add_daemon
 from kvass.cli.doctor.checks import CHECKS, Finding
 from kvass.cli.doctor.machine import examine
 from kvass.config import Parser, add_flags, load
+from kvass.wire.places import likely_socket
 
 
 def run(argv: list[str]) -> int:
@@ -32,7 +33,8 @@ def run(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     as_json = options.pop("json")
     config = load(options, os.environ)
-    machine = examine(config.l1_size, config.socket, os.environ, config.daemon_uid)
+    path = config.socket or likely_socket()
+    machine = examine(config.l1_size, path, os.environ, config.daemon_uid)
     findings = {name: check(machine) for name, check in CHECKS.items()}
     serves = all(finding.level != "error" for finding in findings.values())
     if as_json:
