@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,8 +34,11 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--print-config", action="store_true", help="print the resulting options as YAML, and end"
     )
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = vars(parser.parse_args(argv))
-    file, only_print = options.pop("config"), options.pop("print_config")
+    file, only_print, child = (options.pop(name) for name in ("config", "print_config", "child"))
+    if child:
+        threading.Thread(target=_stop_with_parent, daemon=True).start()
     overridden = list[str]()
     config = _load(options, file, overridden.append)
     if only_print:
@@ -49,6 +54,12 @@ def run(argv: list[str]) -> int:
     with _web_process(config):
         serve(config, lambda line: print(line, flush=True), read_again)
     return 0
+
+
+def _stop_with_parent() -> None:
+    """Stop when stdin ends: ``kvass run``, which holds its other end, has ended."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _load(options: dict[str, Any], file: str | None, overridden: Callable[[str], None]) -> Config:
