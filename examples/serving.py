@@ -52,10 +52,14 @@ def ask(url: str, prompt: list[int], max_tokens: int = 16) -> Reply:
 @contextmanager
 def two_servers(folder: Path, **options: Any) -> Iterator[list[str]]:
     """A daemon with ``options``, and two vLLM servers of the tiny model, both connected to it;
-    their URLs."""
+    their URLs. The first one is configured by a flag, the second one by the variable ``KVASS``."""
     with (
         running_daemon(folder, l1_size="256MiB", **options) as daemon,
-        servers(folder, daemon, [transfer_config(daemon.socket)] * 2) as urls,
+        servers(
+            *(folder, daemon, [transfer_config(daemon.socket), {}]),
+            KVASS=daemon.socket,
+            VLLM_LOGGING_LEVEL="INFO",
+        ) as urls,
     ):
         yield urls
 
@@ -68,8 +72,8 @@ def servers(
     more: Mapping[str, Any] = MappingProxyType({}),
     **environment: str,
 ) -> Iterator[list[str]]:
-    """vLLM servers of the tiny model, with these ``kv_transfer_config`` and ``more`` flags, all
-    connected to ``daemon``; their URLs."""
+    """vLLM servers of the tiny model, with these ``kv_transfer_config`` (none if empty) and
+    ``more`` flags, all connected to ``daemon``; their URLs."""
     flags = {
         **ENGINE,
         "model": model(),
@@ -81,7 +85,7 @@ def servers(
     commands = [
         [
             "vllm.entrypoints.openai.api_server",
-            *_as_flags(flags | {"kv_transfer_config": json.dumps(transfer)}),
+            *_as_flags(flags | ({"kv_transfer_config": json.dumps(transfer)} if transfer else {})),
         ]
         for transfer in transfers
     ]

@@ -2,8 +2,9 @@
 
 Commands stand in fenced blocks and in indented lines. The real parser takes all their options, and
 the real configuration their values. Those of ``ONLY_PARSED`` take minutes (``bench``) or serve
-until Ctrl-C (``web``, which tests/web runs), and some tiers need a server. All others run, with
-paths of their own and little memory. ``tests/engine/test_recipes.py`` runs the recipes.
+until Ctrl-C (``web`` and ``run``, which tests/web and tests/cli run), and some tiers need a server.
+All others run, with paths of their own and little memory. ``tests/engine/test_recipes.py`` runs the
+recipes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvass.testing.daemon import running_daemon
 from tests.site_tables import parser_of
 from tests.test_documents import DOCS, ROOT
 
-ONLY_PARSED: Final = ("bench", "web", "blend")
+ONLY_PARSED: Final = ("bench", "web", "blend", "run")
 
 
 def commands(text: str) -> Iterator[str]:
@@ -132,7 +133,9 @@ def test_the_connectors_options_in_the_documents_are_there() -> None:
     settings = [
         json.loads(text)
         for path in [*DOCS, *(ROOT / "deploy").rglob("*.yml")]
-        for text in re.findall(r"kv-transfer-config[ =]'?(\{.*?\}\})", path.read_text(), re.DOTALL)
+        for text in re.findall(
+            r"kv-transfer-config[ =]'?(\{[^']*?\}\})", path.read_text(), re.DOTALL
+        )
     ]
     assert len(settings) >= 3
     for setting in settings:

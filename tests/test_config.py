@@ -14,6 +14,7 @@ from kvass.config import Config, Parser, Size, add_flags, load, to_yaml
 from kvass.daemon import main as daemon_main
 from kvass.errors import ConfigError
 from kvass.types import Timing
+from kvass.wire import places
 
 
 @pytest.mark.parametrize(
@@ -64,13 +65,10 @@ def test_the_default_grace_outlasts_a_gpus_teardown() -> None:
     assert load({}, {}).lost_engine_grace_s == 30
 
 
-def test_default_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
-    assert load({}, {}).socket == "/run/user/7/kvass.sock"
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setattr("tempfile.tempdir", "/temporary")
-    monkeypatch.setattr("os.geteuid", lambda: 77)
-    assert load({}, {}).socket == "/temporary/kvass-77/kvass.sock"
+def test_a_socket_is_given_or_empty() -> None:
+    """What an empty one stands for is in ``wire/places.py``."""
+    assert load({}, {}).socket == ""
+    assert load({"socket": "/s"}, {}).socket == "/s"
 
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
@@ -85,7 +83,10 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("others", [{"allow_uid": ["4"]}, {"socket_group": "users"}])
-def test_others_need_a_socket_they_can_reach(tmp_path: Path, others: dict[str, object]) -> None:
+def test_others_need_a_socket_they_can_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: dict[str, object]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with pytest.raises(ConfigError, match=r"folder of this user alone: choose another --socket$"):
         load(others, {})
     file = tmp_path / "kvass.yaml"
@@ -96,6 +97,9 @@ def test_others_need_a_socket_they_can_reach(tmp_path: Path, others: dict[str, o
         load(others, {}, str(file)),
     ):
         assert named.socket == "/s"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(places, "SERVICE_FOLDER", str(tmp_path))
+    load(others, {})  # /run/kvass is such a place
 
 
 def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
@@ -159,7 +163,7 @@ def test_tiers_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("env", "line"),
     [
-        ({"KVASS_LEASES": "1"}, "unknown option 'KVASS_LEASES' in the environment; there are sock"),
+        ({"KVASS_LEASES": "1"}, "unknown option 'KVASS_LEASES' in the environment; did you mean"),
         ({"KVASS_L1_SIZE": "8Gigs"}, "KVASS_L1_SIZE: no size: '8Gigs'; write it like 8GiB"),
         ({"KVASS_L1_SIZE": "4095"}, "smaller than one row"),
         ({"KVASS_L1_SIZE": "9999999TiB"}, "more than the"),
@@ -270,6 +274,46 @@ def test_what_kubernetes_sets_for_a_service_named_kvass_is_no_option() -> None:
         assert load({}, {prefix + name: "x" for name in names.split()}) == load({}, {})
     with pytest.raises(ConfigError, match="KVASS_PORTS"):
         load({}, {"KVASS_PORTS": "x"})
+
+
+def test_an_unknown_name_gets_the_nearest_one(tmp_path: Path) -> None:
+    """Options of engines are near ones, too."""
+    file = tmp_path / "kvass.yaml"
+    file.write_text("l1_siz: 4MiB\n")
+    for env, says in (
+        (
+            {"KVASS_L1_SIZ": "4MiB"},
+            "'KVASS_L1_SIZ' in the environment; did you mean KVASS_L1_SIZE?",
+        ),
+        ({"KVASS_CHUNK_TOKEN": "4"}, "did you mean KVASS_CHUNK_TOKENS?"),
+        ({"KVASS_CONFIG": str(file)}, f"'l1_siz' in {file}:1; did you mean l1_size?"),
+        ({"KVASS_COLOUR": "red"}, "there are socket, daemon_uid, l1_size, "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load({}, env)
+        assert says in str(caught.value)
+
+
+def test_one_file_and_one_environment_serve_daemon_and_engine(tmp_path: Path) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text("socket: /s\nchunk_tokens: 512\nl1_size: 4MiB\n")
+    got = load({}, {"KVASS_CONFIG": str(file), "KVASS_TAG": "a", "KVASS": "1"})
+    assert (got.socket, got.l1_size) == ("/s", 4 << 20)
+
+
+def test_which_source_wins_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text("lease_s: 1\nreserve_s: 2\ntier: ['redis:h?password=hunter2']\n")
+    said: list[str] = []
+    env = {"KVASS_LEASE_S": "3", "KVASS_RESERVE_S": "2", "KVASS_CONFIG": str(file)}
+    got = load({"lease_s": "4", "tier": ["redis:i?password=hunter2"]}, env, None, said.append)
+    assert (got.lease_s, got.reserve_s) == (4, 2)
+    assert said == [
+        f"option lease_s: 3.0 (KVASS_LEASE_S) wins over 1.0 ({file}:1: lease_s)",
+        "option lease_s: 4.0 (--lease-s) wins over 3.0 (KVASS_LEASE_S)",
+        f"option tier: ['redis:i?password=***'] (--tier) wins over ['redis:h?password=***'] "
+        f"({file}:3: tier)",
+    ]
 
 
 def test_users_may_be_named() -> None:

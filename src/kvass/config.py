@@ -4,6 +4,9 @@ Law of this file: ``Config`` alone names the options. Flags, ``KVASS_*`` environ
 keys and ``--print-config`` are derived from its fields, so they cannot disagree. An unknown name is
 an error in every source. A flag overrides the environment, which overrides the file, which
 overrides the default.
+
+An engine reads its options from the same environment names and the same file (``given``). So the
+names of ``ENGINE_OPTIONS`` are known here, and ignored.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import argparse
 import os
 import pwd
 import re
-import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
 
@@ -21,12 +25,13 @@ import msgspec
 from msgspec import Meta, field
 
 from kvass.arena.room import room
-from kvass.errors import ConfigError, Unavailable
+from kvass.errors import ConfigError
 from kvass.tiers.options import DiskOptions
 from kvass.tiers.url import read_tier_url, redacted, tier_name
 from kvass.types import DEFAULT_TENANT, PAGE, Quota, Timing, check_quotas_of
 from kvass.types import Size as Size
 from kvass.wire.channel import check_path
+from kvass.wire.places import default_socket, service_socket
 
 ENV_PREFIX: Final = "KVASS_"
 FILE_ENV: Final = ENV_PREFIX + "CONFIG"
@@ -37,35 +42,22 @@ _SERVICE: Final = re.compile(
 """Variables that Kubernetes sets in every pod for a service whose name begins with kvass."""
 
 
-def default_socket() -> str:
-    """``$XDG_RUNTIME_DIR/kvass.sock``, or else a path in this user's folder in the temporary
-    folder."""
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        return os.path.join(runtime, "kvass.sock")
-    import tempfile  # slow to import, seldom needed
-
-    return os.path.join(tempfile.gettempdir(), f"kvass-{os.geteuid()}", "kvass.sock")
-
-
-def check_folder(path: str) -> None:
-    """Refuse the default ``path`` in the temporary folder if another user may write to the
-    folder that it is in.
-
-    Any user could have created that folder first, and be listening there. Raises ``ConfigError`` if
-    another user may write to it, and ``Unavailable`` if it does not exist. Other paths are not
-    checked.
-    """
-    if os.environ.get("XDG_RUNTIME_DIR") or path != default_socket():
-        return
-    folder = os.path.dirname(path)
-    try:
-        found = os.lstat(folder)
-    except OSError as error:
-        raise Unavailable(f"no daemon at {path}: {error.strerror}") from error
-    if found.st_uid != os.geteuid():
-        raise ConfigError(f"{folder} belongs to another user: choose another socket")
-    if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
-        raise ConfigError(f"{folder} is no folder of yours alone: chmod 700 {folder}")
+ENGINE_OPTIONS: Final = (
+    "socket",
+    "daemon_uid",
+    "chunk_tokens",
+    "tag",
+    "blend",
+    "blend_oracle",
+    "model_id",
+    "kv_layout",
+    "fixed_weights",
+    "gpu",
+    "gpu_copies",
+    "global_media_ids",
+    "untested_vllm",
+)
+"""The options of an engine's connector, without their prefix ``kvass.``."""
 
 
 def memory_bytes() -> int:
@@ -91,11 +83,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="path of the unix socket",
             extra={
-                "default": "$XDG_RUNTIME_DIR/kvass.sock; without that variable "
-                "kvass-UID/kvass.sock in the temporary folder"
+                "default": "kvass.sock in $XDG_RUNTIME_DIR, else in /run/kvass, else in kvass-UID "
+                "in the temporary folder"
             },
         ),
-    ] = field(default_factory=default_socket)
+    ] = ""
     daemon_uid: Annotated[
         Uid | None,
         Meta(
@@ -237,9 +229,62 @@ def default_of(name: str) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value or "none")
 
 
-def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = None) -> Config:
+@dataclass(frozen=True)
+class Given:
+    """One option as the environment or the file gives it. ``typed``: the value comes from YAML, so
+    it has a type."""
+
+    key: str
+    """Its name as it is written there."""
+    name: str
+    value: Any
+    where: str
+    """Where it is, for an error that quotes ``key``."""
+    origin: str
+    """Where it is, for an error about its value."""
+    typed: bool
+
+    def hint(self, names: Iterable[str]) -> str:
+        """The end of an error about an unknown name: the known name that is most like it, or all
+        ``names``."""
+        near = get_close_matches(self.name, [*_FIELDS, *ENGINE_OPTIONS], 1, 0.75)
+        if not near:
+            return f"there are {', '.join(names)}"
+        return f"did you mean {near[0] if self.typed else ENV_PREFIX + near[0].upper()}?"
+
+
+def given(env: Mapping[str, str], file: str | None = None) -> Iterator[Given]:
+    """The options of the file, then those of the environment, of a daemon or of an engine.
+
+    ``file`` is its path; without it ``KVASS_CONFIG`` may name one. Variables that Kubernetes sets
+    are left out. Raises ``ConfigError`` for a file that cannot be read.
+    """
+    path = file or env.get(FILE_ENV)
+    for key, (value, line) in _read_yaml(path).items() if path else ():
+        yield Given(str(key), str(key), value, f"in {path}:{line}", f"{path}:{line}: {key}", True)
+    for key, text in env.items():
+        if key.startswith(ENV_PREFIX) and key != FILE_ENV and not _SERVICE.fullmatch(key):
+            name = key[len(ENV_PREFIX) :].lower()
+            parts = [part for part in text.split(",") if part]
+            value = parts if name in _FIELDS and _is_list(name) else text
+            yield Given(key, name, value, "in the environment", key, False)
+
+
+def disagreement(name: str, wins: Any, origin: str, loses: Any, other: str) -> str:
+    """The line for an option that two sources give different values."""
+    values = redacted(repr(wins)), redacted(repr(loses))
+    return f"option {name}: {values[0]} ({origin}) wins over {values[1]} ({other})"
+
+
+def load(
+    flags: Mapping[str, Any],
+    env: Mapping[str, str],
+    file: str | None = None,
+    overridden: Callable[[str], None] = lambda line: None,
+) -> Config:
     """The configuration from all sources. ``flags`` maps option names to texts; ``None`` means that
-    the flag is absent.
+    the flag is absent. ``overridden`` is called with a line for each option of which two sources
+    give different values.
 
     ``file`` is the path of a YAML file; ``KVASS_CONFIG`` may name one, too. Raises ``ConfigError``
     for an unknown name, and for a value of a wrong type or out of its domain. Its text is one line
@@ -250,19 +295,18 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
     """By option: the source of its value."""
 
     def take(name: str, value: Any, origin: str, strict: bool = False) -> None:
-        values[name] = _convert(name, value, origin, strict)
+        value = _convert(name, value, origin, strict)
+        if name in values and values[name] != value:
+            overridden(disagreement(name, value, origin, values[name], where[name]))
+        values[name] = value
         where[name] = origin
 
-    path = file or env.get(FILE_ENV)
-    for key, (value, line) in _read_yaml(path).items() if path else ():
-        take(
-            _known(key, str(key), f"in {path}:{line}"), value, f"{path}:{line}: {key}", strict=True
-        )
-    for key, text in env.items():
-        if key.startswith(ENV_PREFIX) and key != FILE_ENV and not _SERVICE.fullmatch(key):
-            name = _known(key[len(ENV_PREFIX) :].lower(), key, "in the environment")
-            parts = [part for part in text.split(",") if part]
-            take(name, parts if _is_list(name) else text, key)
+    for one in given(env, file):
+        if one.name not in _FIELDS:
+            if one.name in ENGINE_OPTIONS:
+                continue
+            raise ConfigError(f"unknown option {one.key!r} {one.where}; {one.hint(_FIELDS)}")
+        take(one.name, one.value, one.origin, one.typed)
     for name, value in flags.items():
         if value is not None:
             take(name, value, _flag(name))
@@ -273,10 +317,12 @@ def load(flags: Mapping[str, Any], env: Mapping[str, str], file: str | None = No
 
 def _check(config: Config, where: Mapping[str, str]) -> None:
     """Raise ``ConfigError`` if options contradict each other, or a value cannot be used here."""
-    check_path(config.socket)
-    if (config.allow_uid or config.socket_group) and "socket" not in where:
+    path = config.socket if "socket" in where else default_socket()
+    check_path(path)
+    alone = "socket" not in where and path != service_socket()
+    if (config.allow_uid or config.socket_group) and alone:
         raise ConfigError(
-            f"allow_uid and socket_group need a socket that others can reach; {config.socket} is "
+            f"allow_uid and socket_group need a socket that others can reach; {path} is "
             "in a folder of this user alone: choose another --socket"
         )
     size = f"{where.get('l1_size', 'l1_size')} {config.l1_size}"
@@ -366,13 +412,6 @@ def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
     return {key: (value, lines.get(str(key), 1)) for key, value in content.items()}
 
 
-def _known(name: object, shown: str, where: str) -> str:
-    if name not in _FIELDS:
-        names = ", ".join(_FIELDS)
-        raise ConfigError(f"unknown option {shown!r} {where}; there are {names}")
-    return str(name)
-
-
 def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
     """``value`` as the type of option ``name``. ``strict``: it comes from YAML, so text is not
     converted to another type."""
@@ -380,9 +419,9 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
     if not strict and kind is bool:
         value = _BOOLS.get(value, value)
     if name == "allow_uid" and isinstance(value, list):
-        value = [_uid(user, origin) for user in value]
+        value = [user_id(user, origin) for user in value]
     if name == "daemon_uid":
-        value = _uid(value, origin)
+        value = user_id(value, origin)
     choices = get_args(kind) if get_origin(kind) is Literal else [*_BOOLS] if kind is bool else []
     if choices and not isinstance(value, bool) and value not in choices:
         raise ConfigError(
@@ -396,7 +435,7 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
         raise ConfigError(f"{origin}: {error} (got {redacted(repr(value))})") from error
 
 
-def _uid(user: Any, origin: str) -> Any:
+def user_id(user: Any, origin: str) -> Any:
     """The id of a user. A name is looked up; an id is returned as it is."""
     if not isinstance(user, str) or user.lstrip("-").isdecimal():
         return user

@@ -18,7 +18,6 @@ from kvass.client import session as client_session
 from kvass.client.client import Client
 from kvass.client.daemon_connection import DaemonConnection
 from kvass.client.requests import MAX_UNANSWERED
-from kvass.config import default_socket
 from kvass.errors import (
     ConfigError,
     ErrorCode,
@@ -103,9 +102,8 @@ def test_no_room_to_begin_is_an_absent_daemon(
 def test_a_default_folder_of_another_user_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    path = default_socket()
+    path = str(tmp_path / f"kvass-{os.geteuid()}" / "kvass.sock")
     with Client(path) as client, pytest.raises(Unavailable, match="no daemon at"):
         client.call(Ping())
     Path(path).parent.mkdir(mode=0o700)
@@ -116,7 +114,8 @@ def test_a_default_folder_of_another_user_is_not_trusted(
         theirs = tmp_path / f"kvass-{stranger}"
         Path(path).parent.rename(theirs)  # to that user, this one is another
         monkeypatch.setattr("os.geteuid", lambda: stranger)
-        with Client(default_socket()) as client, pytest.raises(ConfigError, match="another user"):
+        refused = pytest.raises(ConfigError, match="another user")
+        with Client(f"{theirs}/kvass.sock") as client, refused:
             client.call(Ping())
         assert len(daemon.got(Hello)) == 1  # the first one's
 

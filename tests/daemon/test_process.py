@@ -195,21 +195,31 @@ def test_what_a_daemon_cannot_have_is_one_clear_line(
 
 def test_bad_environment_gets_one_clear_line(tmp_path: Path) -> None:
     line = refused(serve("--socket", str(tmp_path / "s"), KVASS_L1_SIZ="1MiB"))
-    assert "unknown option 'KVASS_L1_SIZ' in the environment; there are socket, " in line
+    assert "unknown option 'KVASS_L1_SIZ' in the environment; did you mean KVASS_L1_SIZE?" in line
 
 
-def test_default_socket_is_in_a_folder_of_this_user_alone(tmp_path: Path) -> None:
+IN_FOLDER = (
+    "import sys; from kvass.wire import places; places.SERVICE_FOLDER = sys.argv.pop(1); "
+    "from kvass.cli.main import main; main()"
+)
+
+
+@pytest.mark.parametrize(("place", "mode"), [("run/kvass", 0o755), ("absent/kvass", 0o700)])
+def test_the_default_socket_is_in_a_folder_that_only_this_user_can_write_to(
+    tmp_path: Path, place: str, mode: int
+) -> None:
+    """In the folder of services, or in the temporary folder if that cannot be made."""
     env = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
     env["TMPDIR"] = str(tmp_path)
+    (tmp_path / "run").mkdir()
+    folder = tmp_path / (place if mode == 0o755 else f"kvass-{os.geteuid()}")
+    arguments = [str(tmp_path / place), "serve", "--l1-size", "1MiB"]
     with subprocess.Popen(
-        [sys.executable, "-m", "kvass", "serve", "--l1-size", "1MiB"],
-        stdout=subprocess.PIPE,
-        env=env,
+        [sys.executable, "-c", IN_FOLDER, *arguments], stdout=subprocess.PIPE, env=env
     ) as process:
         assert process.stdout is not None
-        assert b"ready" in process.stdout.readline()
-        folder = tmp_path / f"kvass-{os.geteuid()}"
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert f"ready socket={folder}/kvass.sock" in process.stdout.readline().decode()
+        assert stat.S_IMODE(folder.stat().st_mode) == mode
         with RawSession(str(folder / "kvass.sock")).greet():
             pass
         process.terminate()

@@ -24,8 +24,13 @@ GONE = "http://127.0.0.1:9"
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    folder = tmp_path_factory.mktemp("servers")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the servers' logs."""
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[list[str]]:
     with two_servers(folder, lookup_budget_ms=10_000) as urls:  # patient, as below
         yield urls
 
@@ -44,6 +49,18 @@ def test_the_second_replica_hits_what_the_first_one_computed(
     assert [first.server, second.server] == servers
     assert [first.cached, second.cached] == [0, whole_blocks(1000)]
     assert first.tokens == second.tokens
+
+
+def test_a_server_says_once_what_the_variable_configured(servers: list[str], folder: Path) -> None:
+    """The first one has a flag; both have a process for HTTP and one for the engine."""
+    logs = [
+        (folder / f"vllm.entrypoints.openai.api_server-{url.rpartition(':')[2]}.log")
+        for url in servers
+    ]
+    first, second = [re.findall(r"KVASS=\S+ (.*)", log.read_text()) for log in logs]
+    assert first == ["has no effect: --kv-transfer-config names a connector"]
+    (line,) = second
+    assert line.startswith("this engine uses kvass: kv_connector KvassConnector, kv_role kv_both")
 
 
 @pytest.mark.alone  # a server waits 2 s for a grant, and then does not store

@@ -93,14 +93,6 @@ def test_both_sides_of_an_engine_know_the_user_of_the_daemon() -> None:
     copier.close()
 
 
-def test_without_an_option_the_socket_is_that_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVASS_SOCKET", "/run/one.sock")
-    assert setup(options={"kvass.socket": ""}).socket == "/run/one.sock"
-    assert setup(options={"kvass.socket": "/run/two.sock"}).socket == "/run/two.sock"
-
-
 def test_the_default_chunk_is_the_smallest_multiple_from_256() -> None:
     config, caches = make_configs()
     del config.kv_transfer_config.kv_connector_extra_config["kvass.chunk_tokens"]

@@ -15,16 +15,14 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # or numpy allocates buffers for threads that are never used
-
 from kvass._version import __version__
+from kvass.cli import environment  # noqa: F401 - it sets what numpy reads
 from kvass.config import Parser
 from kvass.errors import KvassError, Unavailable, UsageError
 
 COMMANDS: Final = {
     "serve": "run the daemon",
+    "run": "run a command with kvass switched on, and a daemon if there is none",
     "status": "show whether a daemon works, and what it saves",
     "explain": "say why the last requests did not hit more",
     "top": "watch a daemon",

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from typing import Any, Final
+
+from msgspec.structs import replace
 
 from kvass.cli.web import HTTP
 from kvass.config import FILE_ENV, Config, Parser, add_flags, load, to_yaml
 from kvass.daemon import logs
+from kvass.wire.places import default_socket
 
 _POLL_S: Final = 1.0
 _PAUSE_S: Final = 2.0
@@ -29,16 +34,22 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--print-config", action="store_true", help="print the resulting options as YAML, and end"
     )
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = vars(parser.parse_args(argv))
-    file, only_print = options.pop("config"), options.pop("print_config")
-    config = load(options, os.environ, file)
+    file, only_print, child = (options.pop(name) for name in ("config", "print_config", "child"))
+    if child:
+        threading.Thread(target=_stop_with_parent, daemon=True).start()
+    overridden = list[str]()
+    config = _load(options, file, overridden.append)
     if only_print:
         print(to_yaml(config), end="")
         return 0
     logs.start_logging(config.log_level, config.log_format)
+    for line in overridden:
+        _log.info("%s", line)
     from kvass.daemon.main import serve
 
-    again = partial(load, options, os.environ, file)
+    again = partial(_load, options, file, lambda line: None)
     read_again = again if file or os.environ.get(FILE_ENV) else None
     with _web_process(config):
         serve(config, _announce, read_again)
@@ -53,6 +64,18 @@ def _announce(ready: str) -> None:
     except OSError as error:
         _log.warning("standard output: %s; the line was: %s", error.strerror, ready)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would fail
+
+
+def _stop_with_parent() -> None:
+    """Stop when stdin ends: ``kvass run``, which holds its other end, has ended."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _load(options: dict[str, Any], file: str | None, overridden: Callable[[str], None]) -> Config:
+    """The configuration of a daemon: ``load``, with the default socket if none is given."""
+    config = load(options, os.environ, file, overridden)
+    return replace(config, socket=config.socket or default_socket())
 
 
 @contextmanager

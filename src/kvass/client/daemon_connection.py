@@ -32,6 +32,7 @@ from kvass.errors import (
 )
 from kvass.messages import Register, Welcome
 from kvass.types import SCHEDULER
+from kvass.wire.places import socket_places
 
 BACKOFF_MIN_S: Final = 0.01
 BACKOFF_MAX_S: Final = 0.5
@@ -50,8 +51,8 @@ _alive: Final[weakref.WeakSet[DaemonConnection]] = weakref.WeakSet()
 
 
 class DaemonConnection:
-    """The connection at ``path``. Its arguments are those of ``Endpoint``; ``read`` takes in what
-    has arrived, and is called with the lock held."""
+    """The connection at ``path``, or at the default places if ``path`` is empty. Its arguments are
+    those of ``Endpoint``; ``read`` takes in what has arrived, and is called with the lock held."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class DaemonConnection:
         """As ``Endpoint.counters``."""
         self.closed = False
         self._path = path
+        """Empty: the default places."""
         self._read = read
         self._wants_arena = wants_arena
         self._daemon_uid = daemon_uid
@@ -143,7 +145,8 @@ class DaemonConnection:
                     raise failure.with_traceback(None)
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or self.closed:
-                    raise TimedOut(f"no connection to {self._path} within {timeout_s:g} s")
+                    at = self._path or "a default socket"
+                    raise TimedOut(f"no connection to {at} within {timeout_s:g} s")
                 self.lock.wait(left_s)
             return self.session.welcome
 
@@ -249,7 +252,7 @@ class DaemonConnection:
             self._attempts += 1
             self._failure = None
             self.counters["connects"] += 1
-            self._say(logging.INFO, f"connected to the daemon at {self._path}{self._since()}")
+            self._say(logging.INFO, f"connected to the daemon at {session.path}{self._since()}")
             self.lock.notify_all()
 
     def _since(self) -> str:
@@ -298,12 +301,16 @@ class DaemonConnection:
 
 
 def _socket_file(path: str) -> tuple[int, ...] | None:
-    """What identifies the socket's file: another daemon's differs. None: there is no file."""
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return found.st_dev, found.st_ino, found.st_ctime_ns
+    """What identifies the socket's file: another daemon's differs. If ``path`` is empty, what
+    identifies the files at all default places. None: there is no file."""
+    identity: tuple[int, ...] = ()
+    for place in (path,) if path else socket_places():
+        try:
+            found = os.stat(place)
+        except (OSError, ValueError):
+            continue
+        identity += (found.st_dev, found.st_ino, found.st_ctime_ns)
+    return identity or None
 
 
 def _lasting(error: KvassError) -> bool:

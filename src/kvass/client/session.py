@@ -18,7 +18,6 @@ from typing import Final, cast
 from kvass._version import __version__
 from kvass.arena import memory
 from kvass.client.requests import REPLY_TO, OpenRequests
-from kvass.config import check_folder
 from kvass.errors import (
     ErrorCode,
     Incompatible,
@@ -27,6 +26,7 @@ from kvass.errors import (
     RemoteError,
     TimedOut,
     Unavailable,
+    UsageError,
 )
 from kvass.messages import (
     FEATURES,
@@ -43,6 +43,7 @@ from kvass.messages import (
 )
 from kvass.wire.channel import Channel
 from kvass.wire.framing import one_line
+from kvass.wire.places import check_folder, socket_places
 from kvass.wire.trust import check_daemon
 
 HANDSHAKE_S: Final = 5.0
@@ -58,8 +59,10 @@ class DaemonSession:
     """A connection, made by ``open_session``. ``users``: how many users it has: the connecting
     thread and each arena lease."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, path: str) -> None:
         self.channel = channel
+        self.path = path
+        """The path of the daemon's socket."""
         self.requests = OpenRequests()
         self.welcome = Welcome()
         self.registration: Register | None = None
@@ -147,7 +150,8 @@ def open_session(
     wants_arena: bool,
     daemon_uid: int | None = None,
 ) -> DaemonSession:
-    """Open a connection: check the daemon, map the arena, register.
+    """Open a connection to the daemon at ``path``, or at the default places if ``path`` is empty:
+    check the daemon, map the arena, register.
 
     Waits up to ``HANDSHAKE_S`` for each answer.
 
@@ -155,10 +159,31 @@ def open_session(
 
     Raises ``Unavailable``, ``Incompatible``, ``RemoteError``, or ``Refused`` for the registration;
     ``ConfigError`` for an impossible path, or one whose folder another user made first;
-    ``UntrustedDaemon``, before anything is sent (``wire.trust``).
+    ``UntrustedDaemon``, before anything is sent (``wire.trust``). At the default places the error
+    is that of the first place where there is something.
     """
+    if path:
+        return _open(path, registration, wants_arena, daemon_uid)
+    failures = list[KvassError]()
+    places = socket_places()
+    for place in places:
+        try:
+            return _open(place, registration, wants_arena, daemon_uid)
+        except TimedOut:
+            raise
+        except (Unavailable, UsageError) as error:  # there may be one of ours at the next place
+            failures.append(error)
+    for failure in failures:
+        if not isinstance(failure.__cause__, FileNotFoundError | ConnectionRefusedError):
+            raise failure
+    raise Unavailable(f"no daemon at {', '.join(places)}") from failures[-1].__cause__
+
+
+def _open(
+    path: str, registration: Register | None, wants_arena: bool, daemon_uid: int | None
+) -> DaemonSession:
     check_folder(path)
-    session = DaemonSession(Channel.connect(path, HANDSHAKE_S))
+    session = DaemonSession(Channel.connect(path, HANDSHAKE_S), path)
     with ExitStack() as undo:
         undo.callback(session.end)
         check_daemon(path, session.channel.daemon_uid, daemon_uid)

@@ -16,13 +16,14 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvass.config import Config, check_folder, default_socket
+from kvass.config import Config
 from kvass.errors import ConfigError
 from kvass.wire.channel import PeerCredentials, check_path
+from kvass.wire.places import make_folder
 from kvass.wire.trust import others_at
 
 BACKLOG: Final = 1024
@@ -84,7 +85,9 @@ def listening(path: str, access: Access) -> Iterator[socket.socket]:
     or if a live daemon uses the path.
     """
     check_path(path)
-    _make_default_folder(path)
+    make_folder(path)
+    if not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
+        raise ConfigError(f"no folder {folder}: create it or choose another --socket")
     with ExitStack() as ending:
         ending.callback(os.close, _lock(path + ".lock"))
         ending.callback(Path(path + ".lock").unlink, missing_ok=True)
@@ -101,16 +104,6 @@ def listening(path: str, access: Access) -> Iterator[socket.socket]:
             )
         ending.callback(Path(path).unlink, missing_ok=True)
         yield sock
-
-
-def _make_default_folder(path: str) -> None:
-    folder = os.path.dirname(os.path.abspath(path))
-    if path == default_socket() and not os.environ.get("XDG_RUNTIME_DIR"):
-        with suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-        check_folder(path)
-    if not os.path.isdir(folder):
-        raise ConfigError(f"no folder {folder}: create it or choose another --socket")
 
 
 def _lock(path: str) -> int:

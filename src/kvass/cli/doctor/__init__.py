@@ -18,6 +18,7 @@ from kvass.cli.doctor.checks import CHECKS
 from kvass.cli.doctor.finding import Finding
 from kvass.cli.doctor.machine import examine
 from kvass.config import Parser, add_flags, load
+from kvass.wire.places import likely_socket
 
 
 def run(argv: list[str]) -> int:
@@ -40,7 +41,8 @@ def run(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     as_json, model = options.pop("json"), options.pop("model")
     config = load(options, os.environ)
-    machine = examine(config.l1_size, config.socket, os.environ, config.daemon_uid, model)
+    path = config.socket or likely_socket()
+    machine = examine(config.l1_size, path, os.environ, config.daemon_uid, model)
     findings = {name: check(machine) for name, check in CHECKS.items()}
     serves = all(finding.level != "error" for finding in findings.values())
     if as_json:

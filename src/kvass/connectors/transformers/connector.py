@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kvass.blend.plan import Choice, Prompt, Selector, parse
-from kvass.config import default_socket
 from kvass.connectors.transformers import identity
 from kvass.connectors.transformers import model as models
 from kvass.connectors.transformers.blending import Blender
@@ -81,7 +80,7 @@ def connect(
     before, began_s = identity.state(model), time.monotonic()
     fields = identity.describe(model, rows, tag)
     log.info("the weights were named by content in %.1f s", time.monotonic() - began_s)
-    path = socket or os.environ.get("KVASS_SOCKET") or default_socket()
+    path = socket or os.environ.get("KVASS_SOCKET", "")
     name, boundary = str(model.config._name_or_path or type(model).__name__), Boundary()
     store = KVStore(path, rows, fields, name, boundary, daemon_uid)
     cached = CachedModel(model, before, store, boundary, blender, choice)

@@ -28,10 +28,11 @@ import vllm
 from msgspec import Meta
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.config import Uid, default_socket
+from kvass.config import Uid
 from kvass.connectors.vllm import groups, namespace, weight_files
 from kvass.connectors.vllm.contract import release
 from kvass.connectors.vllm.served import Verdict, verdict_on
+from kvass.connectors.vllm.sources import gather
 from kvass.engine import identity, weights
 from kvass.engine.boundary import log
 from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
@@ -44,10 +45,11 @@ if TYPE_CHECKING:
 
 
 class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
-    """The options of the connector: the ``kvass.*`` keys of ``kv_connector_extra_config``.
+    """The options of the connector: the ``kvass.*`` keys of ``kv_connector_extra_config``, and of
+    the environment and the file (``sources.py``).
 
-    Keys without this prefix are ignored. An empty ``socket`` stands for the value of
-    ``KVASS_SOCKET``, or for the default socket if that is not set.
+    Keys without this prefix are ignored. An empty ``socket`` stands for the default sockets.
+    ``config.ENGINE_OPTIONS`` has the same names.
     """
 
     socket: str = ""
@@ -70,10 +72,10 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     """Use the cache with a version of vLLM that is on trial (``served.py``)."""
 
 
-def read_options(extra: Mapping[str, object]) -> Options:
-    """The options in ``extra``, the connector's extra config. Raises :class:`ConfigError` for an
-    unknown ``kvass.*`` key, a wrong type or a wrong value."""
-    kvass_options = {key: value for key, value in extra.items() if key.startswith("kvass")}
+def read_options(extra: Mapping[str, Any]) -> Options:
+    """The options in ``extra``, the connector's extra config, in the environment and in the file.
+    Raises :class:`ConfigError` for an unknown ``kvass.*`` key, a wrong type or a wrong value."""
+    kvass_options, _ = gather(extra, Options, os.environ)
     known = {f.encode_name for f in msgspec.structs.fields(Options)}
     for key in extra:
         if f"kvass.{key}" in known:
@@ -86,6 +88,14 @@ def read_options(extra: Mapping[str, object]) -> Options:
         raise ConfigError(
             f"an option in kv_connector_extra_config: {error}; docs/vllm.md lists their values"
         ) from None
+
+
+def log_sources(vllm_config: Any) -> None:
+    """Log which source of an option wins over another one, and which names are unknown. Called once
+    in an engine. Raises :class:`ConfigError`."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    for line in gather(extra, Options, os.environ)[1]:
+        log.warning("%s", line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +174,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     source = str(model.model_weights or model.model)  # a URL, a path, or a name on the Hub
     source = os.path.realpath(source) if os.path.exists(source) else source
     return VllmSetup(
-        socket=options.socket or os.environ.get("KVASS_SOCKET") or default_socket(),
+        socket=options.socket,
         daemon_uid=options.daemon_uid,
         instance=transfer.engine_id,
         identity={name: identity.short(text) for name, text in fields.items()},
@@ -192,7 +202,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
 def wants_blend(vllm_config: Any) -> bool:
     """Whether the options ask for blend. Their values are not checked here."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    return bool(extra.get("kvass.blend") or extra.get("kvass.blend_oracle"))
+    options, _ = gather(extra, Options, os.environ)
+    return bool(options.get("kvass.blend") or options.get("kvass.blend_oracle"))
 
 
 def wants_shadow(vllm_config: Any) -> bool:

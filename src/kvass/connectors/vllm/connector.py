@@ -73,6 +73,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         is_scheduler = role == adapt.KVConnectorRole.SCHEDULER
         # Of the workers only the first one logs.
         logs = is_scheduler or self._boundary.run(0, configuration.worker_rank, vllm_config) == 0
+        if is_scheduler:
+            self._boundary.run(None, configuration.log_sources, vllm_config)
         setup = self._read(vllm_config, kv_cache_config)
         if isinstance(setup, Inert):
             if logs:

@@ -110,6 +110,10 @@ v1/core/block_pool.py
     BlockPool.touch(self, blocks)
     BlockPool.free_blocks(self, ordered_blocks)
     BlockPool.reset_prefix_cache(self)
+engine/arg_utils.py
+    EngineArgs.create_engine_config(self, usage_context=None, headless=False)
+    EngineArgs.kv_offloading_size = CacheConfig.kv_offloading_size
+    EngineArgs.kv_transfer_config = None
 v1/engine/core.py
     EngineCore.model_executor
     EngineCore.vllm_config
@@ -193,6 +197,7 @@ v1/kv_cache_interface.py
     get_kv_cache_spec_sliding_window(kv_cache_spec)
 config/kv_transfer.py
     KVTransferConfig.engine_id = None
+    KVTransferConfig.kv_connector = None
     KVTransferConfig.is_kv_consumer
     KVTransferConfig.is_kv_producer
     KVTransferConfig.kv_connector_extra_config = field(default_factory=dict)

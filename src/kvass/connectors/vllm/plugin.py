@@ -1,4 +1,5 @@
-"""The plug-in of vLLM that registers the name ``KvassConnector``. ``pyproject.toml`` declares it.
+"""The plug-in of vLLM that registers the name ``KvassConnector``, and switches kvass on if the
+environment variable ``KVASS`` is set (``opt_in.py``). ``pyproject.toml`` declares it.
 
 Laws of this file:
 
@@ -12,6 +13,7 @@ Laws of this file:
 
 from __future__ import annotations
 
+from kvass.connectors.vllm import opt_in
 from kvass.engine.boundary import log
 
 
@@ -27,3 +29,10 @@ def register() -> None:
         pass
     except Exception as error:  # noqa: BLE001 - another version may raise anything
         log.warning("this vLLM cannot be told the name KvassConnector: %r", error)
+        return
+    if not opt_in.wanted():
+        return
+    try:
+        opt_in.wrap()
+    except Exception as error:  # noqa: BLE001 - another version may raise anything
+        log.warning("KVASS has no effect in this vLLM: %r", error)
