@@ -55,6 +55,7 @@ ENGINE_OPTIONS: Final = (
     "gpu",
     "gpu_copies",
     "global_media_ids",
+    "shadow",
     "untested_vllm",
 )
 """The options of an engine's connector, without their prefix ``kvass.``."""

@@ -376,7 +376,7 @@ def test_a_refusal_that_came_before_we_said_hello_is_told() -> None:
     near.setblocking(False)
     with far:
         far.sendall(framing.encode(Error(code="forbidden", text="uid 7 may not connect")))
-    session = client_session.DaemonSession(Channel(near))
+    session = client_session.DaemonSession(Channel(near), "a path")
     with pytest.raises(Refused, match="forbidden: uid 7 may not connect"):
         client_session._greet(session, wants_arena=False)
     with pytest.raises(Unavailable):  # nothing is left to be told

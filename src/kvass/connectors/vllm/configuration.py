@@ -201,14 +201,18 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
 
 def wants_blend(vllm_config: Any) -> bool:
     """Whether the options ask for blend. Their values are not checked here."""
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    options, _ = gather(extra, Options, os.environ)
-    return bool(options.get("kvass.blend") or options.get("kvass.blend_oracle"))
+    return _asks_for(vllm_config, "kvass.blend", "kvass.blend_oracle")
 
 
 def wants_shadow(vllm_config: Any) -> bool:
     """Whether the options ask for shadow mode. Their values are not checked here."""
-    return bool(vllm_config.kv_transfer_config.kv_connector_extra_config.get("kvass.shadow"))
+    return _asks_for(vllm_config, "kvass.shadow")
+
+
+def _asks_for(vllm_config: Any, *names: str) -> bool:
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    options, _ = gather(extra, Options, os.environ)
+    return any(options.get(name) for name in names)
 
 
 def _verdict(options: Options) -> Verdict:

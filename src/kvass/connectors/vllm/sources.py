@@ -13,7 +13,7 @@ Laws of this file:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -78,7 +78,7 @@ def flatten(extra: Mapping[str, Any]) -> dict[str, Any]:
 def _convert(one: Given, kind: Any) -> Any:
     """The value of ``one`` as the type ``kind``. Text of the environment is converted."""
     value = user_id(one.value, one.origin) if one.name == "daemon_uid" else one.value
-    if kind is bool and not one.typed:
+    if (kind is bool or bool in get_args(kind)) and not one.typed:
         value = _BOOLS.get(value, value)
     try:
         return msgspec.convert(value, kind, strict=one.typed)
