@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
 from kvass.client.health import tier_state, tier_trouble, used_tiers
-from kvass.errors import Refused, UsageError
+from kvass.errors import Refused, UnknownName
 from kvass.types import NO_CAP, Quota, Size
 from kvass.web.access import Need
 from kvass.web.metrics import exposition
@@ -115,7 +115,7 @@ def _clear_named(source: Source, fields: dict[str, Any]) -> HttpReply:
         with source.new_client() as client:
             clear = client.clear_model if tenant is None else client.clear_tenant
             rows = clear(name, timeout_s=_CLEAR_S)
-    except UsageError as error:
+    except UnknownName as error:
         raise ValueError(str(error)) from error
     except Refused as refused:
         if refused.code != "bad_value":
