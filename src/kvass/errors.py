@@ -5,6 +5,7 @@
     KvassError
     ├── UsageError            the caller's mistake; the text says what to do
     │   ├── ConfigError       a flag, an environment name, a YAML key, a connector option
+    │   ├── UnknownName       a model or a tenant that the daemon does not know
     │   └── UntrustedDaemon   another user may be listening at the socket: run uncached
     ├── Unavailable           no daemon now: a miss; the client goes on trying to reconnect
     │   └── TimedOut          it did not answer within the bound
@@ -54,6 +55,10 @@ class UsageError(KvassError):
 
 class ConfigError(UsageError):
     """A flag, environment name, YAML key or connector option that cannot be used."""
+
+
+class UnknownName(UsageError):
+    """A model or a tenant that the daemon does not know. The text has the nearest known names."""
 
 
 class UntrustedDaemon(UsageError):

@@ -59,6 +59,18 @@ def test_a_row_keeps_its_slot_until_its_last_unpin() -> None:
     assert core.write(row_class, 2).tolist() == rows.tolist()
 
 
+def test_a_forgotten_row_is_not_found_and_keeps_its_slot_until_its_last_unpin() -> None:
+    core = Rows()
+    row_class = core.classes.add(spec(), namespace=1)
+    rows = core.store(row_class, 1, 2, 3)
+    core.rows.pin(rows[:1])
+    core.rows.forget(rows[:2])
+    assert row_class.index.find(keys(1, 2, 3)).tolist() == [ABSENT, ABSENT, rows[2]]
+    assert core.rows.table.state[rows].tolist() == [FAILED, FREE, READY]
+    core.rows.unpin(rows[:1])
+    assert core.rows.table.state[rows[0]] == FREE
+
+
 def load(core: Rows) -> tuple[I64Array, int]:
     """Two LOADING rows of one class, and the first of them, which is pinned twice."""
     row_class = core.classes.add(spec(), namespace=1)

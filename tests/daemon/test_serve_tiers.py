@@ -43,7 +43,7 @@ def test_a_disk_is_opened_told_of_and_let_go(tmp_path: Path, folder: Path) -> No
             commit_two(*peers)
             assert eventually(lambda: tier_of(daemon)["records"] == 2)
         assert daemon.stop() == 0
-        assert {line.split()[1] for line in daemon.log().splitlines()} == {"INFO"}
+        assert {line.split()[2] for line in daemon.log().splitlines()} == {"INFO"}
         daemon.start()
         assert eventually(lambda: tier_of(daemon).get("records") == 2)
         daemon.restart()
@@ -133,7 +133,7 @@ def test_what_was_promised_is_flushed_before_it_stops(tmp_path: Path, folder: Pa
         assert daemon.wait() == 0
         assert (folder / "stored").read_text() == "2"
         assert (folder / "closed").exists()
-        assert {line.split()[1] for line in daemon.log().splitlines()} == {"INFO"}
+        assert {line.split()[2] for line in daemon.log().splitlines()} == {"INFO"}
 
 
 def test_a_second_signal_waits_for_nothing(tmp_path: Path, folder: Path) -> None:

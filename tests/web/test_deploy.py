@@ -203,6 +203,10 @@ def test_the_image_of_an_engine_has_a_tested_vllm_and_the_daemons_socket() -> No
     assert f"ENV KVASS_SOCKET={socket}\n" in daemon
     assert {"socket:/run/kvass"} == {s["volumes"][0] for s in services.values()}
     assert Path(socket).parent == Path("/run/kvass")
+    (home,) = re.findall(r"HOME=(\S+)", text)
+    assert f"models:{home}" in services["engine"]["volumes"]
+    (pod,) = read("kubernetes/engine.yml")["spec"]["template"]["spec"]["containers"]
+    assert {"name": "models", "mountPath": home} in pod["volumeMounts"]
     ignored = (ROOT / ".dockerignore").read_text()
     for copied in ("LICENSE", "README.md", "pyproject.toml", "src"):
         assert f"!{copied}\n" in ignored

@@ -16,8 +16,8 @@ them into L1 again."""
 
 
 def run(argv: list[str]) -> int:
-    """Make the daemon forget rows. Raises ``Unavailable`` if there is no daemon, ``UsageError`` for
-    a model or tenant that the daemon does not know, ``Refused`` if the daemon has no tiers to
+    """Make the daemon forget rows. Raises ``Unavailable`` if there is no daemon; ``UnknownName``
+    for a model or tenant that the daemon does not know; ``Refused`` if the daemon has no tiers to
     empty, or could not empty them."""
     parser = Parser(prog="kvass clear", description=_ABOUT)
     daemon.add_daemon(parser)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from kvass.client.endpoint import Endpoint
 from kvass.client.explanation import is_request, sentence, users_id
-from kvass.errors import Incompatible, Refused, UsageError
+from kvass.errors import Incompatible, Refused, UnknownName
 from kvass.messages import (
     CLEAR_TENANT,
     MOST_EXPLAINED,
@@ -32,12 +32,12 @@ def bounded(value: float) -> float:
     return min(max(0.0, value), MOST_SECONDS)  # in this order: ``max`` keeps its first for a NaN
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
+def unknown(kind: str, name: str, known: Iterable[str]) -> UnknownName:
     """The error for a ``name`` that the daemon does not know. It has the nearest ``known`` ones."""
     names = sorted(set(known))
     near = get_close_matches(name, names, 3, 0.4) or names[:3]
     hint = f"the nearest: {', '.join(near)}" if near else "it knows none"
-    return UsageError(f"{kind} {name[:80]!r}: the daemon knows no such {kind}; {hint}")
+    return UnknownName(f"{kind} {name[:80]!r}: the daemon knows no such {kind}; {hint}")
 
 
 class Client(Endpoint):
@@ -97,7 +97,7 @@ class Client(Endpoint):
         """Clear all namespaces of a model, named as in ``kvass status``. Returns how many rows
         stopped matching.
 
-        Raises what ``clear`` raises; ``UsageError`` if the daemon knows no such model.
+        Raises what ``clear`` raises; ``UnknownName`` if the daemon knows no such model.
         """
         namespaces = self.status()["namespaces"]
         named = [ns for ns in namespaces if (ns["model"] or "?") == model]
@@ -118,7 +118,7 @@ class Client(Endpoint):
         """Forget the rows of L1 that a tenant pays for. Returns how many rows stopped matching.
         Tiers keep the tenant's records.
 
-        Raises what ``call`` raises; ``UsageError`` if the daemon knows no such tenant;
+        Raises what ``call`` raises; ``UnknownName`` if the daemon knows no such tenant;
         ``Refused`` if the tenant's rows count for the default tenant; ``Incompatible`` if the
         daemon is older than this message.
         """

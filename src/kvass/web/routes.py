@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 from kvass.client.health import tier_state, tier_trouble, used_tiers
-from kvass.errors import Refused, UsageError
+from kvass.errors import Refused, UnknownName
 from kvass.messages import MOST_EXPLAINED
 from kvass.types import NO_CAP, Quota, Size
 from kvass.web.access import Need
@@ -134,7 +134,7 @@ def _clear_named(source: Source, fields: dict[str, Any]) -> HttpReply:
         with source.new_client() as client:
             clear = client.clear_model if tenant is None else client.clear_tenant
             rows = clear(name, timeout_s=_CLEAR_S)
-    except UsageError as error:
+    except UnknownName as error:
         raise ValueError(str(error)) from error
     except Refused as refused:
         if refused.code != "bad_value":
