@@ -265,3 +265,15 @@ def test_the_command_may_have_a_double_dash_of_its_own(
         assert main([*flags, "--", "echo", "--", "a"]) == 0
         assert main([*flags, "echo", "-n", "--", "a"]) == 0
     assert capfd.readouterr().out == "-- a\n-- a"
+
+
+def test_the_command_gets_whole_paths(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kvass.yaml").write_text("socket: s\ntag: a\n")
+    with running_daemon(tmp_path, l1_size="1MiB", socket=f"{tmp_path}/s"):
+        show = "echo $KVASS $KVASS_SOCKET $KVASS_CONFIG"
+        assert main(["run", "--config", "kvass.yaml", "--", "sh", "-c", show]) == 0
+    found = capfd.readouterr().out.split()
+    assert found == [f"{tmp_path}/s", f"{tmp_path}/s", f"{tmp_path}/kvass.yaml"]

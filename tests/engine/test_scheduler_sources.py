@@ -50,7 +50,7 @@ def test_every_option_comes_from_every_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``config.ENGINE_OPTIONS`` is what a daemon knows of them."""
-    assert tuple(VALUES) == ENGINE_OPTIONS
+    assert VALUES.keys() == set(ENGINE_OPTIONS)
     assert {field.name for field in msgspec.structs.fields(Options)} == set(ENGINE_OPTIONS)
     wanted = read_options({f"kvass.{name}": value for name, value in VALUES.items()})
     assert read_options({"kvass": VALUES}) == wanted
