@@ -116,9 +116,11 @@ def test_signals_are_passed_on_once(tmp_path: Path) -> None:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.3)  # it waits for the daemon
-        os.kill(daemon, signal.SIGCONT)
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)  # it waits for the daemon
+        finally:
+            os.kill(daemon, signal.SIGCONT)
         assert process.communicate(timeout=WAIT_S)[0] == ""
         assert process.returncode == 7
     assert not daemon_of(tmp_path)
