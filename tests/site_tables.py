@@ -71,7 +71,7 @@ def commands() -> Iterator[str]:
     for command, about in COMMANDS.items():
         flags = list(flags_of(parser_of(command)))
         shared = [a.option_strings[0] for a in flags if a.help in known]
-        also = "all" if command == "serve" else ", ".join(f"`{f}`" for f in shared)
+        also = "all" if command in ("serve", "run") else ", ".join(f"`{f}`" for f in shared)
         yield f"### `kvass {command}`\n\n{about[0].upper()}{about[1:]}."
         yield f" Options of the daemon: {also}.\n\n" if shared else "\n\n"
         own = [a for a in flags if a.help not in known and a.dest != "child"]

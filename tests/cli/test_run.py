@@ -85,10 +85,13 @@ def test_a_command_has_a_daemon_and_its_status_is_ours(
         "print(env['KVASS'], env['KVASS_SOCKET'], env.get('OPENBLAS_NUM_THREADS'), "
         "Client(env['KVASS']).status()['l1_capacity_bytes']); exit(7)"
     )
-    status, out, errors = result(tmp_path, sys.executable, "-c", code)
-    assert (status, out.split()) == (7, [f"{tmp_path}/s", f"{tmp_path}/s", "None", str(1 << 20)])
-    assert f"ready socket={tmp_path}/s" in errors
-    assert os.listdir(tmp_path) == [], "the daemon has ended, and has removed its socket"
+    with running(tmp_path, sys.executable, "-c", code) as process:
+        out = line_of(process).split()
+        assert process.wait(WAIT_S) == 7
+        assert os.listdir(tmp_path) == [], "the daemon has ended, and has removed its socket"
+        assert process.stderr is not None
+        assert f"ready socket={tmp_path}/s" in process.stderr.read()
+    assert out == [f"{tmp_path}/s", f"{tmp_path}/s", "None", str(1 << 20)]
 
 
 def test_a_daemon_that_was_there_is_used_and_left_alone(tmp_path: Path) -> None:
@@ -107,9 +110,19 @@ def test_signals_are_passed_on_once(tmp_path: Path) -> None:
         for number in PASSED_ON:
             process.send_signal(number)
             assert line_of(process) == f"got {int(number)}"
-        assert daemon_of(tmp_path), "it does not end before the command"
-        out, _ = process.communicate("\n", timeout=WAIT_S)
-        assert (out, process.returncode) == ("", 7)
+        daemon = daemon_of(tmp_path)
+        assert daemon, "it does not end before the command"
+        os.kill(daemon, signal.SIGSTOP)
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)  # it waits for the daemon
+        finally:
+            os.kill(daemon, signal.SIGCONT)
+        assert process.communicate(timeout=WAIT_S)[0] == ""
+        assert process.returncode == 7
     assert not daemon_of(tmp_path)
 
 
@@ -129,20 +142,18 @@ def test_a_ctrl_c_reaches_the_command_once_and_not_the_daemon(tmp_path: Path) ->
     ) as process:
         os.close(theirs)
         with os.fdopen(ours, "r+b", buffering=0) as terminal:
-            seen = terminal.readline()
+            assert b"waits" in terminal.readline()
+            daemon = daemon_of(tmp_path)
+            assert daemon == os.getsid(daemon) != os.getsid(process.pid)
+            process.send_signal(signal.SIGSTOP)  # so that what it sends comes afterwards
             terminal.write(b"\x03")
-            while b"got" not in (line := terminal.readline()):
-                seen += line
-            assert (b"waits" in seen, line.split()[-1]) == (True, b"2")
-            assert daemon_of(tmp_path)
+            assert terminal.readline().split()[-1] == b"2"
+            process.send_signal(signal.SIGUSR1)
+            process.send_signal(signal.SIGCONT)
+            assert terminal.readline().split() == [b"got", b"10"]  # and not 2 again
+            assert daemon_of(tmp_path) == daemon
             terminal.write(b"\n")
-            rest = b""
-            try:
-                while more := terminal.read(1000):
-                    rest += more
-            except OSError:  # EIO: nobody has the terminal open any more
-                pass
-        assert (process.wait(WAIT_S), b"got" in rest) == (7, False)
+            assert process.wait(WAIT_S) == 7
 
 
 def test_a_daemon_that_ends_first_is_said_and_the_command_goes_on(tmp_path: Path) -> None:
@@ -256,3 +267,15 @@ def test_the_command_may_have_a_double_dash_of_its_own(
         assert main([*flags, "--", "echo", "--", "a"]) == 0
         assert main([*flags, "echo", "-n", "--", "a"]) == 0
     assert capfd.readouterr().out == "-- a\n-- a"
+
+
+def test_the_command_gets_whole_paths(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kvass.yaml").write_text("socket: s\ntag: a\n")
+    with running_daemon(tmp_path, l1_size="1MiB", socket=f"{tmp_path}/s"):
+        show = "echo $KVASS $KVASS_SOCKET $KVASS_CONFIG"
+        assert main(["run", "--config", "kvass.yaml", "--", "sh", "-c", show]) == 0
+    found = capfd.readouterr().out.split()
+    assert found == [f"{tmp_path}/s", f"{tmp_path}/s", f"{tmp_path}/kvass.yaml"]

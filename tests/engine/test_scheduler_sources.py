@@ -11,7 +11,13 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvass.config import ENGINE_OPTIONS
-from kvass.connectors.vllm.configuration import Options, log_sources, read_options, read_setup
+from kvass.connectors.vllm.configuration import (
+    Options,
+    log_sources,
+    read_options,
+    read_setup,
+    wants_blend,
+)
 from kvass.connectors.vllm.connector import KvassConnector
 from kvass.errors import ConfigError
 from tests.support.vllm.scheduler import make_configs
@@ -44,7 +50,7 @@ def test_every_option_comes_from_every_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``config.ENGINE_OPTIONS`` is what a daemon knows of them."""
-    assert tuple(VALUES) == ENGINE_OPTIONS
+    assert VALUES.keys() == set(ENGINE_OPTIONS)
     assert {field.name for field in msgspec.structs.fields(Options)} == set(ENGINE_OPTIONS)
     wanted = read_options({f"kvass.{name}": value for name, value in VALUES.items()})
     assert read_options({"kvass": VALUES}) == wanted
@@ -66,6 +72,13 @@ def test_the_connector_wins_over_the_environment_over_the_file(
     assert (found.model_id, found.tag, found.socket) == ("file", "environment", "/f")
     assert read_options({"kvass.tag": "extra", "kvass.socket": "/x"}).tag == "extra"
     assert read_options({"kvass.tag": ""}).tag == "", "an empty tag is a tag"
+
+
+def test_blend_is_switched_on_by_any_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = make_configs()
+    assert not wants_blend(config)
+    monkeypatch.setenv("KVASS_BLEND", "all")
+    assert wants_blend(config)
 
 
 def test_an_engines_log_says_once_which_source_wins_and_what_is_unknown(

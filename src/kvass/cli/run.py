@@ -28,7 +28,7 @@ from typing import Final
 
 from kvass.cli.environment import SET_HERE
 from kvass.client.client import Client
-from kvass.config import Config, Parser, add_flags, load
+from kvass.config import FILE_ENV, Config, Parser, add_flags, load
 from kvass.errors import ConfigError, Unavailable
 from kvass.wire.places import default_socket, make_folder
 
@@ -61,7 +61,9 @@ def run(argv: list[str]) -> int:
         "of the second run uncached: to share a daemon longer, start `kvass serve`.",
     )
     add_flags(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of these options; engines read theirs in it"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run")
     end = argv.index("--") if "--" in argv else len(argv)
     options = vars(parser.parse_args(argv[:end]))
@@ -79,11 +81,19 @@ def run(argv: list[str]) -> int:
             return 128 + signalled.number
         if not daemon.path:
             return daemon.status or 1
-        variables = {name: text for name, text in os.environ.items() if name not in SET_HERE}
-        variables |= {"KVASS": daemon.path, "KVASS_SOCKET": daemon.path}
-        if config.daemon_uid is not None:
-            variables["KVASS_DAEMON_UID"] = str(config.daemon_uid)
-        return _foreground(command, variables, daemon, before)
+        return _foreground(command, _environment(config, daemon.path, file), daemon, before)
+
+
+def _environment(config: Config, path: str, file: str | None) -> dict[str, str]:
+    """The command's environment: ours, with what says where the daemon and the options are."""
+    path = os.path.abspath(path)  # the command may change its folder
+    found = {name: text for name, text in os.environ.items() if name not in SET_HERE}
+    found |= {"KVASS": path, "KVASS_SOCKET": path}
+    if config.daemon_uid is not None:
+        found["KVASS_DAEMON_UID"] = str(config.daemon_uid)
+    if file:
+        found[FILE_ENV] = os.path.abspath(file)
+    return found
 
 
 def _check(name: str) -> int:

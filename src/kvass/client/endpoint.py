@@ -36,6 +36,7 @@ class Endpoint:
     A thread that waits for a reply holds the lock. Threads that wait at the same time need a client
     each.
 
+    ``socket``: the daemon's; empty for the default places (``wire.places``).
     ``registration``: sent after every (re)connect. A client without one registers no engine.
     ``wants_arena``: map the arena. ``incomplete``: the registration's identity lacks fields, so
     the client does not connect before ``complete``. ``daemon_uid``: the daemon's user, if the files

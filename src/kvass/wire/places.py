@@ -24,16 +24,20 @@ _NAME: Final = "kvass.sock"
 def default_socket() -> str:
     """The path at which a daemon listens that was told none.
 
-    It is in ``$XDG_RUNTIME_DIR`` if there is that folder, else in ``/run/kvass`` if this user may
-    write to it or create it, else in this user's folder in the temporary folder.
+    It is in ``$XDG_RUNTIME_DIR`` if this user may write to it, else in ``/run/kvass`` if this user
+    may write to that or create it, else in this user's folder in the temporary folder.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.path.isdir(runtime):
+    if runtime and _may_write(runtime):
         return os.path.join(runtime, _NAME)
     there = os.path.isdir(SERVICE_FOLDER)
-    if os.access(SERVICE_FOLDER if there else os.path.dirname(SERVICE_FOLDER), os.W_OK | os.X_OK):
+    if _may_write(SERVICE_FOLDER if there else os.path.dirname(SERVICE_FOLDER)):
         return service_socket()
     return _temporary_socket()
+
+
+def _may_write(folder: str) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def socket_places() -> list[str]:
