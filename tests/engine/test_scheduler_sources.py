@@ -35,6 +35,7 @@ VALUES = {
     "gpu": True,
     "gpu_copies": "single",
     "global_media_ids": True,
+    "shadow": 0.5,
     "untested_vllm": True,
 }
 

@@ -26,8 +26,10 @@ class _Zeros(dict[str, Any]):
             return [0]
         if name.endswith("_seconds"):
             return Histogram().fields()
-        if name in ("engines", "forgotten"):
+        if name == "forgotten":
             return []
+        if name == "engines":
+            return [_Zeros(model="", missing_ranks=[], shadow=_Zeros())]
         if name in ("histograms", "counters"):
             return _Zeros()
         if name == "miss_tokens":

@@ -123,7 +123,9 @@ def test_charts_have_axes_with_units(browser: Browser, web: WebServer) -> None:
 
 def test_the_pointer_shows_the_values_of_its_time(browser: Browser, web: WebServer) -> None:
     page = shown(browser, web)
-    (first, *_), (last, *_) = web.source.history()["samples"]
+    samples = web.source.history()["samples"]
+    assert eventually(lambda: page.run("charts.memory.plot.data[0].length") >= len(samples))
+    (first, *_), (last, *_) = samples
     size = {"width": 1100, "height": 4000, "deviceScaleFactor": 1}
     page.call("Emulation.setDeviceMetricsOverride", **size, mobile=False)
     assert eventually(lambda: page.run("innerHeight") == 4000)
