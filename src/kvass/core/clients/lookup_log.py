@@ -16,7 +16,7 @@ from kvass.core.clients.registry import Instance, model_of
 
 ENTRIES: Final = 256
 """The most entries of one engine."""
-ENGINES: Final = 64
+ENGINES: Final = 32
 """The most engines of which entries are kept; also of engines that are gone."""
 TEXT: Final = 512
 """The most characters of a text in an entry."""
