@@ -20,7 +20,7 @@ ENGINES: Final = 32
 """The most engines of which entries are kept; also of engines that are gone."""
 TEXT: Final = 512
 """The most characters of a text in an entry."""
-_RECENT: Final = 4
+_RECENT: Final = 2
 
 
 class About(NamedTuple):
