@@ -106,7 +106,7 @@ def note(
     """Record an answered lookup. ``asked``, ``hit``: tokens, as in ``LookupEntry``. ``end``: the
     token at which the match ended."""
     prompt, local = max(0, about.prompt_tokens), max(0, about.local_tokens)
-    hit, end = end - local if hit and end > local else 0, max(end, local)
+    hit, end = max(0, min(hit, end - local)), max(end, local)
     entry = LookupEntry(request, state.now, prompt, local, asked, hit, end, *ending, waited_s)
     state.log.of(instance).add(entry)
 
