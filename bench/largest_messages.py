@@ -17,6 +17,8 @@ import numpy.ma
 
 from bench.core_time import ARENA_BYTES, TOUCHED, Core, Model
 from kvass import messages as m
+from kvass.core.clients.lookup_log import ENGINES, ENTRIES, LookupEntry
+from kvass.core.clients.registry import Instance
 from kvass.core.effects import Lost, Opened, Received, Send
 from kvass.core.handlers.admission import GROUPS
 from kvass.core.rows.removed import AT_ONCE
@@ -122,6 +124,9 @@ def requests(core: Core) -> Iterator[Case]:
     large_lease = model.look_up(keys[: 1 << 20]).lease
     yield "release", model.scheduler, m.Release(boot=bytes(16), lease=large_lease)
     yield "removals", model.scheduler, m.Removals(seq=4, present=(keys[: AT_ONCE * width],))
+    why, detail = "w" * 4096, "d" * 4096
+    notes = tuple(m.LookupNote(f"{n:0512}", why, detail=detail) for n in range(m.MOST_NOTES))
+    yield "lookup notes", model.scheduler, m.LookupNotes(boot=bytes(16), notes=notes)
     n = LIMITS.segment_chunks
     for name, tokens in (
         ("alike", bytes(4 * CHUNK_TOKENS * n)),
@@ -142,6 +147,12 @@ def others(core: Core) -> Iterator[Case]:
     names = tuple("x" * 300 + str(i) for i in range(200))
     yield "hello", new, m.Hello(seq=1, clock_s=core.now, features=names)
     yield "ping", new, m.Ping(seq=2)
+    for i in range(ENGINES):
+        log = core.machine.state.log.of(Instance(f"{i}", terms(f"{i}")))
+        for number in range(ENTRIES):
+            log.add(LookupEntry(f"{number:0512}", core.now, detail="d" * 512))
+    yield "explain: one request", new, m.Explain(seq=2, request="r", limit=m.MOST_EXPLAINED)
+    yield "explain: all", new, m.Explain(seq=2, limit=m.MOST_EXPLAINED)
     yield "set quota", new, m.SetQuota(seq=2, quota=Quota("t", 1 << 40, 1 << 30))
     yield "empty tier", new, m.EmptyTier(seq=2, tier="x" * 4096)
     yield "clear everything", new, m.Clear(seq=2, everything=True)

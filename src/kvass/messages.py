@@ -558,7 +558,7 @@ class StatusReply(Message, tag="status_reply"):
     fields: dict[str, Any] = {}
 
 
-MOST_EXPLAINED: Final = 1024
+MOST_EXPLAINED: Final = 256
 
 
 class Explain(Message, tag="explain"):

@@ -122,7 +122,7 @@ def test_what_a_daemon_answers(tmp_path: Path, capsys: Captured) -> None:
         text = "request other is not among the last 256 of its engine\n"
         assert said("--request", "other") == (0, text, "")
         assert said("--request", "other", "--json") == (0, "[]\n", "")
-        for wrong in ("0", "1025", "x"):
+        for wrong in ("0", "257", "x"):
             status, _, err = said("-n", wrong)
             assert status == 2
             assert err.startswith("kvass: ")

@@ -133,6 +133,21 @@ def test_weights_that_were_replaced_and_a_namespace_that_was_forgotten() -> None
     assert told(e, "b") == ("absent", "", 0), "in this namespace"
 
 
+def test_a_namespace_that_made_way_for_another_and_came_back() -> None:
+    rig = Rig(namespaces=2)
+    for name in "abc":
+        e = rig.engine(name, identity={"model": name})
+        e.store("x")
+        e.quit()
+        rig.finish()
+    assert len(rig.status["namespaces"]) == 2
+    e = rig.engine("d", identity={"model": "d"})
+    assert told(e, "x")[0] == "other_namespace", "nothing of a namespace that had its place"
+    e.quit()
+    e = rig.engine("a", identity={"model": "a"})
+    assert told(e, "x") == ("cleared", "forgotten", 0)
+
+
 def test_a_store_that_did_not_finish_and_one_that_was_refused(rig: Rig) -> None:
     e = rig.engine()
     grant = e.begin("a")

@@ -44,7 +44,7 @@ def setup(**changes: Any) -> Any:
             {"kvass.chunk": 256},
             "use one of kvass.blend, kvass.blend_oracle, kvass.chunk_tokens, kvass.daemon_uid, "
             "kvass.fixed_weights, kvass.global_media_ids, kvass.gpu, kvass.gpu_copies, "
-            "kvass.kv_layout, kvass.model_id, kvass.socket, kvass.tag",
+            "kvass.kv_layout, kvass.model_id, kvass.shadow, kvass.socket, kvass.tag",
         ),
         ({"kvass.daemon_uid": "kvass"}, "Expected `int | null`, got `str`"),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),

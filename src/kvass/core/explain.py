@@ -6,7 +6,7 @@ Law of this file: an explanation looks for a few keys at most, however long the 
 from __future__ import annotations
 
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 from kvass.core.clients.lookup_log import TEXT, About, LookupEntry
 from kvass.core.clients.registry import Instance, differences
@@ -15,7 +15,8 @@ from kvass.core.matching.prefix import Hit, PrefixView
 from kvass.core.rows.left import CAUSES
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
-from kvass.types import U64Array
+from kvass.messages import Lookup
+from kvass.types import GroupKind, U64Array
 
 HINTS: Final = ("other_salt", "other_adapter", "engine_busy")
 """The reasons in ``messages.Lookup.if_absent``."""
@@ -39,6 +40,8 @@ class Ending(NamedTuple):
 
 ALL: Final = Ending("")
 """Nothing more could match."""
+_ABSENT: Final = {kind: Ending("absent", kind=kind) for kind in get_args(GroupKind)}
+"""No reason is known. By the kind of the layer group whose row is missing."""
 
 
 def why_ended(
@@ -47,36 +50,36 @@ def why_ended(
     there: list[BoolArray],
     hit: Hit,
     why: str,
-    about: About,
+    about: About | Lookup,
 ) -> Ending:
     """What ended the match ``hit`` of a prompt. ``there``: as for ``PrefixView.longest``.
 
     ``why``: the reason that is known (``metrics.MISSES``). If it is ``absent``, look for another.
     """
-    keys, rest, missing = view.keys, view.rest, view.missing(hit.chunks, there)
-    if missing is None and hit.blocks >= len(rest):
+    missing = view.missing(hit.chunks, there)
+    if missing is None and hit.blocks >= len(view.rest):
         return ALL
     if why != "absent":
         return Ending(why)
-    number, chunk = missing or (0, len(keys))
-    row_class, ns = view.ns.classes[number], view.ns
-    wanted = keys[chunk : chunk + 1] if missing else rest[hit.blocks :]
-    kind = row_class.spec.layout.kind
-    gone = state.classes.left.find(ns.id, row_class.spec.group, wanted)
-    if gone is not None:
+    if missing is None:
+        number, wanted, after = 0, view.rest[hit.blocks :], view.rest[hit.blocks : hit.blocks + 1]
+    else:
+        number, chunk = missing
+        wanted, after = view.keys[chunk : chunk + 1], view.keys[chunk : chunk + KEYS]
+    ns, spec = view.ns, view.ns.classes[number].spec
+    kind = spec.layout.kind
+    if (gone := state.classes.left.find(ns.id, spec.group, wanted)) is not None:
         return Ending(CAUSES[gone.cause], gone.cause, gone.when, kind)
-    after = keys[chunk : chunk + KEYS] if missing else rest[hit.blocks : hit.blocks + 1]
-    if detail := _elsewhere(state, ns, after):
+    if len(state.namespaces) > 1 and (detail := _elsewhere(state, ns, after)):
         return Ending("other_namespace", kind=kind, detail=detail)
-    hinted = about.if_absent in HINTS and about.absent_chunk == hit.chunks
-    return Ending(about.if_absent if hinted else "absent", kind=kind)
+    if about.if_absent in HINTS and about.absent_chunk == hit.chunks:
+        return Ending(about.if_absent, kind=kind)
+    return _ABSENT[kind]
 
 
 def _elsewhere(state: State, ns: Namespace, keys: U64Array) -> str:
     """In which fields ``ns`` differs from the most similar namespace that has one of ``keys``.
     Empty: none has."""
-    if len(state.namespaces) < 2:
-        return ""
     newest = islice(reversed(state.namespaces.values()), _LOOK)
     others = [other for other in newest if other is not ns and len(other.classes[0].index)]
     others.sort(key=lambda other: other.model != ns.model)
@@ -93,7 +96,7 @@ def note(
     state: State,
     instance: Instance,
     request: str,
-    about: About,
+    about: About | Lookup,
     ending: Ending,
     asked: int = 0,
     hit: int = 0,
@@ -102,8 +105,8 @@ def note(
 ) -> None:
     """Record an answered lookup. ``asked``, ``hit``: tokens, as in ``LookupEntry``. ``end``: the
     token at which the match ended."""
-    prompt, local = about.prompt_tokens, about.local_tokens
-    hit, end = end - local if hit and end > local else 0, max(end, local)
+    prompt, local = max(0, about.prompt_tokens), max(0, about.local_tokens)
+    hit, end = max(0, min(hit, end - local)), max(end, local)
     entry = LookupEntry(request, state.now, prompt, local, asked, hit, end, *ending, waited_s)
     state.log.of(instance).add(entry)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 from typing import Final
 
 import msgspec
@@ -95,6 +96,10 @@ class State:
         self.instances: dict[str, Instance] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}
+        self.former_ids: dict[bytes, int] = {}
+        """By digest, the ids of the last namespaces that were removed. An id never stands for two
+        digests, because ``LeftRows`` remembers rows of removed namespaces."""
+        self._ids = count()
         self.forgotten: dict[str, Traffic] = {}
         """By model, the counts of namespaces that were removed, so that no sum decreases."""
         self.refusals: dict[str, Refusal] = {}
@@ -178,6 +183,13 @@ class State:
         self.refusals[instance] = Refusal(self.now, text)
         if len(self.refusals) > _REFUSALS:
             del self.refusals[next(iter(self.refusals))]
+
+    def namespace_id(self, digest: bytes) -> int:
+        """The id of a namespace that is to be created."""
+        former = self.former_ids.pop(digest, None)
+        if len(self.former_ids) > self.config.limits.namespaces:
+            del self.former_ids[next(iter(self.former_ids))]
+        return next(self._ids) if former is None else former
 
     def forget(self, ns: Namespace) -> None:
         """Add the counts of a removed namespace to those of its model, or of ``other`` if there are

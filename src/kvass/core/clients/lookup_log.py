@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -15,10 +16,11 @@ from kvass.core.clients.registry import Instance, model_of
 
 ENTRIES: Final = 256
 """The most entries of one engine."""
-ENGINES: Final = 64
+ENGINES: Final = 32
 """The most engines of which entries are kept; also of engines that are gone."""
 TEXT: Final = 512
 """The most characters of a text in an entry."""
+_RECENT: Final = 2
 
 
 class About(NamedTuple):
@@ -61,10 +63,9 @@ class LookupEntry(msgspec.Struct, gc=False):
     times: int = 1
 
     def same(self, other: LookupEntry) -> bool:
-        """Whether both tell the same of one request."""
+        """Whether two entries of one request tell the same."""
         return (
-            self.request == other.request
-            and (self.why, self.cause, self.detail) == (other.why, other.cause, other.detail)
+            (self.why, self.cause, self.detail) == (other.why, other.cause, other.detail)
             and self.end_token == other.end_token
             and self.local_tokens == other.local_tokens
             and self.hit_tokens == other.hit_tokens
@@ -77,25 +78,22 @@ class EngineLog:
     def __init__(self, model: str) -> None:
         self.model = model
         self.entries: deque[LookupEntry] = deque(maxlen=ENTRIES)
-        self._newest: dict[str, LookupEntry] = {}
-        """By request, its last entry in ``entries``."""
 
     def add(self, entry: LookupEntry) -> None:
-        """Add an entry. If the request's last entry tells the same, only renew that one."""
-        before = self._newest.get(entry.request)
-        if before is not None and before.same(entry):
-            before.when, before.left_s, before.times = entry.when, entry.left_s, before.times + 1
-            return
-        if len(self.entries) == ENTRIES:
-            oldest = self.entries[0]
-            if self._newest.get(oldest.request) is oldest:
-                del self._newest[oldest.request]
+        """Add an entry. If the request has an equal one among the last ``_RECENT``, only renew that
+        one: an engine repeats the lookups of requests that wait for blocks."""
+        for before in islice(reversed(self.entries), _RECENT):
+            if before.request == entry.request:
+                if before.same(entry):
+                    before.when, before.left_s = entry.when, entry.left_s
+                    before.times += 1
+                    return
+                break
         self.entries.append(entry)
-        self._newest[entry.request] = entry
 
     def last(self, request: str) -> LookupEntry | None:
         """The last entry of a request."""
-        return self._newest.get(request)
+        return next((e for e in reversed(self.entries) if e.request == request), None)
 
 
 class LookupLog:

@@ -128,7 +128,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
     if digest in state.by_digest:
         return state.by_digest[digest]
     _make_place(state, len(specs))
-    new = max(state.namespaces, default=-1) + 1
+    new = state.namespace_id(digest)
     terms = msgspec.structs.replace(instance.terms, generation=instance.generation)
     model = model_of(instance.terms)
     same = islice(
@@ -200,5 +200,6 @@ def _drop(state: State, gone: list[Namespace]) -> None:
         state.forget(ns)
         state.classes.segments.clear(ns.id)
         del state.namespaces[ns.id], state.by_digest[ns.digest]
+        state.former_ids[ns.digest] = ns.id
     state.classes.remove([c for ns in gone for c in ns.classes], "forgotten")
     state.allocator.reclaim()

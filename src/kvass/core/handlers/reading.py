@@ -79,7 +79,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     chunks = view.longest(there)
     if chunks > msg.first and not msg.again and state.counters["lookups"] % REUSE_SAMPLING == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
-    hit = view.use(chunks)
+    hit = view.use(chunks, there=True)
     more = chunks < len(keys) - msg.spare
     lacks = not msg.again and (more or hit.blocks < len(blocks))
     written = msg.writing and len(state.reservations.all) > 0
@@ -97,13 +97,11 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         explain.note_again(state, instance, msg.request, hit_tokens)
         ended_by = ""
     else:
-        about = _about(msg)
-        ending = explain.why_ended(state, view, there, hit, why, about)
+        ending = explain.why_ended(state, view, there, hit, why, msg)
         if cut and ending is explain.ALL:
             ending = explain.Ending("too_long")
-        figures = lookup_tokens, hit_tokens, ns.tokens(chunks, hit.blocks)
-        explain.note(state, instance, msg.request, about, ending, *figures)
-        ended_by = ending.why
+        end, ended_by = ns.tokens(chunks, hit.blocks), ending.why
+        explain.note(state, instance, msg.request, msg, ending, lookup_tokens, hit_tokens, end)
         why = ended_by if ended_by in MISSES else why
     state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, _speed(msg), msg.again)
     if instance.terms.counted:
@@ -118,14 +116,13 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
 def _unasked(state: State, instance: Instance, msg: Lookup, why: str) -> Matched:
     """The answer to a lookup that cannot match anything."""
     if not msg.again:
-        explain.note(state, instance, msg.request, _about(msg), explain.Ending(why))
+        explain.note(state, instance, msg.request, msg, explain.Ending(why))
     return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first, why=why)
 
 
 def _about(msg: Lookup) -> About:
     """What a lookup says of its request."""
-    prompt, local = max(0, msg.prompt_tokens), max(0, msg.local_tokens)
-    return About(prompt, local, msg.if_absent, msg.absent_chunk)
+    return About(msg.prompt_tokens, msg.local_tokens, msg.if_absent, msg.absent_chunk)
 
 
 def _blocks(state: State, ns: Namespace | None, msg: Lookup) -> tuple[U64Array, U64Array]:

@@ -16,6 +16,9 @@ from kvass.types import I64Array, U64Array
 NO_BLOCKS: Final = np.empty((0, KEY_WORDS), np.uint64)
 
 
+_NO_ROWS: Final = np.empty(0, np.int64)
+
+
 class Hit(NamedTuple):
     """A hit: ``chunks`` chunks from chunk 0 on, and ``blocks`` blocks of the next chunk.
 
@@ -74,8 +77,9 @@ class PrefixView:
         if upto > len(there[0]):
             return None
         for number, group in enumerate(self._groups):  # all rows before ``end`` are there
-            if group.kind == "full" and not (rows := there[number][end:upto]).all():
-                return number, end + int(rows.argmin())
+            for chunk in range(end, upto) if group.kind == "full" else ():
+                if not there[number].item(chunk):
+                    return number, chunk
         for number, (begin, upto) in enumerate(self.needs(end + 1)):
             if not (rows := there[number][begin:upto]).all():
                 return number, begin + int(rows.argmin())
@@ -115,9 +119,9 @@ class PrefixView:
         row = max([rows.item(end - 1) for rows in self.found])
         return 0.0 if row == ABSENT else self._rows.uses.age(self._rows.table.stamp.item(row))
 
-    def use(self, end: int) -> Hit:
+    def use(self, end: int, there: bool = False) -> Hit:
         """Record a use of the rows of a hit of ``end`` chunks, and of the rows of the chunks that
-        the engine has itself. Returns the hit."""
+        the engine has itself. Returns the hit. ``there``: no row of the hit is missing."""
         tokens, parts, spares = self.ns.chunk_tokens, [], []
         blocks, last = self._partial_chunk(end)
         for c, rows, row, (begin, upto) in zip(
@@ -128,7 +132,9 @@ class PrefixView:
             if len(row):
                 hit = np.concatenate([hit, row])
                 used = np.concatenate([used, row]) if self._first else hit
-            self._rows.touch(c, used[used != ABSENT])
+            if self._first or not there:
+                used = used[used != ABSENT]
+            self._rows.touch(c, used)
             parts.append(ClassRows(c.id, hit))
             spares.append(ClassRows(c.id, rows[end:upto]))
         return Hit(end, blocks, tuple(parts), tuple(spares))
@@ -139,11 +145,13 @@ class PrefixView:
 
         The number is 0 unless the hit has all chunks of the prompt, or only the engine's own.
         """
-        classes, none = self.ns.classes, [np.empty(0, np.int64) for _ in self.ns.classes]
-        indexes = [c.blocks for c in classes if c.blocks is not None]
+        classes, none = self.ns.classes, [_NO_ROWS] * len(self.ns.classes)
         wanted = self._start if end == self._first else NO_BLOCKS
         wanted = self.rest if end == len(self.found[0]) else wanted
-        if not len(wanted) or len(indexes) < len(classes):
+        if not len(wanted):
+            return 0, none
+        indexes = [c.blocks for c in classes if c.blocks is not None]
+        if len(indexes) < len(classes):
             return 0, none
         prints = self._rows.classes.prints(wanted)
         found = [index.longest(prints) for index in indexes]
