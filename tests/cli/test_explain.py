@@ -95,6 +95,8 @@ def test_lines_of_a_lookup() -> None:
     assert re.fullmatch(r"\d\d:\d\d:\d\d  a\?  qwen \(3f2a91c4\)", first)
     assert second == "  1,200 tokens: 0 in the engine's own cache, 768 from kvass"
     assert third == f"  {text}"
+    first, *_ = lines({**ENTRY, "text": text, "model": "/models/qwen/"}, 1e9)
+    assert first.endswith("  qwen (3f2a91c4)"), "of a folder its name"
     _, second, *_ = lines({**ENTRY, "text": text, "prompt_tokens": 0, "times": 3}, 1e9)
     assert second.startswith("  ? tokens: ")
     assert second.endswith(", looked up 3 times")

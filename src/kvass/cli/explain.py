@@ -64,7 +64,8 @@ def run(argv: list[str]) -> int:
 def lines(entry: Mapping[str, Any], now_s: float) -> Iterator[str]:
     """The lines of one lookup. ``now_s``: seconds since 1970."""
     when = time.strftime("%H:%M:%S", time.localtime(now_s - entry["age_s"]))
-    engine = f"{entry['model'] or '?'} ({entry['engine'][:_ENGINE_CHARS]})"
+    model = entry["model"].rstrip("/").rpartition("/")[2] if entry["model"][:1] == "/" else ""
+    engine = f"{model or entry['model'] or '?'} ({entry['engine'][:_ENGINE_CHARS]})"
     yield printable(f"{when}  {entry['request']}  {engine}")
     tokens = f"{entry['prompt_tokens']:,}" if entry["prompt_tokens"] else "?"
     times = f", looked up {entry['times']:,} times" if entry["times"] > 1 else ""

@@ -50,7 +50,6 @@ CAUSES: Final[dict[str, str]] = {
     "not_retained": "{Rest} was loaded from a tier, and not kept in L1 after its use{ago}.",
     "cleared": "{Rest} was cleared{ago} by a command.",
     "reset": "{Rest} was cleared{ago} by a reset of an engine's prefix cache.",
-    "moved": "{Rest} was dropped{ago}, because the engine's weights were replaced.",
     "forgotten": "{Rest} was dropped{ago} with its namespace, to make room for another.",
     "unfinished": "An engine computed {rest}, but its store did not finish{ago}.",
     "refused": "An engine computed {rest}, but L1 had no room for it{ago}.",

@@ -108,7 +108,7 @@ def _leave(state: State, instance: Instance) -> None:
     left, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
     if left is not None and left.private and left.id not in users:
-        state.classes.clear([left], "moved")
+        state.classes.clear([left])
 
 
 def _namespace_for(state: State, instance: Instance) -> int:

@@ -26,7 +26,6 @@ CAUSES: Final[dict[str, str]] = {
     "not_retained": "evicted",
     "cleared": "cleared",
     "reset": "cleared",
-    "moved": "cleared",
     "forgotten": "cleared",
     "unfinished": "not_stored",
     "refused": "not_stored",
@@ -38,7 +37,7 @@ CAUSES: Final[dict[str, str]] = {
 - handed_over: it was evicted to make room for another layer group or tenant.
 - quota: it was evicted because its tenant has no more room.
 - not_retained: it was loaded from a tier, and the daemon does not keep such rows.
-- cleared: a command cleared it. reset: its engine did. moved: its engine's weights were replaced.
+- cleared: a command cleared it. reset: its engine did.
 - forgotten: its namespace was removed to make room for another.
 - unfinished: an engine reserved it and did not write it in time.
 - refused: an engine offered it, and L1 had no room or the engine's share was used up.
