@@ -1,7 +1,7 @@
 """``python -m bench.shadow``: what shadow mode costs an engine, with kvass on and off in turns.
 
 One real vLLM engine on this machine's CPU (``bench.engine`` has the model). Each round runs the
-prompts of a case with kvass and without it, vLLM's own cache empty: six prompts at once until the
+prompts of a case with kvass and without it, vLLM's own cache empty: four prompts at once until the
 last token of the last one, or one prompt until its first token. With kvass every prompt hits. A
 figure is the median over rounds of the time with kvass over the time without, in percent above 1.
 
@@ -25,8 +25,8 @@ from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.vllm.models import build
 from tests.support.vllm.process import OFF, EngineProcess, Prompt
 
-ROUNDS: Final = 15
-CASES: Final = {"document": (1, 3000, 1), "crowd": (6, 1500, 16)}
+ROUNDS: Final = 7
+CASES: Final = {"document": (1, 1500, 1), "crowd": (4, 600, 16)}
 """By case: how many prompts run at once, how many tokens each has, and how many it generates."""
 SHARES: Final = {"all": True, "tenth": 0.1}
 
