@@ -99,19 +99,19 @@ class Comparer:
         mover of the engine's stores, which knows when the forward pass of a GPU has ended.
         ``end``: releases the lease."""
         begun = _Begun(check, plans, arena, end)
-        self._open += 1
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="kvass-compare", daemon=True)
             thread.start()
             self._thread = thread
         if not self._on_gpu or not plans:
             self._begun.put(begun)
-            return
-        first = _part(plans[0], 0, 1)
-        row = np.zeros(first.end, np.uint8)
-        after.submit(
-            Job("store", (first,), row, name=check, on_done=lambda _: self._begun.put(begun))
-        )
+        else:
+            first = _part(plans[0], 0, 1)
+            row = np.zeros(first.end, np.uint8)
+            after.submit(
+                Job("store", (first,), row, name=check, on_done=lambda _: self._begun.put(begun))
+            )
+        self._open += 1
 
     def ended(self) -> list[tuple[Check, Compared]]:
         """The checks that ended since the last call. Never waits."""
