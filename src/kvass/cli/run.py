@@ -38,6 +38,9 @@ NOT_FOUND: Final = 127
 _CONNECT_S: Final = 10.0
 _TURN_S: Final = 60.0
 """How long to wait until another ``kvass run`` has started its daemon."""
+_LOOK_S: Final = 0.5
+"""How often children are looked at without a SIGCHLD, which a thread may take that does not block
+it."""
 _SI_KERNEL: Final = 0x80
 """The ``si_code`` of a signal from the terminal (siginfo.h). The kernel sends it to all of the
 foreground group."""
@@ -275,18 +278,17 @@ def _signals_wait() -> Iterator[Mask]:
 
 
 def _wait(pid: int, daemon: _Daemon) -> int:
-    """The wait status of the child ``pid``. Meanwhile signals are passed on to it, and all other
-    children are waited for: this may be the first process of a container.
+    """The wait status of the child ``pid``. Meanwhile signals are passed on to it.
 
     A signal of the terminal has reached the command already, and is passed on to the daemon alone.
     """
     while True:
-        found = signal.sigwaitinfo(_SIGNALS)
-        if found.si_signo != signal.SIGCHLD:
+        found = signal.sigtimedwait(_SIGNALS, _LOOK_S)
+        if found is not None and found.si_signo != signal.SIGCHLD:
             if found.si_code != _SI_KERNEL or pid == daemon.pid:
                 os.kill(pid, found.si_signo)
             continue
-        ended = _ended()
+        ended = _ended({pid, daemon.pid} - {0})
         if daemon.pid in ended and daemon.pid != pid:
             _say(f"the daemon has ended with status {_status(ended[daemon.pid])}: uncached")
             daemon.pid = 0
@@ -294,14 +296,18 @@ def _wait(pid: int, daemon: _Daemon) -> int:
             return ended[pid]
 
 
-def _ended() -> dict[int, int]:
-    """The wait status of each child that has ended."""
+def _ended(pids: set[int]) -> dict[int, int]:
+    """The wait status of those of the children ``pids`` that have ended. The first process of a
+    container waits for all, because orphans become its children."""
     found: dict[int, int] = {}
-    while True:
+    waiting = [-1] if os.getpid() == 1 else sorted(pids)
+    while waiting:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(waiting[-1], os.WNOHANG)
         except ChildProcessError:
-            return found
-        if not pid:
-            return found
-        found[pid] = status
+            pid = 0
+        if pid:
+            found[pid] = status
+        if waiting[-1] != -1 or not pid:
+            waiting.pop()
+    return found
