@@ -72,5 +72,5 @@ def test_only_the_scheduler_of_an_engine_reports_and_only_to_this_boot() -> None
     assert rig.code(e.workers[0], REPORT) == "bad_rank"
     assert rig.code(rig.open(), REPORT) == "not_registered"
     stale = ShadowReport(boot=b"another boot....", lookups=9)
-    assert rig.say(e.scheduler, stale) == []
+    assert rig.code(e.scheduler, stale) == "wrong_boot"
     assert rig.status["engines"][0]["shadow"] is None

@@ -85,6 +85,12 @@ def most_keys(state: State, ns: Namespace) -> int:
     return state.config.limits.keys_per_message // len(ns.classes)
 
 
+def check_boot(state: State, boot: bytes) -> None:
+    """Refuse a message that names another run of the daemon."""
+    if boot != state.config.boot:
+        raise Refused("wrong_boot", "this names another run of the daemon: drop it")
+
+
 def open_lease(state: State, session: ClientSession, boot: bytes, an_id: int) -> Lease | None:
     """The session's lease of this boot, or ``None`` if it ended."""
     return _open(state, session, boot, an_id, state.leases, "unknown_lease")
@@ -106,8 +112,7 @@ def _open(
     unknown: ErrorCode,
 ) -> E | None:
     instance = instance_of(state, session)
-    if boot != state.config.boot:
-        raise Refused("wrong_boot", "this names another run of the daemon: drop it")
+    check_boot(state, boot)
     if not state.settlement.issued(an_id):
         raise Refused(unknown, f"number {an_id} was never given")
     state.settlement.carry_out_losses_of(an_id)

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvass.core.clients.lookup_log import TEXT, LookupEntry
 from kvass.core.clients.registry import ClientSession
-from kvass.core.handlers.checks import check_request, scheduler_of
+from kvass.core.handlers.checks import check_boot, check_request, scheduler_of
 from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import MOST_EXPLAINED, Explain, Explained, LookupNotes
@@ -22,8 +22,7 @@ def lookup_notes(state: State, session: ClientSession, msg: LookupNotes) -> None
     """Add an engine's notes to its log. A note of a request that the daemon has answered just
     before, such as of a load that failed, changes the entry of that answer."""
     instance = scheduler_of(state, session)
-    if msg.boot != state.config.boot:
-        raise Refused("wrong_boot", "this names another run of the daemon: drop it")
+    check_boot(state, msg.boot)
     for each in msg.notes:
         check_request(each.request, state.config.limits)
         if min(each.prompt_tokens, each.local_tokens) < 0:

@@ -6,16 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 from kvass.core.clients.registry import ClientSession, Instance
-from kvass.core.handlers.checks import scheduler_of
+from kvass.core.handlers.checks import check_boot, scheduler_of
 from kvass.core.state import State
 from kvass.messages import ShadowReport
 
 
 def shadow_report(state: State, session: ClientSession, msg: ShadowReport) -> None:
     """Keep the engine's figures."""
-    instance = scheduler_of(state, session)
-    if msg.boot == state.config.boot:
-        instance.shadow = msg
+    check_boot(state, msg.boot)
+    scheduler_of(state, session).shadow = msg
 
 
 def shadow_fields(instance: Instance, kinds: list[str]) -> dict[str, Any] | None:
