@@ -355,7 +355,8 @@ class Copier:
         self._settle(copy)
 
     def _poll(self) -> None:
-        if self._copying and self._mover is not None:
+        # A comparer's jobs on this mover are not counted in ``_copying``.
+        if self._mover is not None and (self._copying or self._comparer is not None):
             for done in self._boundary.run([], self._mover.poll):
                 if not isinstance(done.job.name, Check):
                     self._copying -= 1
