@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +11,15 @@ import numpy as np
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.engine import copier
+from kvass.engine import comparer, copier
 from kvass.engine import memory as kv_memory
 from kvass.engine.boundary import Boundary
 from kvass.engine.memory import KVMemory, Regions, open_mover
-from kvass.engine.step_work import Load, Store
-from kvass.layout.copy_plan import plan_copy
+from kvass.engine.step_work import Check, Load, Store
+from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import DEVICES, ON_REQUEST, cuda_runtime
-from kvass.transfer.base import Done, Job, Outcome
+from kvass.transfer.base import Done, Job, Outcome, U8Array
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_runtime import MissingError
 from kvass.transfer.descriptors import KERNEL_BELOW
@@ -251,3 +252,59 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
     with pytest.raises(MissingError, match="failed its trial: out of memory"):
         opened(Adopting(1, eager=40, watched=False))
     assert len(kept) == 6
+
+
+def check_of() -> tuple[Check, CopyPlan]:
+    """A check of one row, and the plan of its load."""
+    load = Load("r", b"boot", 1, deadline_s=1e12, blocks=((1,),))
+    return Check(1, load, 1, 1), plan_copy(PLANES, [[1]], [0])
+
+
+def a_memory(pages: U8Array) -> KVMemory:
+    return KVMemory(RankLayout(()), (PLANES,), (pages,), ())
+
+
+class Deaths(HostMover):
+    """A mover of which every job is lost, as if its device had died."""
+
+    def poll(self) -> list[Done]:
+        return [replace(done, outcome="lost") for done in super().poll()]
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_of_a_lost_check_the_daemon_is_told_nothing(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    kept: list[object] = []
+    monkeypatch.setattr(comparer, "_lost", kept)
+    arena: Any = SimpleNamespace(
+        buffer=np.zeros(4096, np.uint8), populated=4096, close=lambda: told.append("left")
+    )
+    kind = Deaths if dies else HostMover
+    side = comparer.Comparer(
+        a_memory(np.zeros(4 * 4096, np.uint8)), 0, Boundary(), lambda m: kind(m.regions, m.planes)
+    )
+    check, plan = check_of()
+    after: Any = None
+    side.begin(check, (plan,), arena, after, lambda: told.append("release"))
+    side.wait(30)
+    ((_, result),) = side.ended()
+    assert bool(result.error) is dies
+    assert told == ([] if dies else ["left", "release"])
+    assert kept == [side] * dies
+    side.close()
+
+
+def test_what_ends_for_a_check_does_not_stay_in_the_mover() -> None:
+    """Also if there is nothing to store, so that no copy of the engine's own is polled."""
+    side = copier.Copier(setup_of_a_worker(), 0, Boundary())
+    mover = HostMover((np.zeros(4 * 4096, np.uint8),), (PLANES,))
+    check, plan = check_of()
+    comparing: Any = SimpleNamespace(ended=list)
+    side._mover, side._comparer = mover, comparing
+    mover.submit(Job("store", (plan,), np.zeros(4096, np.uint8), name=check))
+    assert mover.drain(30)
+    side.results()
+    assert not mover.poll()
+    mover.close()

@@ -260,7 +260,7 @@ def test_saved_time_leaves_out_the_time_between_requests(monkeypatch: pytest.Mon
 
 
 def test_hits_that_wait_for_a_speed_are_limited() -> None:
-    client, world = stored()
+    _, world = stored()
     shadow = world.connector.shadow
     assert len(shadow._unpriced) <= 1
     shadow._speed = SpeedByLength()

@@ -181,6 +181,8 @@ class Comparer:
     def _load(self, begun: _Begun, part: CopyPlan, rows: Sequence[RowCopy]) -> float:
         """Load the first of ``rows`` into scratch memory. Copy them and the computed rows into the
         buffers, where ``part`` has their places. Returns how long the load took."""
+        if self._closed:
+            raise NotLoadedError("closed")
         arena, planes = begun.arena, self._scratch_planes[part.planes.group]
         scratch = _in_scratch(part, planes)
         pairs = list(zip(scratch.rows, rows, strict=False))
@@ -202,8 +204,6 @@ class Comparer:
 
     def _carry_out(self, mover: Mover, job: Job) -> float:
         """Carry out one job. Returns how long it took. Raises ``NotLoadedError``."""
-        if self._closed:
-            raise NotLoadedError("closed")
         mover.submit(job)
         while not mover.drain(POLL_S):
             if self._closed:
