@@ -15,7 +15,7 @@ from kvass.engine import comparer, copier
 from kvass.engine import memory as kv_memory
 from kvass.engine.boundary import Boundary
 from kvass.engine.memory import KVMemory, Regions, open_mover
-from kvass.engine.step_work import Check, Load, Store
+from kvass.engine.step_work import Check, GroupCompared, Load, Store
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import DEVICES, ON_REQUEST, cuda_runtime
@@ -24,7 +24,7 @@ from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_runtime import MissingError
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.host import HostMover
-from kvass.transfer.runtime import Batch, Fault, Kind, Stream
+from kvass.transfer.runtime import Batch, Fault, Kind, Region, Stream
 from kvass.transfer.self_check import NO_KERNEL
 from kvass.types import RankLayout
 from tests.support.gpu.cpu_scratch import CpuScratch
@@ -308,3 +308,64 @@ def test_what_ends_for_a_check_does_not_stay_in_the_mover() -> None:
     side.results()
     assert not mover.poll()
     mover.close()
+
+
+@pytest.mark.parametrize("comparing", [True, False])
+def test_a_comparers_movers_pin_nothing(comparing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's mover pins the arena, and CUDA refuses to pin memory twice."""
+    fake = FakeCuda(1)
+    region, _ = fake.allocate(4 * 4096)
+    monkeypatch.setattr(kv_memory, "open_gpu", lambda device, single: (fake, KERNEL_BELOW))
+    side = copier.Copier(setup_of_a_worker(), 0, Boundary())
+    make = side._make_comparers if comparing else side._make_mover
+    mover = make(memory(tensor(region.address, region.bytes, "cuda", 0)))
+    arena = fake.map(4096)
+    mover.submit(Job("load", (plan_copy(PLANES, [[1]], [0]),), arena))
+    assert mover.drain(10)
+    assert bool(fake.registered) is not comparing
+    mover.close()
+    assert mover.poll()[0].ok
+
+
+def test_pages_on_a_gpu_are_compared_after_the_forward_pass() -> None:
+    """Scratch memory is on the GPU, too. The check begins when the engine's mover has seen the end
+    of the forward pass."""
+    fakes: list[FakeCuda] = []
+    arrays: dict[int, U8Array] = {}
+
+    class Storage:
+        """A storage of torch on the fake device."""
+
+        def __init__(self, size: int, device: str) -> None:
+            self.device, self._pages = device, np.zeros(size, np.uint8)
+            arrays[self.data_ptr()] = self._pages
+
+        def data_ptr(self) -> int:
+            return self._pages.ctypes.data
+
+    def make(found: KVMemory) -> CudaMover:
+        fakes.append(fake := FakeCuda(len(fakes), eager=40))
+        for one in found.gpu:
+            fake.adopt(arrays[one.address])
+        return CudaMover(fake, found.gpu, found.planes, kernel_below={})
+
+    storage = Storage(4 * 4096, "cuda:0")
+    pages, region = arrays[storage.data_ptr()], Region(storage.data_ptr(), 4 * 4096)
+    found = KVMemory(RankLayout(()), (PLANES,), (), (storage,), (region,))
+    side, after = comparer.Comparer(found, 0, Boundary(), make), make(found)
+    arena: Any = SimpleNamespace(buffer=np.full(4096, 7, np.uint8), populated=4096)
+    arena.close = lambda: None
+    check, plan = check_of()
+    pages[4096:8192] = 7
+    pages[4100] = 9
+    side.begin(check, (plan,), arena, after, lambda: None)
+    side.wait(30)
+    ((_, result),) = side.ended()
+    assert not result.error
+    assert result.groups == (GroupCompared(1, 4096, 1, 2.0, 9.0, 0),)
+    assert len(after.poll()) == 1, "the end of the forward pass"
+    after.close()
+    side.close()
+    assert not any(fake.violations for fake in fakes)
+    assert pages[4100] == 9, "nothing was written to the pages"
+    assert not pages[:4096].any()

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvass.connectors.vllm.adapt import KVConnectorRole
+from kvass.connectors.vllm.connector import KvassConnector
 from kvass.connectors.vllm.shadow_connector import ShadowConnector
 from kvass.engine.shadow import FIRST_LENGTH, UNPRICED, ShadowHit, SpeedByLength
 from kvass.engine.step_work import Compared, GroupCompared, Load, comparable
@@ -167,6 +169,15 @@ def test_the_engine_gets_the_shadow_connector_and_keeps_its_policy() -> None:
     world = SchedulerHarness(FakeClient(), configs=(config, caches))
     assert type(world.connector) is ShadowConnector
     assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+def test_a_subclass_that_would_load_is_refused() -> None:
+    class Own(KvassConnector):
+        pass
+
+    config, caches = make_configs(options=SHADOW)
+    with pytest.raises(ConfigError, match=r"kvass\.shadow does not work with Own, which loads"):
+        Own(config, KVConnectorRole.SCHEDULER, caches)
 
 
 @pytest.mark.parametrize("value", [1.5, -0.1, "yes"])
