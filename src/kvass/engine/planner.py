@@ -181,7 +181,7 @@ class Planner:
             if self._tracing is not None and self._client.promoting(name):
                 self._tracing.promotion_began(name)
             return None
-        hit = 0
+        hit, ended_by = 0, self._client.ended_by(name)
         if found is not None:
             hit_end = min(end, self._tokens(found.chunks, found.blocks))
             hit = max(0, (hit_end if most is None else min(hit_end, most)) - local)
@@ -189,7 +189,7 @@ class Planner:
                 self._client.give_back(name)
         if state.answered(Answer(local, local + hit, named)):
             (self.when_looked_up or self.traffic.looked_up)(end - local, hit)
-            why = self._explain.answered(state, local, hit)
+            why = self._explain.answered(state, local, hit, ended_by)
             if self._tracing is not None:
                 self._tracing.lookup_ended(state.request, end - local, hit, why)
         return hit
