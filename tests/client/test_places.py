@@ -109,6 +109,25 @@ def test_a_client_follows_its_daemon_to_another_place(machine: Callable[[str], N
             )
 
 
+def test_a_folder_that_may_not_be_looked_into_hides_nothing(
+    machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after ``su``, which keeps the other user's ``XDG_RUNTIME_DIR``."""
+    connect = Channel.connect
+
+    def refused(path: str, timeout_s: float) -> Channel:
+        if path.startswith("/no/entry/"):
+            error = PermissionError(13, "Permission denied")
+            raise Unavailable(f"not allowed to connect to {path}") from error
+        return connect(path, timeout_s)
+
+    monkeypatch.setattr(Channel, "connect", refused)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/entry")
+    with Client("") as client, pytest.raises(Unavailable, match="no daemon at /no/entry/") as none:
+        client.call(Ping())
+    assert isinstance(none.value.__cause__, FileNotFoundError), "so kvass run starts one"
+
+
 def test_a_strangers_socket_is_refused_with_one_line(
     machine: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

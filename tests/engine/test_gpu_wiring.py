@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,20 +11,20 @@ import numpy as np
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.engine import copier
+from kvass.engine import comparer, copier
 from kvass.engine import memory as kv_memory
 from kvass.engine.boundary import Boundary
 from kvass.engine.memory import KVMemory, Regions, open_mover
-from kvass.engine.step_work import Load, Store
-from kvass.layout.copy_plan import plan_copy
+from kvass.engine.step_work import Check, GroupCompared, Load, Store
+from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import DEVICES, ON_REQUEST, cuda_runtime
-from kvass.transfer.base import Done, Job, Outcome
+from kvass.transfer.base import Done, Job, Outcome, U8Array
 from kvass.transfer.cuda import CudaMover
 from kvass.transfer.cuda_runtime import MissingError
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.host import HostMover
-from kvass.transfer.runtime import Batch, Fault, Kind, Stream
+from kvass.transfer.runtime import Batch, Fault, Kind, Region, Stream
 from kvass.transfer.self_check import NO_KERNEL
 from kvass.types import RankLayout
 from tests.support.gpu.cpu_scratch import CpuScratch
@@ -251,3 +252,120 @@ def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
     with pytest.raises(MissingError, match="failed its trial: out of memory"):
         opened(Adopting(1, eager=40, watched=False))
     assert len(kept) == 6
+
+
+def check_of() -> tuple[Check, CopyPlan]:
+    """A check of one row, and the plan of its load."""
+    load = Load("r", b"boot", 1, deadline_s=1e12, blocks=((1,),))
+    return Check(1, load, 1, 1), plan_copy(PLANES, [[1]], [0])
+
+
+def a_memory(pages: U8Array) -> KVMemory:
+    return KVMemory(RankLayout(()), (PLANES,), (pages,), ())
+
+
+class Deaths(HostMover):
+    """A mover of which every job is lost, as if its device had died."""
+
+    def poll(self) -> list[Done]:
+        return [replace(done, outcome="lost") for done in super().poll()]
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_of_a_lost_check_the_daemon_is_told_nothing(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    kept: list[object] = []
+    monkeypatch.setattr(comparer, "_lost", kept)
+    arena: Any = SimpleNamespace(
+        buffer=np.zeros(4096, np.uint8), populated=4096, close=lambda: told.append("left")
+    )
+    kind = Deaths if dies else HostMover
+    side = comparer.Comparer(
+        a_memory(np.zeros(4 * 4096, np.uint8)), 0, Boundary(), lambda m: kind(m.regions, m.planes)
+    )
+    check, plan = check_of()
+    after: Any = None
+    side.begin(check, (plan,), arena, after, lambda: told.append("release"))
+    side.wait(30)
+    ((_, result),) = side.ended()
+    assert bool(result.error) is dies
+    assert told == ([] if dies else ["left", "release"])
+    assert kept == [side] * dies
+    side.close()
+
+
+def test_what_ends_for_a_check_does_not_stay_in_the_mover() -> None:
+    """Also if there is nothing to store, so that no copy of the engine's own is polled."""
+    side = copier.Copier(setup_of_a_worker(), 0, Boundary())
+    mover = HostMover((np.zeros(4 * 4096, np.uint8),), (PLANES,))
+    check, plan = check_of()
+    comparing: Any = SimpleNamespace(ended=list)
+    side._mover, side._comparer = mover, comparing
+    mover.submit(Job("store", (plan,), np.zeros(4096, np.uint8), name=check))
+    assert mover.drain(30)
+    side.results()
+    assert not mover.poll()
+    mover.close()
+
+
+@pytest.mark.parametrize("comparing", [True, False])
+def test_a_comparers_movers_pin_nothing(comparing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's mover pins the arena, and CUDA refuses to pin memory twice."""
+    fake = FakeCuda(1)
+    region, _ = fake.allocate(4 * 4096)
+    monkeypatch.setattr(kv_memory, "open_gpu", lambda device, single: (fake, KERNEL_BELOW))
+    side = copier.Copier(setup_of_a_worker(), 0, Boundary())
+    make = side._make_comparers if comparing else side._make_mover
+    mover = make(memory(tensor(region.address, region.bytes, "cuda", 0)))
+    arena = fake.map(4096)
+    mover.submit(Job("load", (plan_copy(PLANES, [[1]], [0]),), arena))
+    assert mover.drain(10)
+    assert bool(fake.registered) is not comparing
+    mover.close()
+    assert mover.poll()[0].ok
+
+
+def test_pages_on_a_gpu_are_compared_after_the_forward_pass() -> None:
+    """Scratch memory is on the GPU, too. The check begins when the engine's mover has seen the end
+    of the forward pass."""
+    fakes: list[FakeCuda] = []
+    arrays: dict[int, U8Array] = {}
+
+    class Storage:
+        """A storage of torch on the fake device."""
+
+        def __init__(self, size: int, device: str) -> None:
+            self.device, self._pages = device, np.zeros(size, np.uint8)
+            arrays[self.data_ptr()] = self._pages
+
+        def data_ptr(self) -> int:
+            return self._pages.ctypes.data
+
+    def make(found: KVMemory) -> CudaMover:
+        fakes.append(fake := FakeCuda(len(fakes), eager=40))
+        for one in found.gpu:
+            fake.adopt(arrays[one.address])
+        return CudaMover(fake, found.gpu, found.planes, kernel_below={})
+
+    storage = Storage(4 * 4096, "cuda:0")
+    pages, region = arrays[storage.data_ptr()], Region(storage.data_ptr(), 4 * 4096)
+    found = KVMemory(RankLayout(()), (PLANES,), (), (storage,), (region,))
+    side, after = comparer.Comparer(found, 0, Boundary(), make), make(found)
+    arena: Any = SimpleNamespace(buffer=np.full(4096, 7, np.uint8), populated=4096)
+    arena.close = lambda: None
+    check, plan = check_of()
+    pages[4096:8192] = 7
+    pages[4100] = 9
+    side.begin(check, (plan,), arena, after, lambda: None)
+    side.wait(30)
+    ((_, result),) = side.ended()
+    assert not result.error
+    assert result.groups == (GroupCompared(1, 4096, 1, 2.0, 9.0, 0),)
+    assert len(after.poll()) == 1, "the end of the forward pass"
+    after.close()
+    side.close()
+    assert not any(fake.violations for fake in fakes)
+    assert pages[4100] == 9, "nothing was written to the pages"
+    assert not pages[:4096].any()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvass.client.lookups import LookupFacts
+from kvass.client.lookups import LookupFacts, Match
 from kvass.engine import explain
 from kvass.messages import MOST_NOTES
 from tests.engine.test_scheduler_changes import engine
@@ -164,3 +164,27 @@ def test_a_request_that_waits_is_noted_once() -> None:
     first = note.when_s
     planner.match("b", 0)
     assert next(iter(planner._explain._notes.values())).when_s == first
+
+
+def test_a_match_that_ends_inside_the_engines_own_hit_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is given back at once, and its reason is known only before that."""
+    client, world = rig(tails=True)
+    assert told(client, world, range(50)) == ""
+    match = Match(lease=77, boot=b"boot", first=1, chunks=1, blocks=1)
+
+    def found(name: str, *_: Any) -> Match:
+        client.held[name] = match
+        return match
+
+    why: list[str] = []
+    explainer = world.connector._planner._explain
+    answered = explainer.answered
+    monkeypatch.setattr(client, "match", found)
+    monkeypatch.setattr(client, "ended_by", lambda name: "evicted" if name in client.held else "")
+    monkeypatch.setattr(explainer, "answered", lambda *args: why.append(answered(*args)))
+    world.add("b", range(100), max_tokens=1)
+    world.run(client)
+    assert client.released == [77]
+    assert why == ["evicted"]

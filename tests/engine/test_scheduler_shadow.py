@@ -3,15 +3,19 @@ lease is handed over or released, and the figures are right."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvass.connectors.vllm.adapt import KVConnectorRole
+from kvass.connectors.vllm.connector import KvassConnector
 from kvass.connectors.vllm.shadow_connector import ShadowConnector
-from kvass.engine.shadow import FIRST_LENGTH, SpeedByLength
-from kvass.engine.step_work import Compared, GroupCompared
+from kvass.engine.shadow import FIRST_LENGTH, UNPRICED, ShadowHit, SpeedByLength
+from kvass.engine.step_work import Compared, GroupCompared, Load, comparable
 from kvass.errors import ConfigError
 from kvass.messages import ShadowReport
+from kvass.types import Slots
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import SchedulerHarness, make_configs, read_setup, rig
 
@@ -167,6 +171,15 @@ def test_the_engine_gets_the_shadow_connector_and_keeps_its_policy() -> None:
     assert config.kv_transfer_config.kv_load_failure_policy == "fail"
 
 
+def test_a_subclass_that_would_load_is_refused() -> None:
+    class Own(KvassConnector):
+        pass
+
+    config, caches = make_configs(options=SHADOW)
+    with pytest.raises(ConfigError, match=r"kvass\.shadow does not work with Own, which loads"):
+        Own(config, KVConnectorRole.SCHEDULER, caches)
+
+
 @pytest.mark.parametrize("value", [1.5, -0.1, "yes"])
 def test_another_share_is_an_error(value: object) -> None:
     with pytest.raises(ConfigError, match="shadow"):
@@ -180,7 +193,7 @@ def test_shadow_mode_excludes_blend() -> None:
 
 def test_the_speed_is_measured_by_position() -> None:
     speed = SpeedByLength()
-    assert speed.seconds(0, 100) is None
+    assert not speed.known
     for now_s, tokens, position in (
         *((0.0, 500, 100), (1.0, 0, 0), (2.0, 0, 0)),  # 500 tokens a second at the beginning
         *((2.0, 500, 3 * FIRST_LENGTH), (7.0, 0, 0), (9.0, 0, 0)),  # 100 further on
@@ -190,3 +203,79 @@ def test_the_speed_is_measured_by_position() -> None:
     late = 2 * FIRST_LENGTH
     assert speed.seconds(late, late + 100) == 1.0
     assert speed.seconds(16 * FIRST_LENGTH, 16 * FIRST_LENGTH + 200) == 2.0, "the nearest range"
+
+
+def test_what_a_request_has_stored_itself_is_no_hit() -> None:
+    client, world = rig(options=SHADOW)
+    client.pending = 3  # a tier is slow: it is answered when the request's own rows are there
+    world.add("b", PROMPT, max_tokens=8)
+    world.run(client)
+    assert client.rows, "the control: its chunks were stored before the answer"
+    assert (report(client).lookups, report(client).lookup_tokens) == (1, HIT)
+    assert report(client).hit_tokens == 0
+    settled(client, world)
+
+
+def test_a_late_answer_counts_what_others_have_stored() -> None:
+    client, world = rig(options=SHADOW)
+    world.add("writer", range(40), max_tokens=1)  # one chunk
+    world.run(client)
+    assert world.scheduler.reset_prefix_cache()
+    client.pending = 3
+    world.add("b", PROMPT, max_tokens=8)
+    world.run(client)
+    assert report(client).hit_tokens == 32
+
+
+def test_a_preempted_request_is_looked_up_once() -> None:
+    client, world = rig(options=SHADOW, blocks=18)
+    for name, first in (("a", 0), ("b", 1000)):
+        world.add(name, range(first, first + 100), max_tokens=60)
+    world.run(client, limit=400)
+    assert len(client.lookups) == len({name for name, _ in client.lookups})
+    assert (report(client).lookups, report(client).hit_tokens) == (2, 0)
+
+
+def test_the_rows_of_a_check_keep_their_blocks_if_the_last_one_is_not_full() -> None:
+    slots = Slots(((0,),), bytes(6), b"".join(row.to_bytes(4, "little") for row in range(3)))
+    load = Load("a", slots=(slots,), blocks=(tuple(range(1, 10)),), skip=(0,))
+    part = comparable(load, 8, (4,))  # rows of blocks 1 to 4, 5 to 8, and 9 alone
+    assert part.blocks == ((5, 6, 7, 8, 9),)
+    assert part.slots == (slots.last(2),)
+
+
+def test_idle_time_is_no_time_of_a_step() -> None:
+    speed = SpeedByLength()
+    for start_s in (0.0, 3600.0, 7200.0):
+        speed.step(100, 50, start_s)
+        speed.idle(start_s + 1)
+    assert speed.seconds(0, 100) == 1.0
+
+
+def test_saved_time_leaves_out_the_time_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("kvass.engine.shadow.time", SimpleNamespace(monotonic=lambda: now_s))
+    client, world = stored(options={"kvass.shadow": 0.0001})  # nothing keeps the engine stepping
+    for number in range(3):
+        world.add(f"r{number}", PROMPT, max_tokens=1)
+        output, _ = world.schedule()
+        now_s += 1
+        world.finish(output, reported=list(world.open_steps))
+        world.run(client)
+        assert world.scheduler.reset_prefix_cache()
+        now_s += 3600
+    world.add("last", range(2000, 2010), max_tokens=2)
+    world.run(client)
+    assert report(client).hit_tokens == 3 * HIT
+    assert report(client).saved_s < 5
+
+
+def test_hits_that_wait_for_a_speed_are_limited() -> None:
+    _, world = stored()
+    shadow = world.connector.shadow
+    assert len(shadow._unpriced) <= 1
+    shadow._speed = SpeedByLength()
+    for number in range(UNPRICED + 10):
+        shadow._hits[f"r{number}"] = ShadowHit(0, 32, checked=False)
+        shadow.forget(f"r{number}")
+    assert len(shadow._unpriced) == UNPRICED

@@ -221,6 +221,13 @@ def test_the_dashboard_and_the_engine_are_published_on_this_machine_alone() -> N
     assert services["engine"]["ports"] == ["127.0.0.1:8000:8000"]
 
 
+def test_the_engine_on_a_cpu_leaves_memory_for_l1() -> None:
+    """Without the variable vLLM takes nearly all memory, and refuses to start beside L1."""
+    engine = read("compose.yml")["services"]["engine"]
+    assert "cpu" in engine["build"]["args"]["VLLM"]
+    assert int(engine["environment"]["VLLM_CPU_KVCACHE_SPACE"]) > 0
+
+
 def environments() -> list[Any]:
     compose = yaml.safe_load((DEPLOY / "compose.yml").read_text())
     (container,) = read("kubernetes/daemonset.yml")["spec"]["template"]["spec"]["containers"]

@@ -173,3 +173,11 @@ def test_tenants_that_clients_invent_are_one(daemon: Daemon) -> None:
 
 def test_tiers_of_one_kind_are_told_apart() -> None:
     assert tier_labels(["disk:/a", "redis://h", "disk:/b"]) == ["disk", "redis", "disk-2"]
+
+
+def test_an_older_daemon_has_no_shadow_mode(daemon: Daemon) -> None:
+    fields = daemon.status()
+    assert fields["engines"]
+    for engine in fields["engines"]:
+        del engine["shadow"]
+    assert total(samples(fields), "kvass_up") == 1

@@ -228,7 +228,9 @@ def test_explain(web: WebServer, daemon: Daemon) -> None:
         assert one["why"] == "absent"
         assert one["text"].startswith("Nobody stored")
         assert ask(web, "GET", "/api/v1/explain?request=none") == (200, {"lookups": []})
-        for query, text in (("limit=0", "limit: give"), ("limit=x", "limit: give"), ("n=1", "'n'")):
+        limits = ("0", "x", "257", "0000000011111111")
+        wrong = [(f"limit={limit}", "limit: give") for limit in limits]
+        for query, text in (*wrong, ("n=1", "'n'")):
             status, said = ask(web, "GET", f"/api/v1/explain?{query}")
             assert status == 400
             assert text in said["error"]

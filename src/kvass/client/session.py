@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 import time
 from contextlib import ExitStack
@@ -165,16 +166,18 @@ def open_session(
     if path:
         return _open(path, registration, wants_arena, daemon_uid)
     failures = list[KvassError]()
-    places = socket_places()
-    for place in places:
+    for place in (places := socket_places()):
         try:
             return _open(place, registration, wants_arena, daemon_uid)
         except TimedOut:
             raise
         except (Unavailable, UsageError) as error:  # there may be one of ours at the next place
             failures.append(error)
-    for failure in failures:
-        if not isinstance(failure.__cause__, FileNotFoundError | ConnectionRefusedError):
+    for place, failure in zip(places, failures, strict=True):
+        nobody = isinstance(failure.__cause__, FileNotFoundError | ConnectionRefusedError)
+        # A folder of another user, such as an inherited XDG_RUNTIME_DIR, says nothing.
+        hidden = isinstance(failure.__cause__, PermissionError) and not os.path.exists(place)
+        if not (nobody or hidden):
             raise failure
     raise Unavailable(f"no daemon at {', '.join(places)}") from failures[-1].__cause__
 

@@ -5,7 +5,8 @@ Laws of this file:
 
 - Nothing here writes to the engine's KV pages.
 - A check that was begun ends exactly once (``ended``), also if it fails.
-- The lease of a check is released right after its last row was read.
+- The lease of a check is released right after its last row was read. If a device is lost, which
+  may still read, neither the lease nor any memory is given back.
 - The memory is bounded: at most ``BATCH_BYTES`` (or one row) in each of the three buffers.
 """
 
@@ -38,6 +39,9 @@ MOST: Final = 1e12
 """The largest difference that is reported."""
 
 MakeMover = Callable[[KVMemory], Mover]
+
+_lost: Final[list[object]] = []
+"""Comparers whose memory a failed device may still access. They are kept until the process ends."""
 
 
 class NotLoadedError(Exception):
@@ -143,8 +147,9 @@ class Comparer:
             result = self._boundary.run(None, self._compare, begun)
             if result is None:
                 result = self._result(begun.check, error="comparing failed")
-            begun.arena.close()
-            self._boundary.run(None, begun.end)
+            if not any(kept is self for kept in _lost):
+                begun.arena.close()
+                self._boundary.run(None, begun.end)
             self._ended.append((begun.check, result))
             self._news.set()
 
@@ -176,6 +181,8 @@ class Comparer:
     def _load(self, begun: _Begun, part: CopyPlan, rows: Sequence[RowCopy]) -> float:
         """Load the first of ``rows`` into scratch memory. Copy them and the computed rows into the
         buffers, where ``part`` has their places. Returns how long the load took."""
+        if self._closed:
+            raise NotLoadedError("closed")
         arena, planes = begun.arena, self._scratch_planes[part.planes.group]
         scratch = _in_scratch(part, planes)
         pairs = list(zip(scratch.rows, rows, strict=False))
@@ -200,8 +207,10 @@ class Comparer:
         mover.submit(job)
         while not mover.drain(POLL_S):
             if self._closed:
-                raise NotLoadedError("closed")
+                mover.close()  # all jobs have ended when it returns
         (done,) = mover.poll()
+        if done.outcome == "lost":
+            _lost.append(self)
         if not done.ok or self._closed:
             raise NotLoadedError(_why(done))
         return done.seconds

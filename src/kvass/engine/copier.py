@@ -74,6 +74,10 @@ class Copier:
         self._held = held
         self._setup = setup
         self._make_mover = make_mover or partial(open_mover, single=setup.single_copies)
+        self._make_comparers = make_mover or partial(
+            open_mover, single=setup.single_copies, pins=False
+        )
+        """Makes the movers of the comparer. The engine's own mover pins the arena."""
         self._strategy = setup.strategy.at(rank)
         self._boundary = boundary
         self._client: WorkerClient | None = None
@@ -114,7 +118,8 @@ class Copier:
         if self._setup.shadow:
             from kvass.engine.comparer import Comparer
 
-            self._comparer = Comparer(memory, self._strategy.rank, self._boundary, self._make_mover)
+            rank = self._strategy.rank
+            self._comparer = Comparer(memory, rank, self._boundary, self._make_comparers)
         self._setup.when_named(self._client.complete)
 
     # ------------------------------------------------------------ a step
@@ -355,7 +360,8 @@ class Copier:
         self._settle(copy)
 
     def _poll(self) -> None:
-        if self._copying and self._mover is not None:
+        # A comparer's jobs on this mover are not counted in ``_copying``.
+        if self._mover is not None and (self._copying or self._comparer is not None):
             for done in self._boundary.run([], self._mover.poll):
                 if not isinstance(done.job.name, Check):
                     self._copying -= 1

@@ -121,10 +121,10 @@ class Explainer:
         else:
             self.note(state, local, "adapter_unknown")
 
-    def answered(self, state: RequestState, local: int, hit: int) -> str:
-        """A lookup ended. ``hit``: tokens that can be loaded after the ``local`` ones. Returns why
-        it was not more; empty if nothing more could match."""
-        why = self._client.ended_by(state.request.name)
+    def answered(self, state: RequestState, local: int, hit: int, why: str) -> str:
+        """A lookup ended. ``hit``: tokens that can be loaded after the ``local`` ones. ``why``:
+        ``SchedulerClient.ended_by``. Returns why it was not more; empty if nothing more could
+        match."""
         if why in CLIENTS:
             self.note(state, local, why)
         log.debug("%s: %d tokens match, ended by %s", state.request.name, hit, why or "the prompt")

@@ -43,6 +43,8 @@ class GrantedStores:
         """Hold the blocks of one grant and add its store to the step's work. ``number``: the step
         that computed the blocks."""
         mask, count = offer.item.groups, len(self._setup.groups)
+        first, before = min(grant.chunks), offer.state.first_stored
+        offer.state.first_stored = first if before is None else min(first, before)
         blocks = self._spans.to_store(offer.table, offer.boundary_states, mask, grant.rows())
         slots = iter(grant.slots)
         store = Store(

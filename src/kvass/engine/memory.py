@@ -82,9 +82,10 @@ def scratch_like(memory: KVMemory, planes: tuple[GroupPlanes, ...], size: int) -
     return KVMemory(memory.layout, planes, (), (storage,), (region,))
 
 
-def open_mover(memory: KVMemory, single: bool = False) -> Mover:
-    """The mover for these pages. ``single``: as for ``open_gpu``. Raises MissingError if the GPU
-    cannot be used, or if the pages are on several devices, which no mover supports."""
+def open_mover(memory: KVMemory, single: bool = False, pins: bool = True) -> Mover:
+    """The mover for these pages. ``single``: as for ``open_gpu``. ``pins``: whether it may pin
+    arenas; a device pins memory once, so only one mover of a process may. Raises MissingError if
+    the GPU cannot be used, or if the pages are on several devices, which no mover supports."""
     devices = sorted({region.device for region in memory.gpu})
     where = [f"GPU {device}" for device in devices] + ["the CPU"] * bool(memory.regions)
     if len(where) > 1:
@@ -92,4 +93,5 @@ def open_mover(memory: KVMemory, single: bool = False) -> Mover:
     if not devices:
         return HostMover(memory.regions, memory.planes)
     runtime, below = open_gpu(devices[0], single)
+    below = below if pins else {}
     return CudaMover(runtime, memory.gpu, memory.planes, kernel_below=below)

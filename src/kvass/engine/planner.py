@@ -143,7 +143,8 @@ class Planner:
                 self._head_of_line.answered(name)
         return tokens
 
-    def _match(self, name: str, local: int) -> int | None:
+    def _match(self, name: str, local: int, most: int | None = None) -> int | None:
+        """``match``. A hit ends at token ``most`` or before it; None: anywhere."""
         self._changes.notice()
         state = self._requests.get(name)
         if not self._setup.loads or state is None or not state.may_load:
@@ -180,14 +181,15 @@ class Planner:
             if self._tracing is not None and self._client.promoting(name):
                 self._tracing.promotion_began(name)
             return None
-        hit = 0
+        hit, ended_by = 0, self._client.ended_by(name)
         if found is not None:
-            hit = max(0, min(end, self._tokens(found.chunks, found.blocks)) - local)
+            hit_end = min(end, self._tokens(found.chunks, found.blocks))
+            hit = max(0, (hit_end if most is None else min(hit_end, most)) - local)
             if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
                 self._client.give_back(name)
         if state.answered(Answer(local, local + hit, named)):
             (self.when_looked_up or self.traffic.looked_up)(end - local, hit)
-            why = self._explain.answered(state, local, hit)
+            why = self._explain.answered(state, local, hit, ended_by)
             if self._tracing is not None:
                 self._tracing.lookup_ended(state.request, end - local, hit, why)
         return hit
@@ -266,8 +268,11 @@ class Planner:
         self._requests[name].got_blocks()
 
     def look_up_late(self, name: str, local: int) -> int | None:
-        """``match`` for a request that the engine computes already."""
-        hit, state = self.match(name, local), self._requests.get(name)
+        """``match`` for a request that the engine computes already. What the request itself has
+        stored meanwhile is no hit."""
+        state = self._requests.get(name)
+        own = None if state is None else state.first_stored
+        hit = self._match(name, local, None if own is None else self._tokens(own))
         if state is not None:
             state.got_blocks()
             if state.first_step:
@@ -288,7 +293,8 @@ class Planner:
             return None
         load = self._load(state, match, table, state.answer.end - state.answer.local)
         if load is not None and time.monotonic() < match.deadline_s:
-            load = comparable(load, self._stores.room_for_checks())
+            row_blocks = self._spans.row_blocks()
+            load = comparable(load, self._stores.room_for_checks(), row_blocks)
         if load is None or not any(load.blocks):
             self._client.release(match.boot, match.lease)
             return None

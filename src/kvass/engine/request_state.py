@@ -160,6 +160,8 @@ class RequestState:
     offered: OfferProgress = field(default_factory=OfferProgress)
     first_step: int = 0
     """The number of the first step that computed tokens of the request; 0: none has."""
+    first_stored: int | None = None
+    """The first chunk of which the daemon granted this request a row to store; None: none."""
     hint: tuple[str, int] | None = None
     """``if_absent`` and ``absent_chunk`` of its lookups; None: they are not determined yet."""
     noted: str = ""

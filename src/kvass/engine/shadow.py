@@ -34,6 +34,8 @@ MIN_SAMPLE_TOKENS: Final = 64
 """Steps that compute fewer tokens of prompts are not used to estimate the speed of prefill."""
 FIRST_LENGTH: Final = 1024
 """The speed is measured by position: up to this token, up to twice as many, and so on."""
+UNPRICED: Final = 4096
+"""How many hits may wait until the engine's speed is known. The oldest are forgotten."""
 LOG_AGAIN: Final = 2.0
 """A larger difference is logged if it is this many times the one that was logged last."""
 
@@ -70,11 +72,20 @@ class SpeedByLength:
                 samples = self._speeds.setdefault(_range_of(int(where)), deque(maxlen=SAMPLES))
                 samples.append(computed / took_s)
 
-    def seconds(self, begin: int, end: int) -> float | None:
-        """How long computing tokens ``[begin, end)`` of a prompt takes; None: not known yet. For a
-        range that was not measured the nearest one counts."""
-        if not self._speeds:
-            return None
+    def idle(self, now_s: float) -> None:
+        """The last step has ended, and no request is left. So the time until the next step is not
+        taken for its duration."""
+        for _ in range(2):
+            self.step(0, 0.0, now_s)
+
+    @property
+    def known(self) -> bool:
+        """Whether a speed was measured."""
+        return bool(self._speeds)
+
+    def seconds(self, begin: int, end: int) -> float:
+        """How long computing tokens ``[begin, end)`` of a prompt takes. For a range that was not
+        measured the nearest one counts. A speed must be ``known``."""
         total = 0.0
         while begin < end:
             number = _range_of(begin)
@@ -101,7 +112,9 @@ class Shadow:
         self._waiting: dict[str, int] = {}
         """Requests that got blocks before their lookup was answered: their local tokens."""
         self._hits: dict[str, ShadowHit] = {}
-        self._unpriced: list[tuple[int, int]] = []
+        self._answered: set[str] = set()
+        """Live requests that were looked up."""
+        self._unpriced: deque[tuple[int, int]] = deque(maxlen=UNPRICED)
         """Hits of requests that ended before the engine's speed was known."""
         self._speed = SpeedByLength()
         self._live: set[str] = set()
@@ -122,15 +135,18 @@ class Shadow:
 
     def match(self, name: str, local: int) -> None:
         """Look up a request of which the engine's own cache has ``local`` tokens."""
-        if name in self._hits:
+        if name in self._answered:
             return
-        self._answered(name, local, self._planner.match(name, local))
+        late = name in self._waiting  # it was preempted, or got no blocks yet
+        match = self._planner.look_up_late if late else self._planner.match
+        self._note(name, local, match(name, local))
 
-    def _answered(self, name: str, local: int, hit: int | None) -> None:
+    def _note(self, name: str, local: int, hit: int | None) -> None:
         if hit is None:
             self._waiting[name] = local
             return
         self._waiting.pop(name, None)
+        self._answered.add(name)
         if hit:
             self._hits[name] = ShadowHit(local, local + hit, self._sampled())
             if not self._hits[name].checked:
@@ -143,6 +159,9 @@ class Shadow:
     def forget(self, name: str) -> None:
         """A request ended."""
         self._live.discard(name)
+        if not self._live:
+            self._speed.idle(time.monotonic())
+        self._answered.discard(name)
         self._waiting.pop(name, None)
         hit = self._hits.pop(name, None)
         if hit is not None:
@@ -161,15 +180,11 @@ class Shadow:
 
     def _price(self) -> None:
         """Count the time of hits whose tokens the engine has computed."""
-        unpriced, self._unpriced = self._unpriced, []
-        for begin, end in unpriced:
-            took_s = self._speed.seconds(begin, end)
-            if took_s is None:
-                self._unpriced.append((begin, end))
-            else:
-                self.report.saved_s += took_s
-                self._planner.traffic.count("shadow_saved_seconds", took_s)
-                self._changed = True
+        while self._unpriced and self._speed.known:
+            took_s = self._speed.seconds(*self._unpriced.popleft())
+            self.report.saved_s += took_s
+            self._planner.traffic.count("shadow_saved_seconds", took_s)
+            self._changed = True
 
     # ------------------------------------------------------------ a step
 
@@ -180,7 +195,7 @@ class Shadow:
         self._note_speed(step, now_s)
         for name, local in list(self._waiting.items()):
             if name in step.names:
-                self._answered(name, local, self._planner.look_up_late(name, local))
+                self._note(name, local, self._planner.look_up_late(name, local))
         if self._hits:
             for name, tokens in step.requests():
                 hit = self._hits.get(name)

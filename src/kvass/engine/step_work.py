@@ -6,6 +6,7 @@ by layer group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -83,13 +84,14 @@ class Check:
     first_step: int = 0
 
 
-def comparable(load: Load, most: int) -> Load:
+def comparable(load: Load, most: int, row_blocks: Sequence[int]) -> Load:
     """The part of ``load`` that a check can compare, with at most ``most`` blocks: the last rows of
-    each group. A group has no blocks if one of them was freed or may change."""
+    each group. A group has no blocks if one of them was freed or may change. ``row_blocks``: how
+    many blocks a row of each group has; the last row may have fewer."""
     blocks, slots, skips = list(load.blocks), list(load.slots), list(load.skip)
     share = most // max(1, len(blocks))
     for group, (ids, rows, skip) in enumerate(zip(load.blocks, load.slots, load.skip, strict=True)):
-        each = -(-len(ids) // max(1, len(rows)))
+        each = row_blocks[group]
         kept = min(len(rows), share // max(1, each))
         if not all(ids[skip:]) or not kept:
             blocks[group], skips[group] = (), 0

@@ -25,6 +25,10 @@ class Spans:
         self._groups = groups
         self._chunk_tokens = chunk_tokens
 
+    def row_blocks(self) -> tuple[int, ...]:
+        """How many blocks a row of each group keeps."""
+        return tuple(one.row_blocks(self._chunk_tokens) for one in self._groups)
+
     def row(self, group: int, ids: Sequence[int], chunk: int) -> tuple[int, ...]:
         """The blocks that the row of ``chunk`` keeps."""
         one = self._groups[group]

@@ -208,7 +208,7 @@ def _traffic(namespaces: list[dict[str, Any]], tiers: list[str]) -> Iterator[Met
 
 def _shadow(engines: list[dict[str, Any]]) -> Iterator[Metric]:
     """The figures of the connected engines in shadow mode, summed by model."""
-    shadows = [engine for engine in engines if engine["shadow"] is not None]
+    shadows = [engine for engine in engines if engine.get("shadow") is not None]
     models = model_labels(shadows)
     for name, help_ in declared.SHADOW.items():
         sums: Counter[str] = Counter()

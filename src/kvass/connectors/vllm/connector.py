@@ -26,7 +26,7 @@ from kvass.engine.copier import Copier
 from kvass.engine.memory import KVMemory
 from kvass.engine.planner import Planner
 from kvass.engine.setup import Inert, log_naming
-from kvass.errors import UsageError
+from kvass.errors import ConfigError, UsageError
 from kvass.layout.spans import Table
 from kvass.transfer.base import Mover
 
@@ -44,6 +44,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     _cache_hit_source = adapt.HIT_SOURCE
     _metadata = StepMetadata
+    _shadows = False
+    """Whether this class keeps the promise of shadow mode."""
 
     def __new__(cls, vllm_config: Any = None, *args: Any, **kwargs: Any) -> KvassConnector:
         """A ``BlendConnector`` if the options ask for blend, a ``ShadowConnector`` if they ask for
@@ -80,6 +82,11 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             if logs:
                 log_off(setup.reason, is_scheduler)
             return
+        if setup.shadow and not self._shadows:
+            raise ConfigError(
+                f"kvass.shadow does not work with {type(self).__name__}, which loads: subclass "
+                "ShadowConnector"
+            )
         self._setup = setup
         self._texts = adapt.hashed_texts(vllm_config)
         if is_scheduler:

@@ -23,6 +23,8 @@ from kvass.layout.spans import Table
 class ShadowConnector(KvassConnector):
     """vLLM's connector in shadow mode."""
 
+    _shadows = True
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.shadow: Shadow | None = None
