@@ -316,3 +316,16 @@ def test_many_namespaces_cost_a_bounded_search(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(explain, "NAMESPACES", explain.NAMESPACES + 1)
     assert told(e, "a")[0] == "other_namespace"
     assert rig.status["l1_used_bytes"] <= 256 * PAGE
+
+
+def test_what_was_cleared_with_its_tenant_was_cleared() -> None:
+    rig = divided(quota("a"), quota("b"))
+    e = rig.engine()
+    for name in ("free", "read"):
+        e.store(name, tenant="a")
+    e.lookup("read")  # its lease keeps the row, but not its match
+    begun = e.begin("begun", tenant="a")
+    rig.ask(rig.open(), m.ClearTenant(seq=9, tenant="a"))
+    e.commit(begun.reservation)
+    for name in ("free", "read", "begun"):
+        assert told(e, name, tenant="a")[:2] == ("cleared", "cleared"), name

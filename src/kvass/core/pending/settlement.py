@@ -169,8 +169,9 @@ class Settlement:
             reservation.discarded = True
             self._counters[f"discarded_{reason}"] += 1
             self._wake(reservation)
+            cause = "cleared" if reason == "cleared" else "unfinished"
             for part in reservation.parts:
-                self.rows.discard(part.rows)
+                self.rows.discard(part.rows, cause)
 
     def _settle(self, reservation: Reservation) -> None:
         if not reservation.settled(self.now):

@@ -103,6 +103,7 @@ class RowAllocator:
             rows = self._sets.rows_of(sets[self._sets.owner[sets] == owner])
             rows = rows[self._table.state[rows] >= READY]
             self._counters["bytes_evicted_cleared"] += len(rows) * row_class.spec.row_bytes
+            self._note_left(row_class, self._table.keys_of(rows), "cleared")
             self._rows.forget(rows)
             matched += len(rows)
         empty = sets[(self._sets.used[sets] == 0) & (self._sets.held[sets] == 0)]

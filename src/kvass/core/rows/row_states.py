@@ -188,9 +188,10 @@ class RowStates:
         for state in (READY, TRANSIENT):
             self.move(kept[self.table.state[kept] == state], state, FAILED)
 
-    def discard(self, rows: I64Array) -> None:
-        """Quarantine WRITING ``rows``: they will not become readable, but ranks may still write."""
-        self._note_left(self.class_of(rows), rows, "unfinished")
+    def discard(self, rows: I64Array, cause: str = "unfinished") -> None:
+        """Quarantine WRITING ``rows``: they will not become readable, but ranks may still write.
+        ``cause``: of ``left.CAUSES``."""
+        self._note_left(self.class_of(rows), rows, cause)
         self._unindex(rows)
         self.move(rows, WRITING, QUARANTINED)
 
