@@ -188,11 +188,23 @@ SHADOW = {
     "load_s": 1.5,
     "load_bytes": 3 << 20,
     "compared_bytes": 2 << 20,
-    "not_compared": 1 << 20,
+    "not_compared": 4,
     "differing_rows": 3,
     "groups": [
-        {"group": 0, "kind": "full", "largest_difference": 0.25, "compared_bytes": 2 << 20},
-        {"group": 1, "kind": "state", "largest_difference": 0.0, "compared_bytes": 0},
+        {
+            "group": 0,
+            "kind": "full",
+            "largest_difference": 0.25,
+            "at_value": 16.0,
+            "compared_bytes": 2 << 20,
+        },
+        {
+            "group": 1,
+            "kind": "state",
+            "largest_difference": 0.0,
+            "at_value": 0.0,
+            "compared_bytes": 0,
+        },
     ],
 }
 
@@ -219,8 +231,8 @@ def test_engines_in_shadow_mode_have_a_section(
         assert "1.5 minof prefill would have been saved" in cards
         assert "1.5 sis what 7 loads of 3 MiB took" in cards
         assert "0.25largest difference; 3 rows differ" in cards
-        assert "10 %64.0 %1.5 min1.5 s2 MiB1 MiB3" in page.text("#shadows")
-        assert "0 full0.252 MiB" in page.text("#differences")
+        assert "10 %64.0 %1.5 min1.5 s2 MiB4 hits3" in page.text("#shadows")
+        assert "0 full0.250 at a value of 16.02 MiB" in page.text("#differences")
         assert "1 state00 B" in page.text("#differences")
         assert page.errors == []
 

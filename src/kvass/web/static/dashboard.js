@@ -274,11 +274,11 @@ function shadow(engines) {
     [span(sum(all, "load_s")), "is what " + number(sum(all, "loads")) + " loads of " + size(sum(all, "load_bytes")) + " took"],
     [largest({ groups: all.flatMap(one => one.groups) }).toPrecision(3) * 1 + "", differ ? "largest difference; " + number(differ) + " rows differ" : "largest difference between loaded and computed KV"],
   ]);
-  region("shadows", ["engine", "requests sampled", "would-be hit rate", "would have saved", "loads took", "compared", "not compared", "rows that differ"], engines.map(({ model, instance, shadow: one }) => [
+  region("shadows", ["engine", "hits sampled", "would-be hit rate", "would have saved", "loads took", "compared", "not compared", "rows that differ"], engines.map(({ model, instance, shadow: one }) => [
     [model || "unnamed model", instance], (100 * one.sampled).toFixed(0) + " %", percent(one.hit_tokens, one.lookup_tokens), span(one.saved_s), span(one.load_s),
-    size(one.compared_bytes), typeof one.not_compared === "number" ? size(one.not_compared) : String(one.not_compared || "nothing"), number(one.differing_rows)]));
+    size(one.compared_bytes), number(one.not_compared) + " hits", number(one.differing_rows)]));
   region("differences", ["engine", "layer group", "largest difference", "compared"], engines.flatMap(({ model, instance, shadow: one }) => one.groups.map(g => [
-    [model || "unnamed model", instance], g.group + " " + g.kind, String(g.largest_difference), size(g.compared_bytes)])), "Nothing was compared yet.");
+    [model || "unnamed model", instance], g.group + " " + g.kind, g.largest_difference ? g.largest_difference.toPrecision(3) + " at a value of " + g.at_value.toPrecision(3) : "0", size(g.compared_bytes)])), "Nothing was compared yet.");
 }
 
 // ---- all of it, every two seconds
