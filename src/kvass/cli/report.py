@@ -69,7 +69,9 @@ def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
             f"{engine['ranks'] - len(engine['missing_ranks'])}/{engine['ranks']}",
             ", ".join(map(str, engine["uids"])),
             ", ".join(map(str, engine.get("pids", [])[:2])),
-            percent(engine.get("hit_tokens", 0), engine.get("lookup_tokens", 0)),
+            "shadow"
+            if engine.get("shadow")
+            else percent(engine.get("hit_tokens", 0), engine.get("lookup_tokens", 0)),
             f"{span(engine['seen_s'])} ago" if "seen_s" in engine else "?",
         )
         for engine in engines

@@ -186,7 +186,8 @@ function working(s, models) {
   $("no-lookups").hidden = !s.engines.length || s.engines.some(e => e.lookup_tokens);
   region("engines", ["engine", "connected since", "hit rate", "prefill saved", "last lookup", "pids", "ranks", "state"], s.engines.map(e => [
     [e.model || "unnamed model", e.instance, e.instance], e.connected_s == null ? "?" : day(statusAt - e.connected_s),
-    [percent(e.hit_tokens, e.lookup_tokens), number(e.hit_tokens) + " tokens", HIT_RATE], span(e.saved_prefill_s ?? 0), span(e.seen_s) + " ago",
+    e.shadow ? ["none", "see shadow mode below"] : [percent(e.hit_tokens, e.lookup_tokens), number(e.hit_tokens) + " tokens", HIT_RATE],
+    e.shadow ? "none" : span(e.saved_prefill_s ?? 0), span(e.seen_s) + " ago",
     [e.pids.filter(pid => pid).slice(0, 2).join(", ") + (e.pids.length > 2 ? " …" : "") || "not known",
       "uid " + e.uids.join(", ") + (e.container ? ", container " + e.container : ""), "processes " + e.pids.join(", ")],
     e.ranks - e.missing_ranks.length + " of " + e.ranks, state(e)]), "");
