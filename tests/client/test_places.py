@@ -11,7 +11,7 @@ import pytest
 
 from kvass.client.client import Client
 from kvass.errors import ConfigError, Unavailable, UntrustedDaemon
-from kvass.messages import Hello, Ping
+from kvass.messages import Hello, Ping, Pong
 from kvass.wire import places
 from kvass.wire.channel import Channel
 from kvass.wire.places import default_socket
@@ -95,7 +95,7 @@ def test_a_dead_daemons_socket_hides_no_living_daemon(machine: Callable[[str], N
     machine("service")
     with ScriptedDaemon(make_place()), Client("") as client:
         machine("login")
-        client.call(Ping())
+        assert isinstance(client.call(Ping()), Pong)
 
 
 def test_a_client_follows_its_daemon_to_another_place(machine: Callable[[str], None]) -> None:
