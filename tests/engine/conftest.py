@@ -10,14 +10,19 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from kvass.arena import memory
+from kvass.messages import Hello, Welcome
 from kvass.testing.daemon import Daemon, running_daemon
+from kvass.wire.channel import Channel
 from tests.support.vllm.judge import Judge
 from tests.support.vllm.models import TINY, build, write_lora
 from tests.support.vllm.process import ENVIRONMENT, Answer, EngineProcess, Prompt
@@ -118,6 +123,21 @@ NOTHING_OWED: Final[dict[str, Any]] = {
     "quarantined_bytes": 0,
     "rows_loading": 0,
 }
+
+
+@contextmanager
+def arena_of(daemon: Daemon) -> Iterator[Any]:
+    """The daemon's whole arena, uint8, to damage it as no well-behaved client would."""
+    channel = Channel.connect(daemon.socket, 5.0)
+    channel.send(Hello(wants_arena=True, clock_s=time.monotonic()))
+    (welcome,) = channel.receive(5.0)
+    assert isinstance(welcome, Welcome)
+    descriptor = channel.take_fd()
+    assert descriptor is not None
+    arena = memory.attach(descriptor, welcome.arena_bytes)
+    yield arena.buffer
+    arena.close()
+    channel.close()
 
 
 def empty(daemon: Daemon) -> dict[str, Any]:

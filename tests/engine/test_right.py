@@ -6,18 +6,14 @@ and wants to see other tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Final
 
 import pytest
 
 from kvass import Client
-from kvass.arena import memory
-from kvass.messages import Hello, Welcome
 from kvass.testing.daemon import Daemon
-from kvass.wire.channel import Channel
-from tests.engine.conftest import BLOCK, CHUNK, store
+from tests.engine.conftest import BLOCK, CHUNK, arena_of, store
 from tests.support.vllm.judge import Judge
 from tests.support.vllm.process import EngineProcess, Prompt, Settings
 
@@ -145,17 +141,9 @@ def test_reset_cache_forgets_for_everybody(
 
 
 def zero_arena(daemon: Daemon) -> None:
-    """Overwrite every byte of the arena, as no well-behaved client would."""
-    channel = Channel.connect(daemon.socket, 5.0)
-    channel.send(Hello(wants_arena=True, clock_s=time.monotonic()))
-    (welcome,) = channel.receive(5.0)
-    assert isinstance(welcome, Welcome)
-    descriptor = channel.take_fd()
-    assert descriptor is not None
-    arena = memory.attach(descriptor, welcome.arena_bytes)
-    arena.buffer[:] = 0
-    arena.close()
-    channel.close()
+    """Overwrite every byte of the arena."""
+    with arena_of(daemon) as arena:
+        arena[:] = 0
 
 
 def test_zeroed_kv_changes_the_tokens(

@@ -153,6 +153,18 @@ def test_a_check_holds_a_quarter_of_the_blocks_at_most() -> None:
     assert client.handed == [check.load.lease]
 
 
+def test_a_hit_of_which_nothing_may_be_compared_gives_its_lease_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvass.engine.stores.POOL_SHARE", 1 << 20)  # not one row has room
+    client, world = stored()
+    world.add("b", PROMPT, max_tokens=1)
+    _, work = world.schedule()
+    assert work.checks == []
+    assert len(client.released) == 1
+    assert not client.taken
+
+
 def test_a_rank_that_could_not_load_counts_as_not_compared() -> None:
     client, world = stored()
     world.add("b", PROMPT, max_tokens=1)

@@ -16,11 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvass.arena import memory
-from kvass.messages import Hello, Welcome
 from kvass.testing.daemon import Daemon, running_daemon
-from kvass.wire.channel import Channel
-from tests.engine.conftest import ARGS, ROOT, empty
+from tests.engine.conftest import ARGS, ROOT, arena_of, empty
 from tests.engine.hybrid import GPT_OSS, QWEN3_NEXT
 from tests.support.vllm.models import TINY, TINY_LATENT, Sizes, build
 from tests.support.vllm.process import EngineProcess, Prompt
@@ -137,20 +134,10 @@ def test_would_be_hits_are_the_hits_of_the_same_trace(family: Family, tmp_path: 
 
 
 def flip_a_byte(daemon: Daemon) -> None:
-    """Flip the highest byte of a value in the middle of each slot that is in use, as no
-    well-behaved client would: the byte with a float32's exponent."""
-    channel = Channel.connect(daemon.socket, 5.0)
-    channel.send(Hello(wants_arena=True, clock_s=time.monotonic()))
-    (welcome,) = channel.receive(5.0)
-    assert isinstance(welcome, Welcome)
-    descriptor = channel.take_fd()
-    assert descriptor is not None
-    arena = memory.attach(descriptor, welcome.arena_bytes)
-    words = arena.buffer.view("<u4")
-    at = int(words.nonzero()[0][1000])  # in the first row that was stored
-    arena.buffer[4 * at + 3] ^= 0x44
-    arena.close()
-    channel.close()
+    """Flip bits of one byte in the first row that was stored: the byte of a float32's exponent."""
+    with arena_of(daemon) as arena:
+        at = int(arena.view("<u4").nonzero()[0][1000])
+        arena[4 * at + 3] ^= 0x44
 
 
 def test_one_flipped_byte_is_reported_with_its_row(tmp_path: Path) -> None:
