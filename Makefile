@@ -36,7 +36,7 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requirements/dev.txt requirements/triton.txt requirements/mooncake.sh requirements/debian.sh
+$(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requirements/dev.txt requirements/mooncake.sh requirements/debian.sh
 	@[[ -n "$(PYTHON)" ]] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvass needs Python >= 3.11 with venv: install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "== 1/5 $$("$(PYTHON)" --version) into $(VENV)"
@@ -50,8 +50,6 @@ $(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requiremen
 	@$(PIP) --no-deps -r requirements/dev.txt $(QUIET)
 	@bash requirements/mooncake.sh $(VENV)
 	@bash requirements/debian.sh $(VENV)
-	@cmp -s requirements/triton.txt $(VENV)/triton/.made-from || { rm -rf $(VENV)/triton \
-	  && $(PIP) --no-deps --target $(VENV)/triton -r requirements/triton.txt && cp requirements/triton.txt $(VENV)/triton/.made-from; }
 	@echo "== 5/5 kvass itself"
 	@$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

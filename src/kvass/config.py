@@ -52,8 +52,6 @@ ENGINE_OPTIONS: Final = (
     "model_id",
     "kv_layout",
     "fixed_weights",
-    "gpu",
-    "gpu_copies",
     "global_media_ids",
     "shadow",
     "untested_vllm",

@@ -17,9 +17,9 @@ from kvass.engine.memory import KVMemory
 from kvass.errors import ConfigError, UsageError
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.transfer.base import Job
+from kvass.transfer.batch import Region
 from kvass.transfer.descriptors import plan_runs
 from kvass.transfer.host import HostMover
-from kvass.transfer.runtime import Region
 from kvass.types import GroupLayout
 from tests.support.vllm.scheduler import make_configs
 

@@ -43,7 +43,7 @@ def setup(**changes: Any) -> Any:
         (
             {"kvass.chunk": 256},
             "use one of kvass.blend, kvass.blend_oracle, kvass.chunk_tokens, kvass.daemon_uid, "
-            "kvass.fixed_weights, kvass.global_media_ids, kvass.gpu, kvass.gpu_copies, "
+            "kvass.fixed_weights, kvass.global_media_ids, "
             "kvass.kv_layout, kvass.model_id, kvass.shadow, kvass.socket, kvass.tag",
         ),
         ({"kvass.daemon_uid": "kvass"}, "Expected `int | null`, got `str`"),
@@ -56,7 +56,7 @@ def setup(**changes: Any) -> Any:
         ({"kvass.tag": None}, "Expected `str`, got `null`"),
         ({"kvass.model_id": ""}, "Expected `str` of length >= 1 - at `$.kvass.model_id`"),
         ({"kvass.kv_layout": "BHLNC"}, "Invalid enum value 'BHLNC' - at `$.kvass.kv_layout`"),
-        ({"kvass.gpu_copies": "one"}, "docs/vllm.md lists their values"),
+        ({"kvass.kv_layout": "one"}, "docs/vllm.md lists their values"),
         ({"kvass.global_media_ids": "yes"}, "Expected `bool`, got `str`"),
     ],
 )

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -32,14 +31,14 @@ from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.engine import tracing
 from kvass.engine.boundary import Boundary, log
 from kvass.engine.held_adapters import HeldAdapters, News
-from kvass.engine.memory import KVMemory, open_mover
+from kvass.engine.memory import KVMemory, MakeMover, open_mover
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import AdapterHeld, Check, Compared, Load, StepWork, Store
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, Mover
-from kvass.transfer.cuda_driver import MissingError
+from kvass.transfer.device import MissingError
 
 if TYPE_CHECKING:
     from kvass.engine.comparer import Comparer
@@ -48,6 +47,9 @@ COPY_WAIT_S: Final = 0.005
 """How long a step that computes nothing waits for copies. Each step, even an empty one, keeps the
 GIL from the copy threads for 2 ms, so fewer steps are better. A request that arrives meanwhile has
 to wait."""
+
+CLOSE_WAIT_S: Final = 30.0
+"""How long the engine waits for copies before its KV memory is taken away."""
 
 NEVER: Final = sys.maxsize
 """A step number that is never reached."""
@@ -66,18 +68,14 @@ class Copier:
         setup: EngineSetup,
         rank: int,
         boundary: Boundary,
-        make_mover: Callable[[KVMemory], Mover] | None = None,
+        make_mover: MakeMover = open_mover,
         held: HeldAdapters | None = None,
     ) -> None:
         """``held``: the LoRA adapters that this rank holds; None if the engine serves none. Raises
         UsageError for a rank outside the engine's world."""
         self._held = held
         self._setup = setup
-        self._make_mover = make_mover or partial(open_mover, single=setup.single_copies)
-        self._make_comparers = make_mover or partial(
-            open_mover, single=setup.single_copies, pins=False
-        )
-        """Makes the movers of the comparer. The engine's own mover pins the arena."""
+        self._make_mover = make_mover
         self._strategy = setup.strategy.at(rank)
         self._boundary = boundary
         self._client: WorkerClient | None = None
@@ -108,7 +106,7 @@ class Copier:
         self._planes, self._owners = memory.planes, memory.owners
         self._mover = self._client = self._comparer = None
         try:
-            self._mover = self._make_mover(memory)
+            self._mover = self._make_mover(memory, True)
         except MissingError as reason:  # without this rank every lookup is a miss
             log.error("kvass is off, the engine runs uncached: %s", reason)
             return
@@ -119,7 +117,7 @@ class Copier:
             from kvass.engine.comparer import Comparer
 
             rank = self._strategy.rank
-            self._comparer = Comparer(memory, rank, self._boundary, self._make_comparers)
+            self._comparer = Comparer(memory, rank, self._boundary, self._make_mover)
         self._setup.when_named(self._client.complete)
 
     # ------------------------------------------------------------ a step
@@ -231,6 +229,13 @@ class Copier:
         self._note_adapters(self._step_number)
         news = self._held.news()
         return {self._held.rank: news} if news else {}
+
+    def wait(self) -> None:
+        """Wait until no copy runs, for at most ``CLOSE_WAIT_S``."""
+        if self._mover is not None and not self._mover.drain(CLOSE_WAIT_S):
+            log.error(
+                "copies have not ended for %g s, and the KV memory is taken away", CLOSE_WAIT_S
+            )
 
     def close(self) -> None:
         """End the copies, then the session. The session's EOF shows the daemon that this rank

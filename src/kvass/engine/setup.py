@@ -42,8 +42,6 @@ class EngineSetup:
     stores: bool
     daemon_uid: int | None = None
     """The user id of the daemon, where the socket's files do not show it (``wire.trust``)."""
-    single_copies: bool = False
-    """On a GPU: copy each run of bytes with a driver call of its own."""
     chunk_blocks: int = 0
     """How many blocks a chunk has, if hits may end at each block. Then all groups are ``full`` with
     one block size, and each block has a hash. 0: hits end at chunk boundaries only."""
