@@ -199,7 +199,7 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/bench.md", "tokens ({} chunks), and its release", (lookups.KEYS,)),
     (
         "docs/doctor.md",
-        "a GPU's driver {} s at most, for a daemon {} s",
+        "It waits for torch {} s at most, for a daemon {} s",
         (devices.TORCH_S, machine.DAEMON_S),
     ),
     ("docs/doctor.md", "a warning above {} % of what is available", (100 * SAFE_SHARE,)),
