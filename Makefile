@@ -80,7 +80,7 @@ test: $(READY)
 	VLLM_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 # What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
-SCHEDULERS := tests/engine/test_contract.py $(wildcard tests/engine/test_scheduler_*.py) \
+SCHEDULERS := $(addprefix tests/engine/test_,contract.py copy_operation.py) $(wildcard tests/engine/test_scheduler_*.py) \
   $(addprefix tests/engine/test_,ranks_scheduler.py fields.py hook_order.py plugin.py tiles.py \
     adapters_model.py lora_digest.py)
 ENGINES := $(addprefix tests/engine/test_,right.py pairs.py eagle.py hybrid.py lora.py beside_another.py) \

@@ -29,6 +29,8 @@ NAMES: Final = {
     "raw": "raw disk",
 }
 """The columns, in this order."""
+PEERS: Final = ("lmcache", "lmcache_1", "offloading")
+"""What kvass is compared with."""
 ALIKE: Final = 1.02
 """Medians that differ by less are alike, whatever the spread."""
 BELOW: Final = "see below"
@@ -79,17 +81,17 @@ def verdict(row: Row) -> tuple[str, bool]:
         return "no figure of kvass", False
     if row.part == "new":
         return _cost(row)
-    if "lmcache" not in row.samples:
+    peers = [name for name in PEERS if name in row.samples]
+    if not peers:
         return ("**kvass**" if " within " in row.trouble.get("lmcache", "") else ""), True
-    best = max if row.more else min
-    peer = best((name for name in ("lmcache", "lmcache_1") if name in row.samples), key=row.median)
+    peer = (max if row.more else min)(peers, key=row.median)
     ours, theirs = row.median("kvass"), row.median(peer)
     (low, high), (their_low, their_high) = row.spread("kvass"), row.spread(peer)
     near, far = sorted((abs(ours), abs(theirs)))
     if not (low > their_high or their_low > high) or far <= near * ALIKE:
         return "no clear lead", False
-    by = f" {number(far / near)}x" if near else ""
-    return (f"**kvass**{by}", True) if (ours > theirs) == row.more else (f"LMCache{by}", False)
+    by, leader = f" {number(far / near)}x" if near else "", NAMES[peer].partition(",")[0]
+    return (f"**kvass**{by}", True) if (ours > theirs) == row.more else (f"{leader}{by}", False)
 
 
 def _cost(row: Row) -> tuple[str, bool]:

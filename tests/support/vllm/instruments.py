@@ -231,7 +231,10 @@ def fork_ranks() -> None:
 def scan_dicts_only() -> None:
     """Keep vLLM from failing where llvmlite is imported, as by LMCache: on a CPU it looks at the
     attributes of everything in every module, and takes what ``vars`` returns for a dict."""
-    from vllm.triton_utils import dispatcher
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # vLLM 0.30 does not look
+        return
 
     def dicts_only(value: object) -> dict[str, Any]:
         return found if isinstance(found := vars(value), dict) else {}
@@ -242,8 +245,10 @@ def scan_dicts_only() -> None:
 def prepare(connector: Any, patient: bool, late: bool) -> None:
     """Count the requests that ``connector``'s scheduler half does not store, and make it hold no
     blocks while ``late_stores`` is set. If
-    ``patient``, it waits for answers without a timeout; if ``late``, not for grants."""
-    planner = connector._planner
+    ``patient``, it waits for answers without a timeout; if ``late``, not for grants. In a
+    ``MultiConnector`` the one of kvass is meant."""
+    children = getattr(connector, "_connectors", [connector])
+    (planner,) = (one._planner for one in children if hasattr(one, "_planner"))
     if planner is None:  # inert
         return
     count = planner.traffic.count
