@@ -53,6 +53,7 @@ per_engine_labelvalues)
     KVConnectorBase_V1.wait_for_save(self)
     KVConnectorBase_V1.get_transfer_results(self, finished_req_ids)
     KVConnectorBase_V1.build_connector_worker_meta(self)
+    KVConnectorBase_V1.unregister_kv_caches(self) [0.33]
     KVConnectorBase_V1.shutdown(self)
     KVConnectorMetadata
     KVConnectorRole.SCHEDULER
@@ -286,8 +287,13 @@ platforms/interface.py
     Platform.device_name
     Platform.device_type
     Platform.get_device_capability(cls, device_id=0)
+    Platform.get_device_name(cls, device_id=0)
     Platform.is_rocm(self)
     Platform.is_xpu(self)
+triton_utils/importing.py
+    HAS_TRITON
+utils/platform_utils.py
+    is_pin_memory_available()
 utils/hashing.py
     get_hash_fn_by_name(hash_fn_name)
 """

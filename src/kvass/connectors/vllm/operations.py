@@ -16,12 +16,12 @@ def vllm_operations(storages: Sequence[Any]) -> Operations:
     import torch
     from vllm import _custom_ops
     from vllm.platforms import current_platform
-    from vllm.utils.torch_utils import PIN_MEMORY
+    from vllm.utils.platform_utils import is_pin_memory_available
 
     if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
         raise MissingError(f"this vLLM has no swap_blocks_batch for {current_platform.device_type}")
     copy, unsigned = _custom_ops.swap_blocks_batch, current_platform.is_xpu()
-    if not PIN_MEMORY:  # in WSL2, for example
+    if not is_pin_memory_available():  # in WSL2, for example
         return Operations(copy, unsigned=unsigned)
     register, unregister = _pinning(storages[0].device)
     return Operations(copy, _kernel(current_platform), register, unregister, unsigned)

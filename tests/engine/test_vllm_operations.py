@@ -22,11 +22,11 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A platform like CUDA, on which vLLM can pin memory and has Triton."""
     import vllm.platforms
     import vllm.triton_utils
-    import vllm.utils.torch_utils
+    import vllm.utils.platform_utils
 
     found: Any = SimpleNamespace(device_type="cuda", is_xpu=lambda: False, is_rocm=lambda: False)
     monkeypatch.setattr(vllm.platforms, "_current_platform", found)
-    monkeypatch.setattr(vllm.utils.torch_utils, "PIN_MEMORY", True, raising=False)
+    monkeypatch.setattr(vllm.utils.platform_utils, "is_pin_memory_available", lambda: True)
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)
     there = SimpleNamespace(swap_blocks_batch=None)
     monkeypatch.setattr(torch.ops, "_C_cache_ops", there, raising=False)
@@ -64,7 +64,7 @@ def test_without_a_kernel_that_can_read_host_memory_there_is_none(
 def test_where_vllm_pins_nothing_nothing_is_pinned(
     platform: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
+    monkeypatch.setattr("vllm.utils.platform_utils.is_pin_memory_available", lambda: False)
     found = vllm_operations(STORAGES)
     assert (found.register, found.copy_short) == (None, None)
 
