@@ -25,6 +25,7 @@ from kvass.engine.step_work import StepWork, Store
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.transfer.base import Outcome
+from kvass.transfer.device import Stream
 from kvass.types import PAGE, Slots
 from tests.engine.conftest import GPU
 from tests.support.gpu.engine_mover import Break, EngineMover
@@ -89,12 +90,10 @@ def test_other_calls_on_the_engines_thread_end_the_engine(
 ) -> None:
     a = engine()
     with fake(a).engine_thread():
-        fake(a).mark(next(iter(fake(a).streams)))
-    with pytest.raises(AssertionError, match="mark on the engine's thread"):
+        fake(a).idle(Stream(fake(a).compute))
+    with pytest.raises(AssertionError, match="idle on the engine's thread"):
         a.step()
     fake(a).violations.clear()
-    fake(a).finish()
-    fake(a).forget(max(fake(a)._events))
 
 
 # ---------------------------------------------------------------- a device that dies

@@ -122,7 +122,6 @@ class DeviceRuntime:
 
     def __init__(self, device: str, operations: Operations, torch: Any) -> None:
         self._device, self._operations, self._torch = device, operations, torch
-        self._dtype = torch.uint64 if operations.unsigned else torch.int64
         self.tables = Tables(torch) if operations.copy_short else None
 
     # ------------------------------------------------------------ streams and events
