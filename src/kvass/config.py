@@ -56,7 +56,7 @@ ENGINE_OPTIONS: Final = (
     "gpu_copies",
     "global_media_ids",
     "shadow",
-    "untested_vllm",
+    "verify",
 )
 """The options of an engine's connector, without their prefix ``kvass.``."""
 

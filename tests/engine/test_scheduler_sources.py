@@ -36,7 +36,7 @@ VALUES = {
     "gpu_copies": "single",
     "global_media_ids": True,
     "shadow": 0.5,
-    "untested_vllm": True,
+    "verify": 500,
 }
 
 
