@@ -54,7 +54,7 @@ ENGINE_OPTIONS: Final = (
     "fixed_weights",
     "global_media_ids",
     "shadow",
-    "untested_vllm",
+    "verify",
 )
 """The options of an engine's connector, without their prefix ``kvass.``."""
 

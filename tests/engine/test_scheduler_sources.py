@@ -34,7 +34,7 @@ VALUES = {
     "fixed_weights": True,
     "global_media_ids": True,
     "shadow": 0.5,
-    "untested_vllm": True,
+    "verify": 500,
 }
 
 

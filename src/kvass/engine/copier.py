@@ -13,6 +13,8 @@ Laws of this file:
   ``COPY_WAIT_S``.
 - Nothing is copied for a LoRA adapter that this rank does not hold (``held_adapters.py``).
 - A copy touches only the arena of the boot of the daemon that granted its slots.
+- After a copy that was verified and is wrong (``verifier.py``), this rank copies nothing more. The
+  scheduler is told.
 - After a forward pass that raised or never ran, nothing is stored that it or a later step computed,
   until the engine has emptied its own prefix cache. Until then the engine may reuse blocks that
   were never filled.
@@ -35,9 +37,10 @@ from kvass.engine.memory import KVMemory, MakeMover, open_mover
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import AdapterHeld, Check, Compared, Load, StepWork, Store
 from kvass.engine.traffic import EngineTraffic
+from kvass.engine.verifier import Verifier
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
-from kvass.transfer.base import Done, Job, Mover
+from kvass.transfer.base import Done, Job, Mover, Outcome
 from kvass.transfer.device import MissingError
 
 if TYPE_CHECKING:
@@ -83,6 +86,9 @@ class Copier:
         self._comparer: Comparer | None = None
         """Only in shadow mode."""
         self._compared: list[Compared] = []
+        self._verifier: Verifier | None = None
+        self._wrong: list[str] = []
+        """What ``wrong_copies`` has not returned yet."""
         self._planes: tuple[GroupPlanes, ...] = ()
         self._owners: tuple[object, ...] = ()
         self._finished: set[str] = set()
@@ -102,6 +108,8 @@ class Copier:
         """Register this rank's KV caches with the daemon. If the engine made other KV caches
         before, call ``close`` first. After a sleep of the engine the KV caches are in the same
         place, so no call is needed."""
+        if self._verifier is not None and self._verifier.difference:
+            return
         registration = self._setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
         self._mover = self._client = self._comparer = None
@@ -110,6 +118,7 @@ class Copier:
         except MissingError as reason:  # without this rank every lookup is a miss
             log.error("kvass is off, the engine runs uncached: %s", reason)
             return
+        self._verifier = Verifier(memory, self._setup.verification, self._boundary)
         self._client = WorkerClient(
             self._setup.socket, registration, incomplete=True, daemon_uid=self._setup.daemon_uid
         )
@@ -221,6 +230,14 @@ class Copier:
         ended, self._compared = self._compared, []
         return ended
 
+    def wrong_copies(self) -> list[str]:
+        """What verification found wrong since the last call, one line for each copy. Empty in a
+        step that raised. Call it after ``report``."""
+        if not self._computed:
+            return []
+        wrong, self._wrong = self._wrong, []
+        return wrong
+
     def adapter_news(self) -> dict[int, News]:
         """By rank: what this rank holds under each LoRA adapter id that changed since the last
         call. Empty in a step that raised. Call it after ``report``."""
@@ -283,6 +300,8 @@ class Copier:
             return False
         if isinstance(copy, Load) and copy.lease == 0:
             return False
+        if self._verifier is None or self._verifier.difference:
+            return False
         arena = self._client.arena(copy.boot, copy.given_s)
         if arena is None:
             return False
@@ -298,6 +317,7 @@ class Copier:
                     ended,
                     arena.populated,
                     arena.prepare,
+                    self._verify,
                 )
             )
         except BaseException:
@@ -337,6 +357,22 @@ class Copier:
         return True
 
     # ------------------------------------------------------------ ends
+
+    def _verify(self, job: Job) -> tuple[Outcome, str]:
+        """Verify a copy, on the copy thread, after the last byte."""
+        assert self._verifier is not None
+        copy = job.name
+        assert isinstance(copy, Load | Store)
+        return self._verifier.check(job, partial(self._holds, copy))
+
+    def _holds(self, copy: Load | Store) -> bool:
+        """Whether this rank's session is still the one in which the slots of ``copy`` were given.
+        Else other bytes may be in them by now."""
+        arena = self._client and self._client.arena(copy.boot, copy.given_s)
+        if arena is None:
+            return False
+        arena.close()
+        return True
 
     def _copied(self, arena: ArenaLease, done: Done) -> None:
         """The end of a copy, on the copy thread, right after the last byte."""
@@ -379,6 +415,10 @@ class Copier:
         """Take in the end of a copy, and count it if it failed."""
         copy = _copy_of(done)
         self.traffic.copied(done)
+        if self._verifier is not None:
+            self.traffic.add(self._verifier.take_counts())
+        if done.outcome == "differs":
+            self._wrong.append(f"rank {self._strategy.rank}: {done.error}")
         if done.outcome == "lost" and not any(kept is self._owners for kept in _lost):
             _lost.append(self._owners)
         if isinstance(copy, Store):

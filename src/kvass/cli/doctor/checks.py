@@ -256,10 +256,11 @@ def vllm(m: Machine) -> Finding:
             return ok(found, "KvassConnector (docs/vllm.md)", do=do)
         cost = "errors or misses: somebody changed this vLLM"
         return warning(found, "KvassConnector", cost, f"vLLM {TESTED}")
+    if served is Served.ON_TRIAL:
+        used, do = "KvassConnector, which verifies more copies", "compare answers (docs/vllm.md)"
+        return note(found, used, do=do)
     used, cost = "no cache: the connector says so in one line", "its engines run uncached"
-    on_trial = served is Served.ON_TRIAL
-    do = "; or try it: set kvass.untested_vllm (docs/vllm.md)" if on_trial else ""
-    return warning(found, used, cost, f"vLLM {TESTED}{do}")
+    return warning(found, used, cost, f"vLLM {TESTED}")
 
 
 def _extra(name: str, packages: tuple[str, ...], schemes: str, m: Machine) -> Finding:

@@ -17,7 +17,7 @@ import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from logging import INFO, WARNING
 from pathlib import Path
@@ -66,8 +66,8 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     global_media_ids: bool = False
     shadow: bool | Annotated[float, Meta(ge=0, le=1)] = False
     """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""
-    untested_vllm: bool = False
-    """Use the cache with a version of vLLM that is on trial (``served.py``)."""
+    verify: Annotated[int, Meta(ge=0)] | None = None
+    """After the first copies, verify those of one in so many jobs (``engine/verifier.py``)."""
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:
@@ -121,7 +121,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     """
     transfer = vllm_config.kv_transfer_config
     options = read_options(transfer.kv_connector_extra_config)
-    verdict = _verdict(options)
+    verdict = _verdict()
     if not verdict.caches:
         return Inert(verdict.message)
     if verdict.message:
@@ -191,6 +191,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         blend=blend,
         blend_oracle=options.blend_oracle,
         shadow=float(options.shadow),
+        verification=replace(verdict.verification, every=options.verify),
         model=options.model_id or source,
         weights=weights_name,
     )
@@ -212,9 +213,9 @@ def _asks_for(vllm_config: Any, *names: str) -> bool:
     return any(options.get(name) for name in names)
 
 
-def _verdict(options: Options) -> Verdict:
+def _verdict() -> Verdict:
     """The verdict on this process's vLLM. Call it before anything else of vLLM is used."""
-    return verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__, options.untested_vllm)
+    return verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__)
 
 
 @cache
@@ -250,7 +251,7 @@ def wanted_layout(vllm_config: Any) -> str | None:
     """
     options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     wanted = options.kv_layout
-    if not wanted or not _verdict(options).caches:
+    if not wanted or not _verdict().caches:
         return None
     if wanted != "blocks":
         return wanted

@@ -254,6 +254,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         ended = connector_output.finished_recving or ()
         if report is not None and report.adapters:
             self._run(self._planner, None, Planner.adapters_held, report.adapters)
+        if report is not None and report.wrong:
+            self._run(self._planner, None, Planner.copied_wrong, report.wrong)
         if report is not None or failed or ended:
             steps = report.steps if report is not None else {}
             self._run(self._planner, None, Planner.reported, steps, failed, ended)
@@ -361,14 +363,15 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """This rank's report: the steps whose stores have ended, and the adapters that are new.
-        None if there is nothing to report."""
+        """This rank's report: the steps whose stores have ended, the adapters that are new, and
+        what was compared or found wrong. None if there is nothing to report."""
         steps = self._run(self._copier, [], Copier.report)
         held = self._run(self._copier, {}, Copier.adapter_news) if self._adapters else {}
         compared = self._run(self._copier, [], Copier.compared)
-        if not (steps or held or compared):
+        wrong = self._run(self._copier, [], Copier.wrong_copies)
+        if not (steps or held or compared or wrong):
             return None
-        return StepReport(dict.fromkeys(steps, 1), held, compared)
+        return StepReport(dict.fromkeys(steps, 1), held, compared, wrong)
 
     def unregister_kv_caches(self) -> None:
         """Wait for the copies, before the engine's memory is taken away for a sleep. vLLM before
