@@ -24,7 +24,9 @@ from kvass.transfer.base import Job, Kind
 from kvass.transfer.batch import MAX_DESCRIPTORS, Region
 from kvass.transfer.device_mover import DeviceMover
 from tests.support import processes
+from tests.support.gpu.fake_device import Wait
 from tests.support.gpu.fake_gpu import FakeGpu
+from tests.support.gpu.fake_torch import FakeEvent
 from tests.support.mutants import TIMEOUT_S, UNBROKEN, Mutant
 from tests.support.waiting import eventually
 from tests.transfer.device_mutants import MUTANTS, notice
@@ -243,6 +245,24 @@ def test_who_fails_twice_knows_nothing_any_more(
     assert rig.ends() == [((1,), "lost")]
     rig.submit("store", 2)
     assert rig.ends() == [((2,), "failed")]
+
+
+def test_a_wait_that_does_nothing_is_noticed(
+    rig: DeviceRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy ends before the engine's work that it must wait for."""
+    monkeypatch.setattr(rig.fake, "wait", lambda *_: None)
+    never = FakeEvent(rig.fake)
+    rig.fake._events[never] = False
+    rig.fake.streams[rig.fake.compute].append(Wait(never))
+    with rig.fake.engine_thread():
+        rig.submit("store", 1)
+    assert rig.ends() == [((1,), "failed")]
+    rig.fake._events[never] = True
+    monkeypatch.undo()
+    with rig.fake.engine_thread():
+        rig.submit("store", 1)
+    assert rig.ends() == [((1,), "done")]
 
 
 # ------------------------------------------------------------ what is in flight

@@ -213,9 +213,16 @@ class DeviceMover(Mover):
     def _settle_if_over(self, task: Task) -> None:
         if task.flying or task.queued:
             return
+        if task.outcome is None and not self._in_order(task):
+            task.end("failed", "its copies did not wait for the engine's work before them")
         if task.outcome is None:
             task.outcome = "done" if self._clock() < task.job.deadline_s else "late"
         self._settle(task.job, task.since, task.outcome, task.error)
+
+    def _in_order(self, task: Task) -> bool:
+        """Whether the engine's work before the job is done, now that its copies are. Nothing but a
+        wait that does not work makes this False."""
+        return not isinstance(task.order, Fault) and self._runtime.done(task.order) is True
 
     # ------------------------------------------------------------ what is given
 
