@@ -88,6 +88,14 @@ def test_regions_on_two_devices_are_refused() -> None:
         )
 
 
+def test_the_copy_thread_uses_the_device_of_the_pages(rig: DeviceRig) -> None:
+    """Else it would make a context on device 0, of some 500 MB, in each worker."""
+    rig.fake._device = "fake:3"
+    rig.submit("store", 1)
+    assert rig.ends() == [((1,), "done")]
+    assert rig.fake.devices == [3]
+
+
 # ------------------------------------------------------------ pinning
 
 

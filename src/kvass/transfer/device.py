@@ -124,6 +124,14 @@ class DeviceRuntime:
         self._device, self._operations, self._torch = device, operations, torch
         self.tables = Tables(torch) if operations.copy_short else None
 
+    @_faults("device")
+    def enter_thread(self) -> None:
+        """Make this device the calling thread's current one. A thread begins with device 0, and
+        pinning memory or leaving a stream would make a context there."""
+        index = self._torch.device(self._device).index
+        if index is not None:
+            self._torch.accelerator.set_device_index(index)
+
     # ------------------------------------------------------------ streams and events
 
     @_faults("event")

@@ -166,6 +166,8 @@ class DeviceMover(Mover):
 
     def _run(self) -> None:
         since = self._clock()
+        if (fault := self._runtime.enter_thread()) is not None:
+            self._end_all(fault)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unsettled or self._closed, IDLE_S)

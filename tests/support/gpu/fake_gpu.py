@@ -56,6 +56,8 @@ class FakeGpu(FakeDevice, DeviceRuntime):
         self._threads = Current()
         self.plans = Plans()
         self.copied: list[Batch] = []
+        self.devices: list[int] = []
+        """The devices that threads made their current one."""
         self.stopped = False
         """The device hangs: nothing happens by itself."""
         self.few = 16

@@ -94,7 +94,11 @@ def fake_torch(gpu: FakeGpu) -> Any:
     return SimpleNamespace(
         Stream=new_stream,
         Event=lambda device: FakeEvent(gpu),
-        accelerator=SimpleNamespace(current_stream=lambda device: gpu.current_stream()),
+        accelerator=SimpleNamespace(
+            current_stream=lambda device: gpu.current_stream(),
+            set_device_index=gpu.devices.append,
+        ),
+        device=lambda name: SimpleNamespace(index=int(name.partition(":")[2])),
         from_numpy=FakeTensor,
         empty=empty,
         int64=np.int64,
