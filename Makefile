@@ -32,7 +32,7 @@ help:
 	@echo "make soak    MINUTES=$(MINUTES) of a trace while daemon, tiers and engines are killed and suspended"
 	@echo "make bench-check   kvass bench against the ratios of bench/baseline.json (a minute)"
 	@echo "make bench   what kvass bench does not measure of a daemon; bench/__init__.py has tiers and GPUs"
-	@echo "make bench-peers   kvass, LMCache and vLLM alone, side by side (20 to 60 minutes; SHORT=1 for a try)"
+	@echo "make bench-peers   kvass, LMCache, vLLM's offloading and vLLM alone, side by side (20 to 60 minutes; SHORT=1 for a try)"
 
 setup: $(READY)
 

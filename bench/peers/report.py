@@ -56,7 +56,8 @@ WHY: Final = {
     "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
     "document_found": "both find all but the prompt's end",
-    "document": "what is left is the engine's own work on the last tokens, which no cache changes",
+    "document": "what is left is the engine's own work on the last tokens, which no cache changes. "
+    "vLLM's offloading asks no other process",
     "rag": "all compute the question's tokens, and that takes most of the time. Blended reuse of "
     "documents would change it, where answers may differ",
     "chat": "all compute each new turn, and that takes most of the time. A cache cannot change it",

@@ -91,3 +91,4 @@ def test_each_of_two_connectors_serves_what_the_other_lacks(tmp_path: Path, star
     check_same(hit, right)
     assert engine.reset(connector=True)
     assert engine.one(new).cached == 0
+    engine.close()
