@@ -16,7 +16,8 @@ from kvass.errors import ConfigError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import U8Array
 from kvass.transfer.batch import Kind, Region
-from kvass.transfer.device import DeviceRuntime, Operations, TensorCopies, torch_pinning
+from kvass.transfer.device import DeviceRuntime, Operations
+from kvass.transfer.torch_operations import TensorCopies, torch_pinning
 
 WIDTH: Final = 8192
 """Of the matrices: large enough to keep every processor of the device busy."""

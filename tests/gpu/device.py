@@ -19,15 +19,8 @@ import torch
 
 from kvass.transfer.base import U8Array
 from kvass.transfer.batch import Batch, Region
-from kvass.transfer.device import (
-    DeviceRuntime,
-    Event,
-    Fault,
-    Operations,
-    Stream,
-    TensorCopies,
-    torch_pinning,
-)
+from kvass.transfer.device import DeviceRuntime, Event, Fault, Operations, Stream
+from kvass.transfer.torch_operations import TensorCopies, torch_pinning
 from tests.support.gpu.fake_device import Op
 from tests.support.gpu.fake_gpu import FakeGpu
 

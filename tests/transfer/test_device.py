@@ -9,14 +9,8 @@ import pytest
 import torch
 
 from kvass.transfer.batch import Batch, Kind, Way
-from kvass.transfer.device import (
-    KERNEL_TABLES,
-    DeviceRuntime,
-    Fault,
-    Operations,
-    TensorCopies,
-    torch_operations,
-)
+from kvass.transfer.device import KERNEL_TABLES, DeviceRuntime, Fault, Operations
+from kvass.transfer.torch_operations import TensorCopies, torch_operations
 from kvass.types import PAGE, U64Array
 from tests.support.gpu.fake_gpu import FakeGpu
 from tests.support.gpu.fake_torch import FakeStream, FakeTensor, fake_torch
@@ -194,7 +188,7 @@ def test_an_error_of_pinning_is_taken_off_the_thread(monkeypatch: pytest.MonkeyP
     storage: Any = torch.zeros(1).untyped_storage()
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch, "ones", launch)
-    from kvass.transfer.device import torch_pinning
+    from kvass.transfer.torch_operations import torch_pinning
 
     register, unregister = torch_pinning("cuda:0")
     assert register is not None

@@ -13,10 +13,11 @@ from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Mover, U8Array
 from kvass.transfer.batch import Region
-from kvass.transfer.device import MissingError, torch_operations
+from kvass.transfer.device import MissingError
 from kvass.transfer.device_mover import DeviceMover
 from kvass.transfer.host import HostMover
 from kvass.transfer.open_device import FindOperations, open_device
+from kvass.transfer.torch_operations import torch_operations
 from kvass.types import RankLayout
 
 Values = tuple[str, int, int]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvass.transfer.device import MissingError, Operations, torch_pinning
+from kvass.transfer.device import MissingError, Operations
+from kvass.transfer.torch_operations import torch_pinning
 
 
 def vllm_operations(storages: Sequence[Any]) -> Operations:
