@@ -103,7 +103,7 @@ def test_a_load_that_was_planned_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stores_that_are_granted_or_asked_for_end(late: int) -> None:
     """What was granted is copied and reported. An offer without an answer is given up, and what
     ended requests left is not offered."""
-    client, world = rig()
+    client, world = rig(tails=True)
     client.late = late
     world.add("a", PROMPT, max_tokens=40)
     output, work = world.schedule()
