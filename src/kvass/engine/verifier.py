@@ -38,7 +38,7 @@ from kvass.engine.memory import KVMemory
 from kvass.engine.setup import Verification
 from kvass.layout.copy_plan import CopyPlan, RowCopy
 from kvass.layout.describe import GroupPlanes
-from kvass.transfer.base import Job, Outcome
+from kvass.transfer.base import Job, Outcome, U8Array
 from kvass.transfer.pages import KVPages
 
 FIRST: Final = 16
@@ -117,7 +117,7 @@ class Verifier:
             stored = job.arena[begin : begin + count * plane.run].reshape(count, plane.run)
             for first, pages in self._pages.read(plane, row.blocks):
                 here = stored[first : first + len(pages)]
-                if not np.array_equal(here, pages):
+                if not _equal(here, pages):
                     page, byte = (int(i[0]) for i in np.nonzero(here != pages))
                     where = at + (row.first + first + page) * plane.run + byte
                     values = int(here[page, byte]), int(pages[page, byte])
@@ -145,6 +145,13 @@ class Verifier:
             f"{'L1' if stores else 'the block'} has {found:#04x}, not {expected:#04x} "
             f"(plane {plane}{layer})"
         )
+
+
+def _equal(first: U8Array, second: U8Array) -> bool:
+    """Whether two arrays of pages are equal. numpy compares eight bytes as fast as one."""
+    if first.shape[1] % 8 == 0:
+        return np.array_equal(first.view(np.uint64), second.view(np.uint64))
+    return np.array_equal(first, second)
 
 
 def _counter(found: str | None) -> str:

@@ -52,8 +52,10 @@ class KVPages:
             memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
             shape, strides = (int(ids.max()) + 1, plane.run), (plane.block_stride, 1)
             pages = torch.as_strided(memory, shape, strides, plane.base)
-            chosen = pages.index_select(0, torch.from_numpy(ids).to(device))
-            found: U8Array = chosen.cpu().numpy()
+            if device.type == "cpu":  # torch would start threads
+                found: U8Array = pages.numpy()[ids]
+            else:
+                found = pages.index_select(0, torch.from_numpy(ids).to(device)).cpu().numpy()
         return found
 
     def _own_stream(self, device: Any) -> AbstractContextManager[Any]:
