@@ -295,7 +295,7 @@ class Copier:
             return False
         if isinstance(copy, Load) and copy.lease == 0:
             return False
-        if self._verifier is None or self._verifier.difference:
+        if self._verifier is not None and self._verifier.difference:
             return False
         arena = self._client.arena(copy.boot, copy.given_s)
         if arena is None:
