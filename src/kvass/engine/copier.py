@@ -108,11 +108,11 @@ class Copier:
         """Register this rank's KV caches with the daemon. If the engine made other KV caches
         before, call ``close`` first. After a sleep of the engine the KV caches are in the same
         place, so no call is needed."""
-        if self._verifier is not None and self._verifier.difference:
-            return
         registration = self._setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
         self._mover = self._client = self._comparer = None
+        if self._verifier is not None and self._verifier.difference:
+            return
         try:
             self._mover = self._make_mover(memory, True)
         except MissingError as reason:  # without this rank every lookup is a miss
@@ -300,7 +300,7 @@ class Copier:
             return False
         if isinstance(copy, Load) and copy.lease == 0:
             return False
-        if self._verifier is None or self._verifier.difference:
+        if self._verifier is not None and self._verifier.difference:
             return False
         arena = self._client.arena(copy.boot, copy.given_s)
         if arena is None:

@@ -38,7 +38,7 @@ from kvass.engine.memory import KVMemory
 from kvass.engine.setup import Verification
 from kvass.layout.copy_plan import CopyPlan, RowCopy
 from kvass.layout.describe import GroupPlanes
-from kvass.transfer.base import Job, Outcome
+from kvass.transfer.base import Job, Outcome, U8Array
 from kvass.transfer.pages import KVPages
 
 FIRST: Final = 16
@@ -83,9 +83,13 @@ class Verifier:
         for plan in due:
             row = plan.rows[self._rows[job.kind, plan.planes.group] % len(plan.rows)]
             self._rows[job.kind, plan.planes.group] += 1
-            found = self._boundary.run(None, self._difference, job, plan, row)
+            found = self._boundary.run(None, self._compare, job, plan, row)
             if found and (time.monotonic() >= job.deadline_s or not holds()):
                 return "late", ""
+            if found is None:
+                self._boundary.count(
+                    "not_verified", "a copy could not be verified: it counts as done"
+                )
             self._counted.append(_counter(found))
             if found:
                 self.difference = found
@@ -106,7 +110,7 @@ class Verifier:
             if plan.rows and (sampled or self._rows[job.kind, plan.planes.group] < FIRST)
         ]
 
-    def _difference(self, job: Job, plan: CopyPlan, row: RowCopy) -> str:
+    def _compare(self, job: Job, plan: CopyPlan, row: RowCopy) -> str:
         """The first byte at which ``row`` in L1 and the engine's pages differ, as one line. Empty:
         none."""
         planes, count = plan.planes, len(row.blocks)
@@ -117,7 +121,7 @@ class Verifier:
             stored = job.arena[begin : begin + count * plane.run].reshape(count, plane.run)
             for first, pages in self._pages.read(plane, row.blocks):
                 here = stored[first : first + len(pages)]
-                if not np.array_equal(here, pages):
+                if not _equal(here, pages):
                     page, byte = (int(i[0]) for i in np.nonzero(here != pages))
                     where = at + (row.first + first + page) * plane.run + byte
                     values = int(here[page, byte]), int(pages[page, byte])
@@ -145,6 +149,13 @@ class Verifier:
             f"{'L1' if stores else 'the block'} has {found:#04x}, not {expected:#04x} "
             f"(plane {plane}{layer})"
         )
+
+
+def _equal(first: U8Array, second: U8Array) -> bool:
+    """Whether two arrays of pages are equal. numpy compares eight bytes as fast as one."""
+    if first.shape[1] % 8 == 0:
+        return np.array_equal(first.view(np.uint64), second.view(np.uint64))
+    return np.array_equal(first, second)
 
 
 def _counter(found: str | None) -> str:

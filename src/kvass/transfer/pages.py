@@ -23,6 +23,8 @@ from kvass.types import I64Array
 BATCH_BYTES: Final = 4 << 20
 """How many bytes are read at a time: the memory on the device that reading takes. One page at least
 is read."""
+HOST: Final = ("cpu",)
+"""The types of devices whose memory code on the host may access."""
 
 
 class KVPages:
@@ -52,12 +54,14 @@ class KVPages:
             memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
             shape, strides = (int(ids.max()) + 1, plane.run), (plane.block_stride, 1)
             pages = torch.as_strided(memory, shape, strides, plane.base)
-            chosen = pages.index_select(0, torch.from_numpy(ids).to(device))
-            found: U8Array = chosen.cpu().numpy()
+            if device.type in HOST:  # torch would start threads
+                found: U8Array = pages.numpy()[ids]
+            else:
+                found = pages.index_select(0, torch.from_numpy(ids).to(device)).cpu().numpy()
         return found
 
     def _own_stream(self, device: Any) -> AbstractContextManager[Any]:
-        if device.type == "cpu":
+        if device.type in HOST:
             return nullcontext()
         import torch
 

@@ -112,7 +112,8 @@ class Settings(msgspec.Struct, frozen=True):
     watch: bool = False
     """Digests of ``pages`` are kept."""
     late_stores: int = 0
-    """Stores begin so many steps later, from blocks that are not held."""
+    """Stores begin so many steps later, from blocks that are not held. Copies are not verified
+    then."""
     broken_gpu: str = ""
     """The fault of its fake GPU (``engine_mover.Break``). Its copies are not verified then."""
     flip: str = ""

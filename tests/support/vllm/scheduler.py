@@ -363,11 +363,12 @@ class SchedulerHarness:
         failed: Iterable[str] = (),
         adapters: Mapping[int, Any] | None = None,
         compared: Sequence[Any] = (),
+        wrong: Sequence[str] = (),
     ) -> None:
         """Give the scheduler the model's answer to ``output`` (``tokens`` for each request that
         samples) and the workers' reports: steps whose stores are settled (by one rank, or by so
-        many), loads that ended or failed, adapters (None: those of ``lora``), and what shadow mode
-        ``compared``."""
+        many), loads that ended or failed, adapters (None: those of ``lora``), what shadow mode
+        ``compared``, and which copies are ``wrong``."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvass.connectors.vllm.adapt import StepReport
@@ -385,8 +386,8 @@ class SchedulerHarness:
         self.open_steps = [step for step in self.open_steps if step not in steps]
         ended = set(received) | set(failed)
         report: Any = None
-        if steps or adapters or compared:
-            report = StepReport(steps, dict(adapters), list(compared))
+        if steps or adapters or compared or wrong:
+            report = StepReport(steps, dict(adapters), list(compared), list(wrong))
         if self._multi:
             of_others[self._ours] = report
         if self._multi and any(of_others):
