@@ -312,7 +312,7 @@ class Copier:
                     ended,
                     arena.populated,
                     arena.prepare,
-                    self._verify,
+                    None if self._verifier is None else self._verify,
                 )
             )
         except BaseException:
