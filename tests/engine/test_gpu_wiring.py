@@ -185,8 +185,7 @@ def test_the_mover_hears_how_much_of_the_arena_is_populated() -> None:
     lease.prepare = [].append
     client: Any = SimpleNamespace(arena=lambda *_: lease)
     mover: Any = SimpleNamespace(submit=jobs.append)
-    verifier: Any = SimpleNamespace(difference="")
-    side._client, side._mover, side._verifier = client, mover, verifier
+    side._client, side._mover = client, mover
     assert side._begin(Store(1, b"boot", 1, 0.0, 1.0, (), ()))
     lease.populated = 456
     assert side._begin(Load("r", b"boot", 1))

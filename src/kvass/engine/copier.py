@@ -317,7 +317,7 @@ class Copier:
                     ended,
                     arena.populated,
                     arena.prepare,
-                    self._verify,
+                    None if self._verifier is None else self._verify,
                 )
             )
         except BaseException:
