@@ -373,6 +373,10 @@ class Grant(msgspec.Struct, omit_defaults=True):
 
     ``later``: the first chunk that was not decided, because that would have taken too long; -1: all
     were. Reserve the item again with this as its ``first``.
+
+    ``refused``: the chunks for which there was no room, or which exceed the instance's share. All
+    other chunks that were decided exist or are being written. If there was no room for any chunk,
+    those after the last of ``refused`` were not decided. None: the daemon is older than this field.
     """
 
     reservation: int = 0
@@ -380,6 +384,7 @@ class Grant(msgspec.Struct, omit_defaults=True):
     slots: tuple[Slots, ...] = ()
     which: tuple[tuple[int, ...], ...] = ()
     later: int = -1
+    refused: tuple[int, ...] | None = None
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """The granted chunks of each group of the mask, parallel to ``slots``."""

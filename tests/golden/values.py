@@ -187,6 +187,13 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
             )
         ],
     ),
+    "granted.refused": m.Granted(
+        seq=5,
+        boot=BOOT,
+        given_s=12347.5,
+        deadline_s=12407.5,
+        grants=[m.Grant(later=512, refused=(3, 300)), m.Grant(refused=())],
+    ),
     "commit": m.Commit(boot=BOOT, reservation=301, rank=2),
     "abort": m.Abort(boot=BOOT, reservation=301, rank=2),
     "handed_over": m.HandedOver(boot=BOOT, leases=(300, 302), reservations=(301,)),
