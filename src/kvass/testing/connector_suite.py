@@ -80,6 +80,11 @@ class EngineUnderTest(ABC):
 MakeEngine = Callable[..., EngineUnderTest]
 CHUNKS: Final = 4
 TENANTS: Final = ("one", "two")
+OLDER: Final = (
+    "-c",
+    "from kvass import messages; messages.FEATURES = (); from kvass.cli.main import main; main()",
+)
+"""The arguments of Python that run a kvass without optional features."""
 _numbers = itertools.count()
 
 
@@ -325,6 +330,17 @@ class ConnectorSuite:
                 stop.set()
             assert all(each.result() for each in working)
         self.idle(daemon)
+
+    def test_a_daemon_without_optional_features_serves(
+        self, tmp_path: Path, engines: MakeEngine, uncached: Callable[[list[int]], Any]
+    ) -> None:
+        """An older daemon of this protocol names fewer features than the connector knows."""
+        with running_daemon(tmp_path, program=OLDER, **self.daemon_options) as daemon:
+            a, b = engines(daemon), engines(daemon)
+            prompt = self.prompt(a)
+            right = uncached(prompt)
+            assert self.run(a, prompt) == (right, 0)
+            self.eventually_loads(b, prompt, right)
 
     # ------------------------------------------------------------ tiers and tenants
 
