@@ -34,6 +34,9 @@ and ``bench.blend_engine``. Copies as DeepSeek-V3 makes them: ``kvass bench --mo
 - ``segments_ms``: to find segments (``bench.segments``); ``segments_found``: whether exactly those
   that stand in the prompt were found.
 - ``ping_rps``: empty round trips a second by 1 client, and by 16 that each wait for their own.
+- ``page_get_vs_memcpy``, ``page_put_vs_memcpy``: a ``PageStore`` with 128 pages of 1 MiB
+  (``bench.pages``); ``page_ms``: times of these. ``token_page_ms``: those of 128 pages of 16 KiB,
+  one token each.
 - ``longest_step_ms``: of the core with 1 TiB of 1 MiB rows, by what it is asked, in processor time;
   nobody else is answered meanwhile. It takes a minute.
 - ``daemon_rss_mib``: VmRSS - RssShmem, so without the arena. ``daemon_idle_cpu_percent``: of a

@@ -12,6 +12,7 @@ from bench import engine, gpu, tiers
 from bench.core_time import measure_coverage, measure_longest
 from bench.footprint import first_touch_gbps, measure_footprint
 from bench.gpu import torch_device
+from bench.pages import measure_pages
 from bench.pings import measure_pings
 from bench.segments import measure_segments
 from kvass._version import __version__
@@ -76,6 +77,8 @@ def measure(l1_bytes: int) -> dict[str, Any]:
         say("pings")
         figures["coverage_3x512_us"] = measure_coverage()
         figures["ping_rps"] = {str(n): measure_pings(daemon.socket, n) for n in (1, 16)}
+        say("a PageStore")
+        figures |= measure_pages(daemon.socket)
         say("the longest step at 1 TiB of 1 MiB rows")
         figures |= measure_longest()
         say("an idle daemon")

@@ -12,15 +12,30 @@ if TYPE_CHECKING:
     from kvass.client.parallel import ParallelStrategy as ParallelStrategy
     from kvass.client.scheduler import SchedulerClient as SchedulerClient
     from kvass.client.worker import WorkerClient as WorkerClient
+    from kvass.engine.pages import PageStore as PageStore
+    from kvass.engine.pages import Plane as Plane
+    from kvass.engine.pages import Put as Put
 
 _PUBLIC: Final = {
     "Client": "kvass.client.client",
+    "PageStore": "kvass.engine.pages",
     "ParallelStrategy": "kvass.client.parallel",
+    "Plane": "kvass.engine.pages",
+    "Put": "kvass.engine.pages",
     "SchedulerClient": "kvass.client.scheduler",
     "WorkerClient": "kvass.client.worker",
 }
 
-__all__ = ["Client", "ParallelStrategy", "SchedulerClient", "WorkerClient", "__version__"]
+__all__ = [
+    "Client",
+    "PageStore",
+    "ParallelStrategy",
+    "Plane",
+    "Put",
+    "SchedulerClient",
+    "WorkerClient",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

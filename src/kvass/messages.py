@@ -48,10 +48,11 @@ from kvass.types import (
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
 CLEAR_TENANT: Final = "clear_tenant"
-FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT)
+PRESENT: Final = "present"
+FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT, PRESENT)
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
-``clear_tenant``: ``ClearTenant``."""
+``clear_tenant``: ``ClearTenant``. ``present``: ``Present``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -184,8 +185,8 @@ class Lookup(Message, tag="lookup"):
 
 
 class Promoting(Message, tag="promoting"):
-    """Sent at once for a ``Lookup`` or ``Prefetch`` (same ``seq``) that waits for tiers or for
-    engines that store its rows. The answer follows."""
+    """Sent at once for a ``Lookup``, ``Prefetch`` or ``Present`` (same ``seq``) that waits for
+    tiers or for engines that store its rows. The answer follows."""
 
 
 class Prefetch(Message, tag="prefetch"):
@@ -373,6 +374,10 @@ class Grant(msgspec.Struct, omit_defaults=True):
 
     ``later``: the first chunk that was not decided, because that would have taken too long; -1: all
     were. Reserve the item again with this as its ``first``.
+
+    ``refused``: the chunks for which there was no room, or which exceed the instance's share. All
+    other chunks that were decided exist or are being written. If there was no room for any chunk,
+    those after the last of ``refused`` were not decided. None: the daemon is older than this field.
     """
 
     reservation: int = 0
@@ -380,6 +385,7 @@ class Grant(msgspec.Struct, omit_defaults=True):
     slots: tuple[Slots, ...] = ()
     which: tuple[tuple[int, ...], ...] = ()
     later: int = -1
+    refused: tuple[int, ...] | None = None
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """The granted chunks of each group of the mask, parallel to ``slots``."""
@@ -548,6 +554,22 @@ class Removed(Message, tag="removed"):
     present: tuple[bytes, ...] = ()
 
 
+class Present(Message, tag="present"):
+    """A scheduler's question: which of ``digests`` have a row in every group of its namespace, in
+    L1 or, with ``tiers``, in L1 or a tier? Nothing is pinned, loaded or marked as used. Answered by
+    ``Presence``; with ``tiers`` as late as they answer. Feature ``PRESENT``."""
+
+    digests: Digests
+    width: Int32 = 32
+    tiers: bool = False
+
+
+class Presence(Message, tag="presence"):
+    """Answer to ``Present``. ``held``: a byte, 0 or 1, for each digest."""
+
+    held: bytes = b""
+
+
 class Status(Message, tag="status"):
     """Ask for the counters and gauges of ``kvass status``."""
 
@@ -608,6 +630,7 @@ Request = (
     | EmptyTier
     | SetQuota
     | Removals
+    | Present
     | Status
     | Explain
 )
@@ -626,6 +649,7 @@ FromDaemon = (
     | Cleared
     | QuotaSet
     | Removed
+    | Presence
     | StatusReply
     | Explained
     | Populated

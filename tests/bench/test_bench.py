@@ -14,6 +14,7 @@ from bench import core_time, footprint, largest_messages, pings
 from bench.__main__ import main
 from bench.core_time import measure_longest
 from bench.figures import add
+from bench.pages import measure_pages
 from bench.segments import measure_segments
 from kvass.cli.bench import lookups
 from kvass.core.effects import Received
@@ -37,6 +38,7 @@ NAMES = {
     *("version", "cores", "first_touch_gbps"),
     *("lookup_128k_tp8_us", "release_128k_tp8_us", "lookup_128k_tp8_vs_dict"),
     *("coverage_3x512_us", "ping_rps", "longest_step_ms", "segments_ms", "segments_found"),
+    *("page_get_vs_memcpy", "page_put_vs_memcpy", "page_ms", "token_page_ms", "bytes_equal"),
     *("daemon_rss_mib", "daemon_idle_cpu_percent"),
 }
 
@@ -50,11 +52,13 @@ def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(command, "measure_longest", lambda: {"longest_step_ms": {"fill": 1.0}})
     few_chunks = partial(measure_segments, sizes=(1000,), rounds=1)
     monkeypatch.setattr(command, "measure_segments", few_chunks)
+    monkeypatch.setattr(command, "measure_pages", partial(measure_pages, rounds=1))
     monkeypatch.setattr(pings, "PING_S", 0.05)
     monkeypatch.setattr(footprint, "IDLE_S", 0.1)
     figures = command.measure(256 << 20)
     assert set(figures) == NAMES
     assert figures["segments_found"] is True
+    assert figures["bytes_equal"] is True
     assert set(figures["ping_rps"]) == {"1", "16"}
     assert 1 < figures["daemon_rss_mib"] < 1000
     assert 0 <= figures["daemon_idle_cpu_percent"] < 100

@@ -58,3 +58,23 @@ def test_open_reservations_are_limited() -> None:
     assert e.reserve("a").reservation
     assert e.reserve("b").reservation
     assert not e.reserve("c").reservation
+
+
+def test_a_grant_names_what_it_refused_and_nothing_that_exists(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("k0", "k2")
+    grant = e.reserve(*[f"k{i}" for i in range(40)])
+    assert grant.chunks == (1, *range(3, 18))
+    assert grant.refused == tuple(range(18, 40)), "they exceed the share"
+    assert e.reserve("k0", "k1", "x").refused == (2,)
+    assert rig.engine("other").reserve("k0", "k1", "x").refused == ()
+
+
+def test_a_grant_names_what_there_was_no_room_for(rig: Rig) -> None:
+    engines = [rig.engine(f"e{i}") for i in range(5)]
+    for number, e in enumerate(engines[:4]):
+        e.begin(*[f"{number} {i}" for i in range(15)])
+    grant = engines[4].reserve(*"abcdefgh")
+    assert (grant.chunks, grant.refused) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    engines[4].begin(*"abcd")
+    assert engines[3].reserve("x").refused == (0,)

@@ -86,6 +86,14 @@ def test_misuse_is_refused(blocks: Any, slots: list[int], skip: int, says: str) 
         plan_copy(PLANES, blocks, slots, skip=skip)
 
 
+def test_without_a_null_block_block_0_is_one_like_any_other() -> None:
+    plan = plan_copy(PLANES, [[0, 2, 3, 63]], [0], null_block=False)
+    assert plan.rows[0].blocks.tolist() == [0, 2, 3, 63]
+    for block in (-1, 64):
+        with pytest.raises(UsageError, match=f"{block} is out of range 0..63"):
+            plan_copy(PLANES, [[0, 2, 3, block]], [0], null_block=False)
+
+
 @given(st.lists(st.integers(1, 30), max_size=12))
 def test_spans_are_the_blocks(ids: list[int]) -> None:
     spans = RowCopy(0, 0, np.array(ids or [1], np.int64)).spans()

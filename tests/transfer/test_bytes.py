@@ -170,8 +170,8 @@ def test_negative_control_wrong_blocks_are_seen(
     model(expected, kind)
     move(good, kind)
     assert_equal(good, expected)
-    right = getattr(host._Bundle, kind)
-    monkeypatch.setattr(host._Bundle, kind, lambda b, a, row: right(b, a, shifted(row)))
+    right = getattr(host.Bundle, kind)
+    monkeypatch.setattr(host.Bundle, kind, lambda b, a, row: right(b, a, shifted(row)))
     move(case, kind)
     with pytest.raises(AssertionError):
         assert_equal(case, expected)

@@ -62,7 +62,7 @@ class HostRig(Jobs):
         self.rows: list[int] = []
         self.waiting, self.lock = 0, threading.Lock()
         for kind in ("store", "load"):
-            monkeypatch.setattr(host._Bundle, kind, self._wrap(getattr(host._Bundle, kind)))
+            monkeypatch.setattr(host.Bundle, kind, self._wrap(getattr(host.Bundle, kind)))
         self.memory = np.repeat(np.arange(64, dtype=np.uint8), 4096)
         self.arena = np.zeros(64 * SLOT, np.uint8)
         self.mover = HostMover([self.memory], [PLANES], clock=lambda: self.now)
@@ -487,4 +487,4 @@ def test_the_copy_does_not_hold_the_gil(kind: Kind, scattered: bool) -> None:
 def test_layers_that_lie_evenly_move_in_one_call(planes: list[Plane], bundles: int) -> None:
     group = GroupPlanes(0, tuple(planes), blocks=64, chunk_blocks=2)
     regions = [np.zeros(32 * 64 * 4096, np.uint8)] * 3
-    assert len(host._bundles(group, regions)) == bundles
+    assert len(host.bundles_of(group, regions)) == bundles

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from typing import Final
 
 from kvass.client.daemon_connection import DaemonConnection
 from kvass.client.requests import undo
@@ -29,12 +30,15 @@ from kvass.errors import (
 from kvass.messages import Error, FromDaemon, OneWay, Register, Request, Welcome
 from kvass.wire.framing import one_line
 
+TURN_S: Final = 0.001
+"""How long a thread that waits in ``ask`` keeps the lock at a time."""
+
 
 class Endpoint:
     """The base class of all clients. Thread-safe: one lock guards everything.
 
-    A thread that waits for a reply holds the lock. Threads that wait at the same time need a client
-    each.
+    A thread that waits in ``call`` or ``wait`` holds the lock. Threads that wait at the same time
+    use ``ask``, or a client each.
 
     ``socket``: the daemon's; empty for the default places (``wire.places``).
     ``registration``: sent after every (re)connect. A client without one registers no engine.
@@ -56,6 +60,7 @@ class Endpoint:
             socket,
             registration,
             self._read,
+            self._on_connected,
             wants_arena=wants_arena,
             incomplete=incomplete,
             daemon_uid=daemon_uid,
@@ -184,6 +189,24 @@ class Endpoint:
                 left_s = deadline_s - time.monotonic()
             return requests.fetch(seq)
 
+    def ask(self, message: Request, timeout_s: float) -> FromDaemon | None:
+        """Send and wait for the reply, which may be an ``Error``. Other threads may use the client
+        meanwhile. None: there is no connection, it was lost, or the reply is not here in time."""
+        deadline_s, seq = time.monotonic() + timeout_s, self.submit(message)
+        try:
+            while seq:
+                left_s = deadline_s - time.monotonic()
+                if (reply := self.wait(seq, min(left_s, TURN_S))) is not None:
+                    return reply
+                if left_s <= 0:
+                    self.counters["timeouts"] += 1
+                    self.discard(seq)
+                    return None
+                time.sleep(TURN_S / 4)
+        except Unavailable:
+            pass
+        return None
+
     def discard(self, seq: int) -> None:
         """Stop waiting for ``seq``. Its reply is undone when it comes."""
         with self.lock:
@@ -252,6 +275,9 @@ class Endpoint:
         if session.channel.wants_write:
             self._connection.wake()
         return True
+
+    def _on_connected(self) -> None:
+        """There is a new connection."""
 
     def _read(self, timeout_s: float = 0.0) -> None:
         if (session := self.session) is None:

@@ -58,9 +58,9 @@ class NamespaceReset:
             return False
         return self._confirm_clear(max(deadline_s - time.monotonic(), 0.0))
 
-    def new_generation(self, timeout_s: float) -> None:
-        """Move to a namespace that no other engine has."""
-        generation = os.urandom(GENERATION_BYTES)
+    def new_generation(self, timeout_s: float, token: bytes = b"") -> None:
+        """Move to the namespace of the generation ``token``, or to one that no other engine has."""
+        generation = token or os.urandom(GENERATION_BYTES)
         self.registration = msgspec.structs.replace(self.registration, generation=generation)
         if not self._clear_owed:
             self._drop()

@@ -112,6 +112,11 @@ class SchedulerClient(Endpoint):
         """Whether the daemon is silent for ``LATE_S`` at most and has confirmed all resets."""
         return self.connected and not self._reset.pending and self.silent_s <= LATE_S
 
+    @property
+    def resetting(self) -> bool:
+        """Whether a clear or a new generation is not confirmed yet. Nothing matches until it is."""
+        return self._reset.pending
+
     def new_step(self) -> None:
         """Begin a scheduler step: renew the wait budget, read replies, continue resets."""
         self.step.renew()
@@ -297,11 +302,12 @@ class SchedulerClient(Endpoint):
         self.lookups.give_back_all()
         return self._reset.clear(timeout_s)
 
-    def new_generation(self) -> None:
-        """Move to a new namespace, because the engine's weights may have changed.
+    def new_generation(self, token: bytes = b"") -> None:
+        """Move to a new namespace, because the engine's weights may have changed. ``token``: its
+        name, which no other weights may have had; empty: a random one.
 
         Gives back every held match. Waits no longer than the rest of the step's budget."""
         self.lookups.give_back_all()
         began_s = time.monotonic()
-        self._reset.new_generation(self.step.left_s)
+        self._reset.new_generation(self.step.left_s, token)
         self.step.spend(began_s)

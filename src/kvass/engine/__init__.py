@@ -12,6 +12,9 @@ To write a connector, adapt the engine's hooks to these classes:
 - Each worker: describe its KV pages as ``KVMemory`` (``memory.py``), and pass each step's work to
   a ``Copier``.
 
+An engine whose unit of storage is a page with a key needs none of these: ``PageStore`` in
+``pages.py`` stores and loads pages in one call each.
+
 The shortest connector is in ``tests/engine/test_another_engine.py``, a complete one in
 ``kvass.connectors.vllm``. ``kvass.connectors.transformers`` uses no planner and no copier, because
 it runs one request at a time and waits for its copies.

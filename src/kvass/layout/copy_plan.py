@@ -63,6 +63,7 @@ def plan_copy(
     *,
     skip: int = 0,
     drop: int = 0,
+    null_block: bool = True,
 ) -> CopyPlan:
     """Plan the copy of ``len(slots)`` rows of one group.
 
@@ -70,7 +71,8 @@ def plan_copy(
     byte offsets in the arena (``Slots.offsets``). ``skip`` leading blocks of the *first* row are
     left out, and their ids are not checked: a load skips them if the engine's local hit ends inside
     that chunk. The last ``drop`` blocks of the *last* row are left out, too, if the hit or the
-    stored prompt ends before them. At least one block of each row must be left.
+    stored prompt ends before them. At least one block of each row must be left. ``null_block``:
+    block 0 is the engine's null block; False: it is a block like any other.
 
     Raises :class:`UsageError`: shapes that do not fit, a block id that is 0 (the null block) or out
     of range, a slot that is negative, unaligned or overlaps another.
@@ -84,7 +86,7 @@ def plan_copy(
         ids = np.ascontiguousarray(raw, np.int64)
         used = ids.reshape(-1)[skip : ids.size - drop].copy()
         used.sort()
-        error = _unsafe(planes, used, offsets)
+        error = _unsafe(planes, used, offsets, int(null_block))
     if error:
         raise UsageError(f"group {planes.group}: {error}")
     begins, ends = [0] * len(ids), [planes.chunk_blocks] * len(ids)
@@ -120,15 +122,16 @@ def _misfit(
     return ""
 
 
-def _unsafe(planes: GroupPlanes, used: I64Array, offsets: I64Array) -> str:
-    """What is wrong with the sorted block ids ``used``, or with the slots; empty if nothing is."""
+def _unsafe(planes: GroupPlanes, used: I64Array, offsets: I64Array, least: int) -> str:
+    """What is wrong with the sorted block ids ``used``, or with the slots; empty if nothing is.
+    ``least``: the lowest valid block id."""
     if not len(used):
         return ""
     low, high = int(used[0]), int(used[-1])
-    if low == 0:
+    if low == 0 < least:
         return "block 0 is the null block: never stored or loaded"
     if low < 0 or high >= planes.blocks:
-        return f"block id {low if low < 0 else high} is out of range 1..{planes.blocks - 1}"
+        return f"block id {low if low < 0 else high} is out of range {least}..{planes.blocks - 1}"
     slots = offsets.copy()
     slots.sort()
     if int(slots[0]) < 0 or bool((slots % PAGE).any()):

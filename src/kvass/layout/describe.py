@@ -49,9 +49,10 @@ class GroupPlanes(msgspec.Struct, frozen=True, dict=True):
     """The planes of one layer group as one rank holds them.
 
     ``planes`` are in the order of ``GroupLayout.layers``. ``blocks`` counts the block ids of the
-    group: valid ids are 1 .. blocks - 1. ``chunk_blocks`` is the number of blocks that a row keeps
-    of its chunk (``GroupLayout.row_blocks``). Planes and blocks of one group must not overlap;
-    those of different groups may. Raises :class:`UsageError` for values that describe no memory.
+    group, which begin at 0, the null block of engines that have one. ``chunk_blocks`` is the number
+    of blocks that a row keeps of its chunk (``GroupLayout.row_blocks``). Planes and blocks of one
+    group must not overlap; those of different groups may. Raises :class:`UsageError` for values
+    that describe no memory.
     """
 
     group: int

@@ -48,7 +48,7 @@ as fast as block by block. Smaller pages would take up to 1.5 times as long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Bundle:
+class Bundle:
     """Consecutive planes of one group at equal distances in one region: their pages as one grid.
 
     ``grid`` has shape ``(layers, blocks)`` and ``at`` is where its first layer begins in a slot.
@@ -75,7 +75,7 @@ class _Bundle:
     def store(self, arena: U8Array, row: RowCopy) -> None:
         slot, spans = self.slot(arena, row), row.spans()
         if self.flat is None or len(spans) * BLOCKS_PER_SPAN <= len(row.blocks):
-            to, pages = _as_bytes(slot), _as_bytes(self.grid)
+            to, pages = as_bytes(slot), as_bytes(self.grid)
             for block, at, n in spans:
                 to[:, at : at + n] = pages[:, block : block + n]
         else:  # "clip" writes straight into the slot; the plan has checked the ids
@@ -84,7 +84,7 @@ class _Bundle:
     def load(self, arena: U8Array, row: RowCopy) -> None:
         slot, spans = self.slot(arena, row), row.spans()
         if len(spans) * BLOCKS_PER_SPAN <= len(row.blocks):
-            to, pages = _as_bytes(self.grid), _as_bytes(slot)
+            to, pages = as_bytes(self.grid), as_bytes(slot)
             for block, at, n in spans:
                 to[:, block : block + n] = pages[:, at : at + n]
         elif self.flat is None or self.flat.itemsize < PAGE_IN_ORDER:
@@ -97,12 +97,12 @@ class _Bundle:
         return self.origin[:, np.newaxis] + row.blocks * self.step
 
 
-def _as_bytes(pages: Pages) -> U8Array:
+def as_bytes(pages: Pages) -> U8Array:
     """The same memory, with a last axis of the bytes of each page."""
     return pages[..., np.newaxis].view(np.uint8)
 
 
-def _bundles(planes: GroupPlanes, regions: Sequence[U8Array]) -> tuple[_Bundle, ...]:
+def bundles_of(planes: GroupPlanes, regions: Sequence[U8Array]) -> tuple[Bundle, ...]:
     """Cut the planes into the fewest bundles, keeping their order."""
     parts: list[tuple[int, list[Plane]]] = []
     for at, plane in zip(planes.slot_offsets(), planes.planes, strict=True):
@@ -118,7 +118,7 @@ def _lie_evenly(part: list[Plane]) -> bool:
     return len(shapes) == len({b.base - a.base for a, b in pairwise(part)}) == 1
 
 
-def _bundle(part: list[Plane], at: int, planes: GroupPlanes, regions: Sequence[U8Array]) -> _Bundle:
+def _bundle(part: list[Plane], at: int, planes: GroupPlanes, regions: Sequence[U8Array]) -> Bundle:
     head, memory = part[0], regions[part[0].region]
     spacing = part[1].base - head.base if len(part) > 1 else 0
     page = np.dtype((np.void, head.run))
@@ -130,7 +130,7 @@ def _bundle(part: list[Plane], at: int, planes: GroupPlanes, regions: Sequence[U
         end = max(p.end(planes.blocks) for p in part)
         flat = np.ndarray(((end - low) // head.run,), page, memory.data, low)
     origin = np.array([(p.base - low) // head.run for p in part], np.int64)
-    return _Bundle(grid, at, planes.chunk_blocks, flat, origin, head.block_stride // head.run)
+    return Bundle(grid, at, planes.chunk_blocks, flat, origin, head.block_stride // head.run)
 
 
 class _Task:
@@ -169,7 +169,7 @@ class HostMover(Mover):
         for number, region in enumerate(regions):
             check_bytes(region, f"region {number}")
         super().__init__(groups, [region.nbytes for region in regions], clock)
-        self._bundles = {planes.group: _bundles(planes, regions) for planes in groups}
+        self._bundles = {planes.group: bundles_of(planes, regions) for planes in groups}
         # Guarded by _changed.
         self._queue: list[_Task] = []
         self._moved_bytes = 0

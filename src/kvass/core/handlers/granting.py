@@ -50,7 +50,7 @@ def grant(
         _note_refused(state, ns, item, asked[within:])
     wanted = [each.nonzero()[0] + item.first for each in lacking]
     if not any(map(len, wanted)):
-        return Grant(later=later)
+        return Grant(later=later, refused=tuple(asked.tolist()))
     state.counters["chunks_wanted"] += within
     wanted, rows = _allocate(state, item, wanted, until, protect)
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
@@ -59,7 +59,7 @@ def grant(
     if not parts:
         state.counters["not_granted_no_room"] += within
         _note_refused(state, ns, item, asked)
-        return Grant()
+        return Grant(refused=tuple(asked.tolist()))
     writers = set(instance.writers)
     reservation = state.settlement.reserve(instance.id, item.request, parts, writers)
     which = tuple(tuple(w.tolist()) for w in wanted)
@@ -74,6 +74,7 @@ def grant(
         slots=tuple(map(state.rows.slots, rows)),
         which=() if all(each == chunks for each in which) else which,
         later=later,
+        refused=tuple(asked[len(chunks) :].tolist()),
     )
 
 

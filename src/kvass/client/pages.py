@@ -1,0 +1,246 @@
+"""The client of an engine whose unit of storage is a page with a key: leases and grants for any
+thread, one call each.
+
+Laws of this file:
+
+- A call returns within its bound, and other threads use the client meanwhile: no thread keeps the
+  lock for longer than ``TURN_S`` and one message.
+- Every lease and every grant that a call returns was handed over, while rank 0 was connected: the
+  caller leaves its arena and settles it as rank 0, by ``end_read`` or ``end_write``. What a call
+  does not return the scheduler has given back. A rank that the daemon knows, but that does not know
+  this yet, could not settle it, and the rows would be held until the deadline.
+- What was begun in one generation gets nothing of another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeVar
+
+from kvass.client.endpoint import TURN_S
+from kvass.client.lookups import Match, Pending
+from kvass.client.parallel import ParallelStrategy
+from kvass.client.scheduler import SchedulerClient
+from kvass.client.worker import ArenaLease, WorkerClient
+from kvass.messages import Granted, Ping, Pong, Presence, Present, ReserveItem
+from kvass.types import RankLayout
+
+R = TypeVar("R")
+ANSWER_S: Final = 1.0
+"""How long a store or a reset waits for an answer that the daemon sends at once. With four busy
+processes per core a daemon waited 0.35 s for a core."""
+TIERS_S: Final = 1.0
+"""How long ``present`` waits for tiers."""
+
+
+class PageClient:
+    """The two sessions of an engine that is one process: its scheduler and its rank 0.
+
+    ``fields``: the namespace. ``layout``: of one group, whose row is a page of ``page_tokens``
+    tokens. ``name``: the model's, for people. ``daemon_uid``: as in ``Endpoint``.
+    """
+
+    def __init__(
+        self,
+        socket: str,
+        fields: Mapping[str, str],
+        layout: RankLayout,
+        page_tokens: int,
+        name: str = "",
+        daemon_uid: int | None = None,
+    ) -> None:
+        one, instance = ParallelStrategy(), f"pages-{uuid.uuid4().hex}"
+        registration = one.register(instance, fields, page_tokens, model=name)
+        self._scheduler = SchedulerClient(
+            socket, registration, step_wait_s=TURN_S, reserve_wait_s=TURN_S, daemon_uid=daemon_uid
+        )
+        registration = one.at(0).register(instance, fields, page_tokens, layout, model=name)
+        self._rank = WorkerClient(socket, registration, daemon_uid=daemon_uid)
+        self._lock = threading.Lock()  # the scheduler's client is made for one thread
+        self._names = itertools.count(1)
+        self.generation = 0
+        """Changes with each clear and each new generation, while the lock is held."""
+        self._scheduler.start()
+        self._rank.start()
+
+    @property
+    def connected(self) -> bool:
+        return self._scheduler.connected and self._rank.connected
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the daemon can do beside protocol 1."""
+        session = self._scheduler.session
+        return () if session is None else session.welcome.features
+
+    @property
+    def has_tiers(self) -> bool:
+        session = self._scheduler.session
+        return session is not None and session.welcome.tiers > 0
+
+    @property
+    def most_keys(self) -> int:
+        """The most keys of one call; 0: there is no daemon."""
+        session = self._scheduler.session
+        return 0 if session is None else session.welcome.limits.keys_per_message
+
+    def close(self) -> None:
+        self._scheduler.close()
+        self._rank.close()
+
+    # ------------------------------------------------------------ reading
+
+    def count(self, keys: Sequence[bytes], first: int, tenant: str, generation: int) -> int:
+        """How many of ``keys`` from number ``first`` on have a row, promoted from tiers if need be.
+        Those before ``first`` are marked as used, too. 0 if ``generation`` is over."""
+        match = self._match(keys, first, tenant, generation, self._given_back)
+        return 0 if match is None else match.chunks - match.first
+
+    def read(
+        self, keys: Sequence[bytes], first: int, tenant: str, generation: int
+    ) -> tuple[Match, ArenaLease] | None:
+        """The rows that ``count`` counts, and the arena in which they are. Leave it, and settle the
+        match with ``end_read``. None: there are none, or they cannot be read now."""
+        return self._match(keys, first, tenant, generation, self._to_read)
+
+    def _match(
+        self,
+        keys: Sequence[bytes],
+        first: int,
+        tenant: str,
+        generation: int,
+        take: Callable[[Match], R | None],
+    ) -> R | None:
+        """Look up, and return what ``take`` makes of the match. It is called with the lock held."""
+        name, digests, width = f"{next(self._names)}", b"".join(keys), len(keys[0])
+        try:
+            while True:
+                with self._lock:
+                    if generation != self.generation:
+                        return None
+                    self._scheduler.new_step()
+                    found = self._scheduler.match(name, digests, width, first, tenant=tenant)
+                    if not isinstance(found, Pending):
+                        match = self._scheduler.take(name)
+                        return None if match is None else take(match)
+                time.sleep(TURN_S)
+        finally:
+            with self._lock:
+                self._scheduler.give_back(name)
+
+    def _given_back(self, match: Match) -> Match:
+        self._scheduler.release(match.boot, match.lease)
+        return match
+
+    def _to_read(self, match: Match) -> tuple[Match, ArenaLease] | None:
+        arena = self._rank.arena(match.boot, match.given_s)
+        if arena is not None:
+            if self._scheduler.handed_over([match.lease], [], match.boot):
+                return match, arena
+            arena.close()
+        self._scheduler.release(match.boot, match.lease)
+        return None
+
+    def end_read(self, match: Match) -> None:
+        """No byte of the match's rows is read any more."""
+        self._rank.release(match.boot, match.lease)
+
+    def present(self, keys: Sequence[bytes], tiers: bool, generation: int) -> list[bool] | None:
+        """Which of ``keys`` have a row in L1, or with ``tiers`` in L1 or a tier. No row is promoted
+        or marked as used. None: there is no answer, or ``generation`` is over."""
+        message = Present(digests=b"".join(keys), width=len(keys[0]), tiers=tiers)
+        with self._lock:
+            self._scheduler.new_step()
+            if self._scheduler.resetting or generation != self.generation:
+                return None
+        reply = self._scheduler.ask(message, TIERS_S if tiers else ANSWER_S)
+        if not isinstance(reply, Presence) or generation != self.generation:
+            return None
+        return [byte == 1 for byte in reply.held]
+
+    # ------------------------------------------------------------ writing
+
+    def reserve(
+        self, keys: Sequence[bytes], first: int, tenant: str, generation: int
+    ) -> tuple[Granted, ArenaLease | None] | None:
+        """Slots for those of ``keys`` from number ``first`` on that have no row, and the arena in
+        which they are. Leave it, and settle the grant with ``end_write``. Without an arena nothing
+        was granted. None: there is no answer, or ``generation`` is over."""
+        item = ReserveItem(f"{next(self._names)}", b"".join(keys), first, 1, tenant)
+        deadline_s = time.monotonic() + ANSWER_S
+        with self._lock:
+            if generation != self.generation:
+                return None
+            self._scheduler.new_step()
+            if self._scheduler.silent_s > ANSWER_S:
+                return None
+            reserving = self._scheduler.begin_reserve([item], len(keys[0]))
+        while reserving is not None:
+            with self._lock:
+                self._scheduler.new_step()
+                granted = self._scheduler.granted(reserving)
+                if not isinstance(granted, Pending):
+                    return None if granted is None else self._to_write(granted)
+                if time.monotonic() >= deadline_s:
+                    self._scheduler.give_up(reserving)
+                    return None
+            time.sleep(TURN_S / 4)
+        return None
+
+    def _to_write(self, granted: Granted) -> tuple[Granted, ArenaLease | None] | None:
+        if not (number := granted.grants[0].reservation):
+            return granted, None
+        arena = self._rank.arena(granted.boot, granted.given_s)
+        if arena is not None:
+            if self._scheduler.handed_over([], [number], granted.boot):
+                return granted, arena
+            arena.close()
+        self._scheduler.abort(granted.boot, number)
+        return None
+
+    def end_write(self, granted: Granted, whole: bool) -> bool:
+        """No byte of the granted rows is written any more. ``whole``: all were written. Returns
+        whether the rows can be read now, as far as is known."""
+        number = granted.grants[0].reservation
+        if not whole:
+            self._rank.abort(granted.boot, number)
+            return False
+        self._rank.commit(granted.boot, number)
+        pong = self._rank.ask(Ping(), ANSWER_S)  # it comes after the commit was carried out
+        return isinstance(pong, Pong) and time.monotonic() < granted.deadline_s
+
+    # ------------------------------------------------------------ resets
+
+    def new_generation(self, token: bytes) -> bool:
+        """Move to the namespace of the generation ``token``, or of one that no other engine has.
+        False: the daemon has not confirmed it yet. Nothing matches and nothing is reserved until it
+        has."""
+        with self._lock:
+            self.generation += 1
+            self._scheduler.new_step()
+            self._scheduler.new_generation(token)
+        return self._confirmed(ANSWER_S)
+
+    def clear(self, timeout_s: float) -> bool:
+        """Forget the rows of this namespace. False: it was not confirmed in time. Nothing matches
+        and nothing is reserved until it is."""
+        with self._lock:
+            self.generation += 1
+            self._scheduler.clear(0.0)
+        return self._confirmed(timeout_s)
+
+    def _confirmed(self, timeout_s: float) -> bool:
+        """Wait for the confirmation of all resets."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._scheduler.new_step()
+                if not self._scheduler.resetting:
+                    return self._scheduler.connected
+            if time.monotonic() >= deadline_s or not self._scheduler.connected:
+                return False
+            time.sleep(TURN_S)
