@@ -14,15 +14,15 @@ import json
 import os
 from typing import Any, Final
 
-from kvass.engine.boundary import log
+from kvass.engine.boundary import Boundary, log
 
 VARIABLE: Final = "KVASS"
-HOOKED: Final = "sglang.srt.server_args.ServerArgs.__post_init__"
+HOOKED: Final = "sglang.srt.server_args.ServerArgs.resolve_once"
 PACKAGE: Final = "kvass.connectors.sglang"
 
 
 def register() -> None:
-    """Have SGLang call ``configure`` when it has parsed its arguments, if the variable is set."""
+    """Have SGLang call ``configure`` before it resolves its arguments, if the variable is set."""
     if os.environ.get(VARIABLE, "") in ("", "0"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -31,7 +31,12 @@ def register() -> None:
 
 
 def configure(arguments: Any, *_: object, **__: object) -> None:
-    """Name kvass as the storage backend in SGLang's ``ServerArgs``, or log why not."""
+    """Name kvass as the storage backend in SGLang's ``ServerArgs``, or log why not. Each process of
+    the engine calls it with the same arguments; only the first one changes them."""
+    Boundary().run(None, _configure, arguments)
+
+
+def _configure(arguments: Any) -> None:
     value = os.environ.get(VARIABLE, "")
     if value != "1" and "/" not in value:
         log.error(
@@ -58,9 +63,11 @@ def _name_backend(arguments: Any, socket: str) -> None:
         log.warning("%s has no effect: another backend is in the extra config", VARIABLE)
         return
     chosen = backend_config() | ({"kvass.socket": socket} if socket else {})
+    if chosen | extra == extra and arguments.hicache_storage_backend == "dynamic":
+        return  # It was named before. SGLang may have sealed the arguments since.
     arguments.hicache_storage_backend = "dynamic"
     arguments.hicache_storage_backend_extra_config = json.dumps(chosen | extra)
-    log.info("%s is set: HiCache stores in kvass", VARIABLE)
+    log.info("%s=%s: HiCache stores its pages in kvass", VARIABLE, os.environ[VARIABLE])
 
 
 def backend_config() -> dict[str, Any]:

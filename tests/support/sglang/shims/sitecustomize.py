@@ -17,7 +17,8 @@ from typing import Any
 
 
 def _copies(module: ModuleType) -> None:
-    """``sgl_kernel.kvcacheio``'s copies between device and host pools; pinning of host memory."""
+    """``sgl_kernel.kvcacheio``'s copies between device and host pools; pinning of host memory; the
+    10 GiB that SGLang leaves free, which a machine for tests may not have."""
     kv_copies: Any = importlib.import_module("kv_copies")
 
     for name in kv_copies.NAMES:
@@ -25,6 +26,8 @@ def _copies(module: ModuleType) -> None:
     for name in ("_cuda_host_register", "_cuda_host_unregister"):
         if hasattr(module, name):
             setattr(module, name, lambda *_: None)
+    if hasattr(module, "HICACHE_HOST_MEMORY_RESERVE_BYTES"):
+        module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
 def _allocator(module: Any) -> None:
