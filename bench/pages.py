@@ -8,6 +8,7 @@ kind. The pages of one token have 16 KiB.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from statistics import median
@@ -70,7 +71,7 @@ def _measure(socket: str, size: int, rounds: int) -> tuple[dict[str, list[float]
             keys = [os.urandom(WIDTH) for _ in range(PAGES)]
             grid[0, :, :: 1 << 10] += np.uint8(1)
             grid[1] = 0
-            steps = {
+            steps: dict[str, Callable[[], object]] = {
                 "put": partial(_all, store.put, keys, range(PAGES)),
                 "copy in": partial(_copy, other, grid[0]),
                 "has": partial(store.has, keys),

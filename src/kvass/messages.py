@@ -48,10 +48,11 @@ from kvass.types import (
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
 CLEAR_TENANT: Final = "clear_tenant"
-FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT)
+PRESENT: Final = "present"
+FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT, PRESENT)
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
-``clear_tenant``: ``ClearTenant``."""
+``clear_tenant``: ``ClearTenant``. ``present``: ``Present``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -184,8 +185,8 @@ class Lookup(Message, tag="lookup"):
 
 
 class Promoting(Message, tag="promoting"):
-    """Sent at once for a ``Lookup`` or ``Prefetch`` (same ``seq``) that waits for tiers or for
-    engines that store its rows. The answer follows."""
+    """Sent at once for a ``Lookup``, ``Prefetch`` or ``Present`` (same ``seq``) that waits for
+    tiers or for engines that store its rows. The answer follows."""
 
 
 class Prefetch(Message, tag="prefetch"):
@@ -553,6 +554,22 @@ class Removed(Message, tag="removed"):
     present: tuple[bytes, ...] = ()
 
 
+class Present(Message, tag="present"):
+    """A scheduler's question: which of ``digests`` have a row in every group of its namespace, in
+    L1 or, with ``tiers``, in L1 or a tier? Nothing is pinned, loaded or marked as used. Answered by
+    ``Presence``; with ``tiers`` as late as they answer. Feature ``PRESENT``."""
+
+    digests: Digests
+    width: Int32 = 32
+    tiers: bool = False
+
+
+class Presence(Message, tag="presence"):
+    """Answer to ``Present``. ``held``: a byte, 0 or 1, for each digest."""
+
+    held: bytes = b""
+
+
 class Status(Message, tag="status"):
     """Ask for the counters and gauges of ``kvass status``."""
 
@@ -613,6 +630,7 @@ Request = (
     | EmptyTier
     | SetQuota
     | Removals
+    | Present
     | Status
     | Explain
 )
@@ -631,6 +649,7 @@ FromDaemon = (
     | Cleared
     | QuotaSet
     | Removed
+    | Presence
     | StatusReply
     | Explained
     | Populated

@@ -8,17 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvass import PageStore, Plane, Put
-from kvass.client.pages import ANSWER_S
+from kvass.client import session
+from kvass.client.pages import ANSWER_S, PageClient
+from kvass.engine.pages import MOST_PRESENT
 from kvass.errors import UsageError
+from kvass.messages import Granted
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.transfer.base import U8Array
 from kvass.transfer.page_rows import PageRows
+from tests.client.test_tiers import flushed, tiered
 from tests.support.waiting import eventually
 
 PAGES = 64
@@ -184,6 +189,36 @@ def test_what_a_new_generation_overtakes_is_neither_loaded_nor_stored(
     assert a.store.has(KEYS) == 1
 
 
+def test_a_load_that_ends_late_is_a_miss(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = make()
+    a.store.put(KEYS, FIRST)
+    with monkeypatch.context() as patch:
+        late = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e9)
+        patch.setattr("kvass.engine.pages.time", late)
+        assert a.store.get(KEYS, FIRST) == 0
+    assert a.store.counters["late"] == 16
+    assert a.store.get(KEYS, FIRST) == 16
+
+
+def test_a_store_that_ends_late_is_refused(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = make()
+    right = PageClient.reserve
+
+    def reserve(*args: Any) -> Granted | None:
+        granted = right(*args)
+        assert granted is not None
+        granted.deadline_s = time.monotonic()
+        return granted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageClient, "reserve", reserve)
+        assert a.store.put(KEYS, FIRST) == [Put.REFUSED] * 16
+
+
 def test_a_clear_forgets(make: Callable[..., Engine]) -> None:
     a, b = make(), make()
     a.store.put(KEYS, FIRST)
@@ -227,6 +262,74 @@ def test_misuse_in_a_call_is_a_miss_and_none_of_it_is_copied(
     assert np.array_equal(a.memory, before)
     assert a.store.counters["_get"] == 4
     assert "name each page once" in caplog.text
+
+
+def test_presence_is_told_key_by_key(make: Callable[..., Engine]) -> None:
+    a, b = make(), make()
+    a.store.put(KEYS[::2], FIRST[::2])
+    assert b.store.present(KEYS) == [True, False] * 8
+    assert b.store.present([KEYS[0], KEYS[1][:16]]) == [False] * 2, "misuse"
+    assert b.store.present([]) == []
+    many = [*keys_of(MOST_PRESENT, "many"), KEYS[2]]
+    assert b.store.present(many) == [False] * MOST_PRESENT + [True]
+
+
+def test_an_older_daemon_is_asked_for_what_it_knows(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "FEATURES", ())
+    right = PageClient.reserve
+
+    def reserve(*args: Any) -> Granted | None:
+        granted = right(*args)
+        if granted is not None:
+            granted.grants[0].refused = None
+        return granted
+
+    monkeypatch.setattr(PageClient, "reserve", reserve)
+    a = make()
+    assert a.store.put(KEYS[:4], FIRST[:4]) == [Put.STORED] * 4
+    assert a.store.put(KEYS, FIRST) == [Put.HELD] * 4 + [Put.STORED] * 12
+    assert a.store.present([*KEYS[:3], *keys_of(1, "?"), KEYS[4]]) == [True] * 3 + [False] * 2
+
+
+def test_what_left_shared_memory_comes_back_from_a_tier(tmp_path: Path) -> None:
+    """Twice what L1 holds; a daemon that starts anew has all of it in its tier alone."""
+    run, keys = 128 << 10, keys_of(PAGES, "cold")
+    options: dict[str, Any] = {"lookup_budget_ms": 10_000}
+    with tiered(tmp_path, "32MiB", **options) as daemon:
+        a = Engine(daemon, run=run)
+        source = a.grid.copy()
+        for at in range(0, PAGES, 16):
+            pages = list(range(at, at + 16))
+            assert all(a.store.put(keys[at : at + 16], pages))
+            flushed(daemon)
+        a.store.close()
+        daemon.restart()
+        b = Engine(daemon, run=run)
+        other = keys_of(1, "never")
+        assert eventually(lambda: b.store.present([keys[40], *other, keys[3]]) == [1, 0, 1])
+        assert daemon.status()["rows"] == 0, "asking promotes nothing"
+        for at in range(0, PAGES, 16):
+            assert b.store.has(keys[at : at + 16]) == 16
+            pages = list(range(at, at + 16))
+            assert b.loads(keys[at : at + 16], source[:, pages], pages) == 16
+        assert b.store.clear()
+        assert b.store.present(keys) == [False] * PAGES
+        daemon.wait_until(pins=0, leases=0, reservations=0, rows_loading=0)
+        b.store.close()
+
+
+def test_pages_are_paid_by_the_tenant_that_stored_them(tmp_path: Path) -> None:
+    """3 MiB of pages each: of a tenant that may have 1 MiB, and of one without a cap."""
+    with running_daemon(tmp_path, "16MiB", quota=["a=1MiB", "b=:0"]) as daemon:
+        one = Engine(daemon, run=16 << 10, tenant="a")
+        keys, others = keys_of(PAGES, "a"), keys_of(PAGES, "b")
+        capped = one.store.put(keys, list(range(PAGES)))
+        assert 0 < capped.count(Put.STORED) * one.store.row_bytes <= 1 << 20
+        assert all(one.store.put(others, list(range(PAGES)), tenant="b"))
+        assert one.store.has(others, tenant="a") == PAGES, "all find the rows of all"
+        one.store.close()
 
 
 @pytest.mark.parametrize(

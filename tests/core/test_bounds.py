@@ -170,6 +170,7 @@ class World:
             m.Commit(reservation=self.reservation, rank=0, **boot),
             m.ShadowReport(lookups=1, groups=(m.ShadowGroup(rows=1),), **boot),
             m.Removals(seq=3, since=1, width=WIDTH, present=(blob, blob, blob)),
+            m.Present(seq=3, width=WIDTH, digests=blob, tiers=True),
             m.Ping(seq=3),
             m.Status(seq=3),
             m.LookupNotes(notes=(m.LookupNote(request="r", why="no_daemon"),), **boot),

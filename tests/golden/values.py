@@ -194,6 +194,8 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         deadline_s=12407.5,
         grants=[m.Grant(later=512, refused=(3, 300)), m.Grant(refused=())],
     ),
+    "present": m.Present(seq=5, digests=_DIGESTS, width=16, tiers=True),
+    "presence": m.Presence(seq=5, held=b"\x01\x00\x01\x01"),
     "commit": m.Commit(boot=BOOT, reservation=301, rank=2),
     "abort": m.Abort(boot=BOOT, reservation=301, rank=2),
     "handed_over": m.HandedOver(boot=BOOT, leases=(300, 302), reservations=(301,)),

@@ -24,11 +24,13 @@ from kvass.client.lookups import Match, Pending
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.worker import ArenaLease, WorkerClient
-from kvass.messages import Granted, Ping, Pong, ReserveItem
+from kvass.messages import Granted, Ping, Pong, Presence, Present, ReserveItem
 from kvass.types import RankLayout
 
 ANSWER_S: Final = 0.25
 """How long a call waits for an answer that the daemon sends at once."""
+TIERS_S: Final = 1.0
+"""How long ``present`` waits for tiers."""
 
 
 class PageClient:
@@ -64,6 +66,17 @@ class PageClient:
     @property
     def connected(self) -> bool:
         return self._scheduler.connected and self._rank.connected
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the daemon can do beside protocol 1."""
+        session = self._scheduler.session
+        return () if session is None else session.welcome.features
+
+    @property
+    def has_tiers(self) -> bool:
+        session = self._scheduler.session
+        return session is not None and session.welcome.tiers > 0
 
     @property
     def most_keys(self) -> int:
@@ -114,6 +127,19 @@ class PageClient:
     def end_read(self, match: Match) -> None:
         """No byte of the match's rows is read any more."""
         self._rank.release(match.boot, match.lease)
+
+    def present(self, keys: Sequence[bytes], tiers: bool, generation: int) -> list[bool] | None:
+        """Which of ``keys`` have a row in L1, or with ``tiers`` in L1 or a tier. No row is promoted
+        or marked as used. None: there is no answer, or ``generation`` is over."""
+        message = Present(digests=b"".join(keys), width=len(keys[0]), tiers=tiers)
+        with self._lock:
+            self._scheduler.new_step()
+            if self._scheduler.resetting or generation != self.generation:
+                return None
+        reply = self._scheduler.ask(message, TIERS_S if tiers else ANSWER_S)
+        if not isinstance(reply, Presence) or generation != self.generation:
+            return None
+        return [byte == 1 for byte in reply.held]
 
     # ------------------------------------------------------------ writing
 

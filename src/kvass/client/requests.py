@@ -27,6 +27,7 @@ REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.ClearTenant: m.Cleared,
     m.EmptyTier: m.Cleared,
     m.Removals: m.Removed,
+    m.Present: m.Presence,
     m.Status: m.StatusReply,
     m.Explain: m.Explained,
 }

@@ -28,10 +28,10 @@ from kvass.core.handlers import (
     writing,
 )
 from kvass.core.pending.ledger import soonest
-from kvass.core.pending.tier_operations import NotingEpoch
+from kvass.core.pending.tier_operations import Looking, NotingEpoch
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import CoreConfig, State
-from kvass.core.tiers import epochs, flush, probe, promote, tier_changes
+from kvass.core.tiers import epochs, flush, presence, probe, promote, tier_changes
 from kvass.errors import Refused
 from kvass.messages import Error, FromDaemon, Hello, Pong, Register, StatusReply
 from kvass.types import Quota
@@ -56,6 +56,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
     messages.Removals: reading.removals,
+    messages.Present: reading.present,
     messages.LookupNotes: explaining.lookup_notes,
     messages.Explain: explaining.explain,
     messages.Ping: lambda *_: Pong(),
@@ -113,6 +114,11 @@ def _tier_report(state: State, event: effects.TierReport) -> None:
         epochs.read_again(state, event.tier)
 
 
+def _probed(state: State, event: effects.Probed) -> None:
+    asked = presence if isinstance(state.tiers.ops[event.op], Looking) else probe
+    asked.probed(state, event)
+
+
 _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Received: _received,
     effects.Opened: sessions.opened,
@@ -121,7 +127,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.ProcessEnded: lambda state, event: state.settlement.process_ended(event.session),
     effects.PopulatedTo: sessions.populated,
     effects.Tick: _tick,
-    effects.Probed: probe.probed,
+    effects.Probed: _probed,
     effects.Loaded: promote.loaded,
     effects.Stored: flush.stored,
     effects.EpochIs: _epoch_is,

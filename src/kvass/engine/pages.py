@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from typing import Final
 
 import numpy as np
 
@@ -30,12 +31,15 @@ from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.messages import Grant, Granted
+from kvass.messages import PRESENT, Grant, Granted
 from kvass.transfer.base import Kind, U8Array
 from kvass.transfer.page_rows import PageRows
 from kvass.types import GroupLayout, I64Array, RankLayout
 
 __all__ = ["PageStore", "Plane", "Put"]
+
+MOST_PRESENT: Final = 8192
+"""The most keys of one ``Present``."""
 
 
 class Put(IntEnum):
@@ -169,6 +173,11 @@ class PageStore:
         shared memory meanwhile."""
         return self._boundary.run(0, self._has, keys, before, tenant or self._tenant)
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of ``keys`` the daemon has, in shared memory or in a tier. Nothing is loaded or
+        marked as used. An older daemon says how many from the first on it has."""
+        return self._boundary.run([False] * len(keys), self._present, keys)
+
     # ------------------------------------------------------------ resets
 
     def new_generation(self, token: bytes = b"") -> None:
@@ -237,6 +246,21 @@ class PageStore:
             if found < count or not count:
                 break
         return there
+
+    def _present(self, keys: Sequence[bytes]) -> list[bool]:
+        if PRESENT not in self._client.features:
+            there = self._has(keys, (), self._tenant)
+            return [number < there for number in range(len(keys))]
+        generation, held = self._client.generation, [False] * len(keys)
+        for tiers in (False, True) if self._client.has_tiers else (False,):
+            asked = [number for number, there in enumerate(held) if not there]
+            for at in range(0, len(asked), MOST_PRESENT):
+                part = asked[at : at + MOST_PRESENT]
+                named = self._named([keys[number] for number in part], ())[0]
+                found = self._client.present(named, tiers, generation)
+                for number, there in zip(part, found or (), strict=False):
+                    held[number] = there
+        return held if generation == self._client.generation else [False] * len(keys)
 
     def _put(
         self,

@@ -129,7 +129,7 @@ class Witness:
         if isinstance(message, m.OneWay):
             if len(replies) != len(errors) or len(errors) > 1:
                 raise BrokenLawError(f"law 11: one-way {message} was answered by {replies}")
-        elif not replies and isinstance(message, m.Lookup | m.Prefetch | m.Clear):
+        elif not replies and isinstance(message, m.Lookup | m.Prefetch | m.Clear | m.Present):
             one = self.waiting.begin(session, message)
             if isinstance(message, m.Clear):
                 self.waiting.cleared(one)
@@ -151,7 +151,7 @@ class Witness:
         self, session: int, message: m.Message, told: list[m.FromDaemon], waits: bool
     ) -> None:
         """An asker hears, once, that tiers or writers are at work on what waits for them."""
-        due = isinstance(message, m.Lookup | m.Prefetch)
+        due = isinstance(message, m.Lookup | m.Prefetch | m.Present)
         seqs = [r.seq for r in told if isinstance(r, m.Promoting)]
         if seqs != [message.seq] * len(seqs) or not (due and waits) <= len(seqs) <= due:
             raise BrokenLawError(f"law 11: Promoting went to {seqs}, asked was {message}")
@@ -172,7 +172,7 @@ class Witness:
             self.reads.lookup(one.session, asked, reply, one)
         elif isinstance(asked, m.Prefetch) and isinstance(reply, m.Prefetched):
             self.reads.prefetch(one.session, asked, reply, one)
-        else:
+        elif not (isinstance(asked, m.Present) and isinstance(reply, m.Presence)):
             raise BrokenLawError(f"law 11: {asked} was answered by {reply}")
 
     def _clear(self, session: int, msg: m.Clear, reply: m.Cleared) -> None:

@@ -1,4 +1,5 @@
-"""The messages of a read: lookup, prefetch and release; and which rows have left L1 (``Removals``).
+"""The messages of a read: lookup, prefetch and release; which rows are there (``Present``), and
+which have left L1 (``Removals``).
 
 Each function handles one message. It returns the reply, or ``None`` if there is none or it comes
 later. It raises ``Refused`` before it changes anything.
@@ -31,13 +32,15 @@ from kvass.core.rows.index import digests_of
 from kvass.core.rows.removed import AT_ONCE
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
-from kvass.core.tiers import promote
+from kvass.core.tiers import presence, promote
 from kvass.errors import Refused
 from kvass.messages import (
     Lookup,
     Matched,
     Prefetch,
     Prefetched,
+    Presence,
+    Present,
     Release,
     Removals,
     Removed,
@@ -249,6 +252,21 @@ def release(state: State, session: ClientSession, msg: Release) -> None:
         state.settlement.end_lease(lease)
     else:
         state.settlement.release(lease, rank)
+
+
+def present(state: State, session: ClientSession, msg: Present) -> Presence | None:
+    """Report which rows of the session's namespace are in L1, or in L1 and the tiers.
+
+    ``None``: a tier was asked. The reply comes later.
+    """
+    instance = scheduler_of(state, session)
+    keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
+    if len(keys) > AT_ONCE:
+        raise Refused("limit", f"digests: at most {AT_ONCE} a message")
+    ns = state.namespace_of(instance)
+    if ns is None:
+        return Presence(held=bytes(len(keys)))
+    return presence.begin(state, session.id, msg.seq, ns, keys, msg.tiers)
 
 
 def removals(state: State, session: ClientSession, msg: Removals) -> Removed:

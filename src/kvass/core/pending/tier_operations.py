@@ -11,9 +11,10 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from kvass.core.matching.coverage import BoolArray
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import ClassRows
-from kvass.types import I64Array
+from kvass.types import I64Array, U64Array
 
 
 class Probing(msgspec.Struct):
@@ -22,6 +23,22 @@ class Probing(msgspec.Struct):
     tier: int
     promotion: int
     wanted: list[I64Array]
+
+
+class Looking(msgspec.Struct, eq=False):
+    """A ``TierProbe`` for a ``Present``, whose message was ``seq`` of ``session``.
+
+    ``epoch``: ``Namespace.epoch`` when it was asked. ``there``: per class, which of ``keys`` L1 or
+    a tier has, as far as they were asked.
+    """
+
+    tier: int
+    session: int
+    seq: int
+    namespace: Namespace
+    epoch: int
+    keys: U64Array
+    there: list[BoolArray]
 
 
 class Loading(msgspec.Struct):
@@ -85,5 +102,5 @@ class Clearing(msgspec.Struct, eq=False):
     sets: I64Array = msgspec.field(default_factory=lambda: np.empty(0, np.int64))
 
 
-Op = Probing | Loading | Flushing | NotingEpoch | Emptying
-OneOp = TypeVar("OneOp", Probing, Loading, Flushing, NotingEpoch, Emptying)
+Op = Probing | Looking | Loading | Flushing | NotingEpoch | Emptying
+OneOp = TypeVar("OneOp", Probing, Looking, Loading, Flushing, NotingEpoch, Emptying)

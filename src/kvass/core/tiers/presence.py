@@ -1,0 +1,93 @@
+"""Presence: which rows L1 or a tier has, key by key. Nothing is pinned, loaded or marked as used.
+
+One tier is asked at a time, in their order, for the rows that L1 and the tiers before it lack. A
+row that L1 is loading, or that is being written, is not there yet.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kvass.core.effects import Probed, TierProbe
+from kvass.core.matching.coverage import BoolArray
+from kvass.core.pending.tier_operations import Looking
+from kvass.core.rows.row_classes import Namespace
+from kvass.core.state import State
+from kvass.core.tiers import epochs
+from kvass.errors import Refused
+from kvass.messages import Presence, Promoting
+from kvass.types import U64Array
+
+MOST_OPEN: Final = 64
+"""The most questions that wait for tiers at a time (law 12); each takes 0.5 MiB at most."""
+MOST_OF_A_SESSION: Final = 8
+
+
+def begin(
+    state: State, session: int, seq: int, ns: Namespace, keys: U64Array, tiers: bool
+) -> Presence | None:
+    """Which of ``keys`` have a row in every group. ``tiers``: in L1 or a tier, else in L1.
+
+    ``None``: a tier was asked. The reply comes later.
+    """
+    there = [state.rows.there(c.index.find(keys)) for c in ns.classes]
+    looking = Looking(-1, session, seq, ns, ns.epoch, keys, there)
+    if not tiers or not _ask_next(state, looking):
+        return _reply(looking)
+    state.send(session, Promoting(seq=seq))
+    return None
+
+
+def probed(state: State, event: Probed) -> None:
+    """A tier answered which of the rows it has."""
+    looking, at = state.tiers.end(event.op, Looking), 0
+    for there in looking.there:
+        lacks = np.flatnonzero(~there)
+        there[lacks] = event.held[at : at + len(lacks)]
+        at += len(lacks)
+    session = state.sessions.get(looking.session)
+    if session is None or session.ending:
+        return
+    if looking.epoch != looking.namespace.epoch:  # it was cleared meanwhile
+        for there in looking.there:
+            there[:] = False
+    elif _ask_next(state, looking):
+        return
+    reply = _reply(looking)
+    reply.seq = looking.seq
+    state.send(looking.session, reply)
+
+
+def _ask_next(state: State, looking: Looking) -> bool:
+    """Ask the next tier for what is lacking. Returns False if none is left, or nothing lacks."""
+    ns, last = looking.namespace, looking.tier
+    place = 0 if last < 0 else state.tiers.all[last].place
+    lacking = [~there for there in looking.there]
+    usable = epochs.usable(state, ns)
+    later = [tier for tier in usable if state.tiers.all[tier].place > place]
+    if not later or not any(lacks.any() for lacks in lacking):
+        return False
+    if last < 0:
+        _check_room(state, looking.session)
+    looking.tier = later[0]
+    batches = tuple(
+        epochs.records(ns, looking.tier, c, looking.keys[lacks])
+        for c, lacks in zip(ns.classes, lacking, strict=True)
+    )
+    op = state.tiers.begin(looking)
+    state.out.append(TierProbe(looking.tier, op, batches))
+    return True
+
+
+def _check_room(state: State, session: int) -> None:
+    """Refuse a question if too many wait for tiers."""
+    askers = [op.session for op in state.tiers.ops.values() if isinstance(op, Looking)]
+    if len(askers) >= MOST_OPEN or askers.count(session) >= MOST_OF_A_SESSION:
+        raise Refused("limit", f"{len(askers)} such questions wait for tiers: ask later")
+
+
+def _reply(looking: Looking) -> Presence:
+    every: BoolArray = np.logical_and.reduce(looking.there)
+    return Presence(held=every.tobytes())
