@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ import pytest
 from kvass._version import TESTED_SGLANG
 from kvass.connectors.sglang.plugin import backend_config
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.support.sglang.server import Server, overlays
+from tests.support.sglang.server import Server, environment, overlays
 from tests.support.vllm.models import TINY, TINY_LATENT, Sizes, build
 
 INSTALLED: Final = overlays()
@@ -115,12 +117,10 @@ def check_flush_and_new_weights(folder: Path, daemon: Daemon, server: Server) ->
     server.flush()
     assert server.generate(LONG).stored == 0, "a flush may mean other weights"
     other = build(folder.parent / "models", TINY, seed=1)
-    before = rows(daemon)
     server.post("/update_weights_from_disk", {"model_path": str(other)})
     new = server.generate(LONG)
     assert new.stored == 0
     assert new.tokens != old
-    stored(daemon, before + len(LONG) // 64)
     daemon.kill()
     server.flush()
     assert server.generate(LONG).tokens == new.tokens, "computed without a cache"
@@ -176,6 +176,34 @@ def test_kinds_of_pools(tmp_path: Path, kind: str) -> None:
         a.flush()
         assert a.generate(SHORT).stored == 0
         assert_quiet(a, b)
+
+
+POOLS: Final = (
+    *("FULL page_first 16", "FULL page_first_direct 64", "FULL layer_first 1", "MLA page_first 16"),
+    *("MLA layer_first 1", "FULL+SWA page_first_direct 16", "FULL+MAMBA page_first_direct 64"),
+)
+
+
+@pytest.mark.skipif(NEWEST < "0.5.23", reason="SGLang's fixtures are of 0.5.23")
+@pytest.mark.parametrize("pools", POOLS)
+def test_bytes_of_real_pools(tmp_path: Path, pools: str) -> None:
+    with running_daemon(tmp_path, lookup_budget_ms=10_000) as daemon:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "tests.support.sglang.real_pools",
+                daemon.socket,
+                *pools.split(),
+            ],
+            env=environment(NEWEST),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = ["kv", *(part.lower() for part in pools.split()[0].split("+")[1:])]
+    assert [line.split()[0] for line in done.stdout.splitlines() if "equal" in line] == expected
 
 
 def test_without_a_daemon_every_request_is_answered(tmp_path: Path) -> None:

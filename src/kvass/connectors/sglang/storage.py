@@ -255,7 +255,7 @@ class KvassStorage(HiCacheStorage):
             return hits.all_pages(store.has(digests))
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
             return hits.trailing_pages(
-                [store.has([key]) == 1 for key in digests], max(1, len(transfer.keys or ()))
+                store.present(digests), max(1, len(transfer.keys or ()))
             )
         raise UsageError(f"the pool {transfer.name} has the hit policy {transfer.hit_policy}")
 
