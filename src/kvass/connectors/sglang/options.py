@@ -5,6 +5,8 @@ Laws of this file:
 
 - A wrong value is an error in every source. An unknown name is an error in the extra config alone,
   because a stray variable or an option of another engine must not switch kvass off.
+- Daemons read the environment and the file, too. So these have only options that a daemon knows
+  as an engine's (``config.ENGINE_OPTIONS``).
 - It imports nothing of SGLang.
 """
 
@@ -16,7 +18,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from kvass.config import Given, Uid, given, user_id
+from kvass.config import ENGINE_OPTIONS, Given, Uid, given, user_id
 from kvass.engine.boundary import log
 from kvass.errors import ConfigError
 
@@ -42,7 +44,8 @@ NAMES: Final = StorageOptions.__struct_fields__
 def read_options(extra: Mapping[str, Any], env: Mapping[str, str]) -> StorageOptions:
     """The options of one engine. Raises ``ConfigError`` for an unknown ``kvass.*`` key and for a
     wrong value."""
-    values = {one.name: _text(one) for one in given(env) if one.name in NAMES and one.value != ""}
+    shared = set(NAMES) & set(ENGINE_OPTIONS)
+    values = {one.name: _text(one) for one in given(env) if one.name in shared and one.value != ""}
     for key, value in extra.items():
         name = key.removeprefix(PREFIX)
         if name != key and name not in NAMES:

@@ -254,9 +254,7 @@ class KvassStorage(HiCacheStorage):
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
             return hits.all_pages(store.has(digests))
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-            return hits.trailing_pages(
-                store.present(digests), max(1, len(transfer.keys or ()))
-            )
+            return hits.trailing_pages(store.present(digests), max(1, len(transfer.keys or ())))
         raise UsageError(f"the pool {transfer.name} has the hit policy {transfer.hit_policy}")
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
