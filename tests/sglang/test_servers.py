@@ -156,6 +156,7 @@ def assert_quiet(*all_servers: Server) -> None:
 KINDS: Final[dict[str, dict[str, Any]]] = {
     "a token per page": {"page": 1},
     "layer_first": {"more": ("--hicache-mem-layout", "layer_first")},
+    "host memory is a buffer": {"more": ("--hicache-host-memory-mode", "buffer_only")},
     "MLA": {"sizes": TINY_LATENT},
     "2 ranks": {"more": ("--tp-size", "2")},
     "MLA on 2 ranks": {"sizes": TINY_LATENT, "more": ("--tp-size", "2")},

@@ -131,6 +131,20 @@ def test_ranks_of_an_mla_model_share(backends: Backends) -> None:
     assert ranks[1].batch_exists(KEYS) == 8
 
 
+def test_mla_models_on_other_numbers_of_ranks_do_not_share(backends: Backends) -> None:
+    pool = fake.HostPool([512])
+    store(backends.make(pool, is_mla_model=True), pool)
+    assert backends.make(is_mla_model=True).batch_exists(KEYS) == 8
+    assert backends.make(is_mla_model=True, tp_size=2).batch_exists(KEYS) == 0
+
+
+def test_ranks_of_a_dense_model_do_not_share(backends: Backends) -> None:
+    pool = fake.HostPool([512])
+    store(backends.make(pool, tp_rank=0, tp_size=2), pool)
+    assert backends.make(tp_rank=0, tp_size=2).batch_exists(KEYS) == 8
+    assert backends.make(tp_rank=1, tp_size=2).batch_exists(KEYS) == 0
+
+
 def test_another_layout_does_not_share(backends: Backends) -> None:
     assert not shares(backends, pool=fake.HostPool([512], layers=True))
 
