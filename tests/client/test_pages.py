@@ -17,6 +17,7 @@ import pytest
 from kvass import PageStore, Plane, Put
 from kvass.client import session
 from kvass.client.pages import ANSWER_S, PageClient
+from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.engine.pages import MOST_PRESENT
 from kvass.errors import UsageError
 from kvass.messages import Granted
@@ -208,15 +209,30 @@ def test_a_store_that_ends_late_is_refused(
     a = make()
     right = PageClient.reserve
 
-    def reserve(*args: Any) -> Granted | None:
-        granted = right(*args)
-        assert granted is not None
-        granted.deadline_s = time.monotonic()
-        return granted
+    def reserve(*args: Any) -> tuple[Granted, ArenaLease | None] | None:
+        given = right(*args)
+        assert given is not None
+        given[0].deadline_s = time.monotonic()
+        return given
 
     with monkeypatch.context() as patch:
         patch.setattr(PageClient, "reserve", reserve)
         assert a.store.put(KEYS, FIRST) == [Put.REFUSED] * 16
+
+
+def test_a_rank_that_does_not_know_yet_that_it_is_known_leaves_nothing_held(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, daemon: Daemon
+) -> None:
+    """The daemon has registered it, so lookups match; its own session is not ready."""
+    a = make()
+    a.store.put(KEYS, FIRST)
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerClient, "arena", lambda *_: None)
+        assert a.store.get(KEYS, FIRST) == 0
+        assert a.store.put(keys_of(4, "new"), FIRST[:4]) == [Put.REFUSED] * 4
+    daemon.wait_until(5, leases=0, reservations=0, pins=0)
+    assert a.store.put(keys_of(4, "new"), FIRST[:4]) == [Put.STORED] * 4
+    assert a.store.get(KEYS, FIRST) == 16
 
 
 def test_a_clear_forgets(make: Callable[..., Engine]) -> None:
@@ -280,11 +296,11 @@ def test_an_older_daemon_is_asked_for_what_it_knows(
     monkeypatch.setattr(session, "FEATURES", ())
     right = PageClient.reserve
 
-    def reserve(*args: Any) -> Granted | None:
-        granted = right(*args)
-        if granted is not None:
-            granted.grants[0].refused = None
-        return granted
+    def reserve(*args: Any) -> tuple[Granted, ArenaLease | None] | None:
+        given = right(*args)
+        if given is not None:
+            given[0].grants[0].refused = None
+        return given
 
     monkeypatch.setattr(PageClient, "reserve", reserve)
     a = make()

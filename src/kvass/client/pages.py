@@ -5,8 +5,10 @@ Laws of this file:
 
 - A call returns within its bound, and other threads use the client meanwhile: no thread keeps the
   lock for longer than ``TURN_S`` and one message.
-- Every lease and every grant that a call returns was handed over: the caller settles it as rank 0,
-  by ``end_read`` or ``end_write``. What a call does not return it has given back.
+- Every lease and every grant that a call returns was handed over, while rank 0 was connected: the
+  caller leaves its arena and settles it as rank 0, by ``end_read`` or ``end_write``. What a call
+  does not return the scheduler has given back. A rank that the daemon knows, but that does not know
+  this yet, could not settle it, and the rows would be held until the deadline.
 - What was begun in one generation gets nothing of another one.
 """
 
@@ -16,8 +18,8 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from kvass.client.endpoint import TURN_S
 from kvass.client.lookups import Match, Pending
@@ -27,6 +29,7 @@ from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.messages import Granted, Ping, Pong, Presence, Present, ReserveItem
 from kvass.types import RankLayout
 
+R = TypeVar("R")
 ANSWER_S: Final = 0.25
 """How long a call waits for an answer that the daemon sends at once."""
 TIERS_S: Final = 1.0
@@ -90,16 +93,28 @@ class PageClient:
 
     # ------------------------------------------------------------ reading
 
-    def match(
-        self, keys: Sequence[bytes], first: int, tenant: str, generation: int, read: bool
-    ) -> Match | None:
-        """The rows of the longest run of ``keys`` from number ``first`` on, promoted from tiers if
-        need be. Those before it are marked as used. None: there are none, or ``generation`` is
-        over.
+    def count(self, keys: Sequence[bytes], first: int, tenant: str, generation: int) -> int:
+        """How many of ``keys`` from number ``first`` on have a row, promoted from tiers if need be.
+        Those before ``first`` are marked as used, too. 0 if ``generation`` is over."""
+        match = self._match(keys, first, tenant, generation, self._given_back)
+        return 0 if match is None else match.chunks - match.first
 
-        ``read``: the lease was handed over; settle it with ``end_read``. Otherwise it was given
-        back, and only the number of rows counts.
-        """
+    def read(
+        self, keys: Sequence[bytes], first: int, tenant: str, generation: int
+    ) -> tuple[Match, ArenaLease] | None:
+        """The rows that ``count`` counts, and the arena in which they are. Leave it, and settle the
+        match with ``end_read``. None: there are none, or they cannot be read now."""
+        return self._match(keys, first, tenant, generation, self._to_read)
+
+    def _match(
+        self,
+        keys: Sequence[bytes],
+        first: int,
+        tenant: str,
+        generation: int,
+        take: Callable[[Match], R | None],
+    ) -> R | None:
+        """Look up, and return what ``take`` makes of the match. It is called with the lock held."""
         name, digests, width = f"{next(self._names)}", b"".join(keys), len(keys[0])
         try:
             while True:
@@ -109,20 +124,25 @@ class PageClient:
                     self._scheduler.new_step()
                     found = self._scheduler.match(name, digests, width, first, tenant=tenant)
                     if not isinstance(found, Pending):
-                        return self._taken(name, read)
+                        match = self._scheduler.take(name)
+                        return None if match is None else take(match)
                 time.sleep(TURN_S)
         finally:
             with self._lock:
                 self._scheduler.give_back(name)
 
-    def _taken(self, name: str, read: bool) -> Match | None:
-        match = self._scheduler.take(name)
-        if match is None:
-            return None
-        if read and self._scheduler.handed_over([match.lease], [], match.boot):
-            return match
+    def _given_back(self, match: Match) -> Match:
         self._scheduler.release(match.boot, match.lease)
-        return None if read else match
+        return match
+
+    def _to_read(self, match: Match) -> tuple[Match, ArenaLease] | None:
+        arena = self._rank.arena(match.boot, match.given_s)
+        if arena is not None:
+            if self._scheduler.handed_over([match.lease], [], match.boot):
+                return match, arena
+            arena.close()
+        self._scheduler.release(match.boot, match.lease)
+        return None
 
     def end_read(self, match: Match) -> None:
         """No byte of the match's rows is read any more."""
@@ -145,10 +165,10 @@ class PageClient:
 
     def reserve(
         self, keys: Sequence[bytes], first: int, tenant: str, generation: int
-    ) -> Granted | None:
-        """Slots for those of ``keys`` from number ``first`` on that have no row. The only grant may
-        have none; else settle it with ``end_write``. None: there is no answer, or ``generation`` is
-        over."""
+    ) -> tuple[Granted, ArenaLease | None] | None:
+        """Slots for those of ``keys`` from number ``first`` on that have no row, and the arena in
+        which they are. Leave it, and settle the grant with ``end_write``. Without an arena nothing
+        was granted. None: there is no answer, or ``generation`` is over."""
         item = ReserveItem(f"{next(self._names)}", b"".join(keys), first, 1, tenant)
         deadline_s = time.monotonic() + ANSWER_S
         with self._lock:
@@ -163,19 +183,21 @@ class PageClient:
                 self._scheduler.new_step()
                 granted = self._scheduler.granted(reserving)
                 if not isinstance(granted, Pending):
-                    return self._ours(granted)
+                    return None if granted is None else self._to_write(granted)
                 if time.monotonic() >= deadline_s:
                     self._scheduler.give_up(reserving)
                     return None
             time.sleep(TURN_S / 4)
         return None
 
-    def _ours(self, granted: Granted | None) -> Granted | None:
-        if granted is None:
-            return None
-        number = granted.grants[0].reservation
-        if not number or self._scheduler.handed_over([], [number], granted.boot):
-            return granted
+    def _to_write(self, granted: Granted) -> tuple[Granted, ArenaLease | None] | None:
+        if not (number := granted.grants[0].reservation):
+            return granted, None
+        arena = self._rank.arena(granted.boot, granted.given_s)
+        if arena is not None:
+            if self._scheduler.handed_over([], [number], granted.boot):
+                return granted, arena
+            arena.close()
         self._scheduler.abort(granted.boot, number)
         return None
 
@@ -190,11 +212,7 @@ class PageClient:
         pong = self._rank.ask(Ping(), ANSWER_S)  # it comes after the commit was carried out
         return isinstance(pong, Pong) and time.monotonic() < granted.deadline_s
 
-    # ------------------------------------------------------------ both
-
-    def arena(self, given: Match | Granted) -> ArenaLease | None:
-        """The arena in which these rows are; None: they may be others' by now."""
-        return self._rank.arena(given.boot, given.given_s)
+    # ------------------------------------------------------------ resets
 
     def new_generation(self, token: bytes) -> bool:
         """Move to the namespace of the generation ``token``, or of one that no other engine has.

@@ -4,8 +4,9 @@ Laws of this file:
 
 - No failure of kvass leaves a call: it is a miss, counted in ``counters``. Only the constructor
   raises.
-- Every wait has a bound. A call takes the time of its copy and of a few answers of the daemon; a
-  daemon that is gone or hangs costs a call ``ANSWER_S``, and later calls nothing.
+- Every wait has a bound. A daemon that hangs costs a call its ``lookup_budget_ms`` or ``ANSWER_S``,
+  and later calls nothing until it answers. One that is gone costs nothing. A lookup that waits for
+  tiers or for another writer waits no longer than computing its tokens takes.
 - A page counts as loaded only if every byte of it was there before the lease's deadline, and if
   the weights are still those with which the call began (laws 5 and 10).
 - When a call has returned, nothing reads or writes the caller's pages.
@@ -25,8 +26,8 @@ from typing import Final
 import numpy as np
 
 from kvass.client.endpoint import TURN_S
-from kvass.client.lookups import Match
 from kvass.client.pages import PageClient
+from kvass.client.worker import ArenaLease
 from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
 from kvass.layout.copy_plan import plan_copy
@@ -34,7 +35,7 @@ from kvass.layout.describe import GroupPlanes, Plane
 from kvass.messages import PRESENT, Grant, Granted
 from kvass.transfer.base import Kind, U8Array
 from kvass.transfer.page_rows import PageRows
-from kvass.types import GroupLayout, I64Array, RankLayout
+from kvass.types import GroupLayout, RankLayout, Slots
 
 __all__ = ["PageStore", "Plane", "Put"]
 
@@ -218,18 +219,17 @@ class PageStore:
         generation = self._client.generation
         self._check(keys, pages)
         named, first, count = self._named(keys, before)
-        match = None
-        if count:
-            match = self._client.match(named, first, tenant, generation, read=True)
-        if match is None:
+        given = self._client.read(named, first, tenant, generation) if count else None
+        if given is None:
             return 0
+        match, arena = given
         found = match.chunks - match.first
         try:
-            slots = match.slots[0].offsets(0, self.row_bytes)
-            copied = self._copy("load", match, slots, pages[:found])
+            with arena:
+                self._copy("load", match.slots[0], pages[:found], arena)
         finally:
             self._client.end_read(match)
-        if not copied or time.monotonic() >= match.deadline_s:
+        if time.monotonic() >= match.deadline_s:
             self._count("late", found)
             return 0
         return found if generation == self._client.generation else 0
@@ -238,10 +238,7 @@ class PageStore:
         generation, there = self._client.generation, 0
         while there < len(keys):
             named, first, count = self._named(keys[there:], () if there else before)
-            match = None
-            if count:
-                match = self._client.match(named, first, tenant, generation, read=False)
-            found = 0 if match is None else match.chunks - match.first
+            found = self._client.count(named, first, tenant, generation) if count else 0
             there += found
             if found < count or not count:
                 break
@@ -279,12 +276,15 @@ class PageStore:
             if not count:
                 return
             with self._writing:
-                granted = self._client.reserve(named, skipped, tenant, generation)
-                if granted is None:
+                given = self._client.reserve(named, skipped, tenant, generation)
+                if given is None:
                     return
+                granted, arena = given
                 grant, base = granted.grants[0], first - skipped
                 stored = [base + chunk for chunk in grant.chunks]
-                written = bool(stored) and self._write(granted, [pages[at] for at in stored])
+                written = arena is not None and self._write(
+                    granted, [pages[at] for at in stored], arena
+                )
             if generation != self._client.generation or (stored and not written):
                 return
             end = first + count if grant.later < 0 else base + grant.later
@@ -313,12 +313,13 @@ class PageStore:
         end = max(refused) + 1 if refused and not stored else len(keys)
         return set(range(first, end)).difference(stored, refused)
 
-    def _write(self, granted: Granted, pages: Sequence[int]) -> bool:
+    def _write(self, granted: Granted, pages: Sequence[int], arena: ArenaLease) -> bool:
         """Copy ``pages`` into the granted rows. Returns whether they can be loaded now."""
         copied = False
         try:
-            slots = granted.grants[0].slots[0].offsets(0, self.row_bytes)
-            copied = self._copy("store", granted, slots, pages)
+            with arena:
+                self._copy("store", granted.grants[0].slots[0], pages, arena)
+                copied = True
         finally:
             there = self._client.end_write(granted, copied)
         return there
@@ -328,20 +329,15 @@ class PageStore:
         if len(keys) != len(pages):
             raise UsageError(f"{len(keys)} keys and {len(pages)} pages: give a page for each key")
 
-    def _copy(
-        self, kind: Kind, given: Match | Granted, slots: I64Array, pages: Sequence[int]
-    ) -> bool:
-        """Copy these pages. False: the slots may be others' by now, or there is no memory."""
+    def _copy(self, kind: Kind, slots: Slots, pages: Sequence[int], arena: ArenaLease) -> None:
+        """Copy these pages. Raises ``UsageError`` for impossible pages, ``OSError`` if there is no
+        memory for the slots."""
         blocks = np.asarray(pages, np.int64).reshape(-1, 1)
-        plan = plan_copy(self._planes, blocks, slots, null_block=False)
+        offsets = slots.offsets(0, self.row_bytes)
+        plan = plan_copy(self._planes, blocks, offsets, null_block=False)
         if kind == "load" and not plan.distinct:
             raise UsageError("two keys would be loaded into one page: name each page once")
-        arena = self._client.arena(given)
-        if arena is None:
-            return False
-        with arena as memory:
-            if kind == "store" and plan.end > arena.populated:
-                for row in plan.rows:
-                    arena.prepare(row.slot, row.slot + self.row_bytes)
-            self._rows.copy(kind, plan, memory)
-        return True
+        if kind == "store" and plan.end > arena.populated:
+            for row in plan.rows:
+                arena.prepare(row.slot, row.slot + self.row_bytes)
+        self._rows.copy(kind, plan, arena.buffer)
