@@ -44,11 +44,13 @@ class Backends:
 
     def make(self, pool: Any = None, engine: fake.Engine | None = None, **config: Any) -> Any:
         """A backend whose KV pool is ``pool``. ``config``: fields of SGLang's storage config;
-        ``extra``: options that are added to the extra config."""
+        ``extra``: options that are added to the extra config; ``again``: the process had another
+        backend before."""
+        again = config.pop("again", False)
         extra = backend_config() | {"kvass.socket": self._socket} | config.pop("extra", {})
         with fake.installed(engine or self.engine):
             storage = importlib.import_module("kvass.connectors.sglang.storage")
-            vars(storage)["_backends"] = 0  # each engine is a process of its own
+            vars(storage)["_backends"] = int(again)
             backend = storage.KvassStorage(fake.StorageConfig(extra, **config), {})
         self._stack.callback(backend.close)
         backend.register_mem_pool_host(pool or fake.HostPool([512]))

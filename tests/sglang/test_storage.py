@@ -233,11 +233,13 @@ def test_fixed_weights_outlive_a_flush(backends: Backends) -> None:
     assert backend.batch_exists(KEYS) == 8
 
 
+@pytest.mark.parametrize("again", [False, True])
 def test_a_backend_that_is_attached_later_shares_with_nobody(
-    backends: Backends, model: Path
+    backends: Backends, model: Path, again: bool
 ) -> None:
+    """At run time, after SGLang began without one or detached one."""
     pool = fake.HostPool([512])
-    backend = backends.make(pool, fake.Engine(model, attached_later=True))
+    backend = backends.make(pool, fake.Engine(model, attached_later=not again), again=again)
     store(backend, pool)
     assert backend.batch_exists(KEYS) == 8
     assert backends.make().batch_exists(KEYS) == 0

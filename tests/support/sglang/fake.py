@@ -171,11 +171,11 @@ class HostPool:
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]] | None:
         pages = (indices[:: self.page_size] // self.page_size).tolist()
-        spans = [span for page in pages for span in self._spans(page)]
+        spans = [span for page in pages for span in self.spans(page)]
         base = self.memory.ctypes.data + self.moved
         return [base + at for at, _ in spans], [size for _, size in spans]
 
-    def _spans(self, page: int) -> Iterator[tuple[int, int]]:
+    def spans(self, page: int) -> Iterator[tuple[int, int]]:
         at = 0 if self._layers else page * sum(self._parts)
         for size in self._parts:
             yield (at + page * size if self._layers else at), size
@@ -183,12 +183,12 @@ class HostPool:
 
     def page(self, page: int) -> bytes:
         """The bytes of a page."""
-        return b"".join(self.memory[at : at + size].tobytes() for at, size in self._spans(page))
+        return b"".join(self.memory[at : at + size].tobytes() for at, size in self.spans(page))
 
     def fill(self, page: int, seed: int) -> bytes:
         """Random bytes for a page; they are returned."""
         random = np.random.default_rng(seed)
-        for at, size in self._spans(page):
+        for at, size in self.spans(page):
             self.memory[at : at + size] = random.integers(0, 256, size, np.uint8)
         return self.page(page)
 
