@@ -25,7 +25,7 @@ help:
 	@echo "make quick   tests of core, client, wire and tiers, no engine, and what they cover (90 s)"
 	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
 	@echo "make test-versions   the connector with every vLLM it is for (downloads 600 MB, 20 minutes)"
-	@echo "make test-sglang   real SGLang servers on a CPU (downloads 200 MB, 15 minutes)"
+	@echo "make test-sglang   real SGLang servers on a CPU (downloads 200 MB, 20 minutes)"
 	@echo "make check   ruff, mypy --strict, import contracts"
 	@echo "make docs    the docs site, in .cache/docs; a broken link is an error"
 	@echo "make mutants breaks of FILES (those of core, layout, engine changed since main) that their tests miss"

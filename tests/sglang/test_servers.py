@@ -148,8 +148,9 @@ def check_trouble(daemon: Daemon, server: Server, tokens: list[Any]) -> None:
 
 
 def assert_quiet(*all_servers: Server) -> None:
-    """No call of the backend failed by a defect."""
+    """No call of the backend failed by a defect, and each flush was counted."""
     for server in all_servers:
+        assert "cleared no host pool" not in server.text(), server.tail()
         assert "counts as a miss from here on" not in server.text(), server.tail()
 
 
@@ -176,6 +177,7 @@ def test_kinds_of_pools(tmp_path: Path, kind: str) -> None:
         assert b.generate(SHORT).stored > 0
         a.flush()
         assert a.generate(SHORT).stored == 0
+        assert "the cache was flushed, so" in a.text()
         assert_quiet(a, b)
 
 

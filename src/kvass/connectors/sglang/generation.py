@@ -54,9 +54,9 @@ class Generation:
             return
         with self._lock:
             if not all(thread.is_alive() for thread in self._callers):
-                self._callers.clear()  # SGLang ended a thread and cleared no pool
+                self._callers.clear()
                 self._own = os.urandom(16)
-                self._begin()
+                self._begin("SGLang ended a storage thread and cleared no host pool")
             self._callers.add(threading.current_thread())
 
     def attached_later(self) -> None:
@@ -65,20 +65,21 @@ class Generation:
         if not self._fixed:
             with self._lock:
                 self._own = os.urandom(16)
-                self._begin()
+                self._begin("kvass was attached at run time")
 
     def _flushed(self) -> None:
         with self._lock:
             self._callers = {thread for thread in self._callers if thread.is_alive()}
-            self._begin()
+            self._begin("the cache was flushed")
 
-    def _begin(self) -> None:
+    def _begin(self, why: str) -> None:
         self._flushes += 1
         parts = (self._own or _engine()) + self._flushes.to_bytes(8, "little")
         self.current = hashlib.sha256(parts).digest()[:16]
         log.warning(
-            "the cache was flushed, so the weights may be others: from here on this engine shares "
-            "with no other one; kvass.fixed_weights says that its weights are never replaced"
+            "%s, so the weights may be others: from here on this engine shares with no other one; "
+            "kvass.fixed_weights says that its weights are never replaced",
+            why,
         )
 
 

@@ -69,7 +69,6 @@ class KvassStorage(HiCacheStorage):
         global _backends
         _backends += 1
         config = self._config
-        first = not (config.tp_rank or config.pp_rank)
         try:
             self._options = read_options(config.extra_config or {}, os.environ)
             if reason := unsupported(config, sglang.__version__):
@@ -77,13 +76,11 @@ class KvassStorage(HiCacheStorage):
             settings = namespace.Settings()
             self._fields = namespace.describe(settings, sglang.__version__, self._options.tag)
             files = weight_files.sources(settings.arguments, settings, self._options.model_id)
-            if not self._options.model_id:
-                files += tuple(settings.files())
+            files += tuple(settings.files())
             ranks = max(1, config.tp_size * config.pp_size)
             self._weights: Future[str] = weights.begin(files, ranks)
         except KvassError as error:
-            self.off = str(error)
-            log_off(self.off, first)
+            self._turn_off(error)
             return
         self._name = str(settings.arguments.model_path)
         self._generation = Generation(self._options.fixed_weights)
@@ -91,6 +88,10 @@ class KvassStorage(HiCacheStorage):
             # The weights may have been replaced before SGLang attached this backend.
             self._generation.attached_later()
         self.off = ""
+
+    def _turn_off(self, reason: KvassError) -> None:
+        self.off = str(reason)
+        log_off(self.off, not (self._config.tp_rank or self._config.pp_rank))
 
     # ------------------------------------------------------------ pools
 
@@ -111,25 +112,23 @@ class KvassStorage(HiCacheStorage):
         try:
             self._pools[name] = HostPool(pool)
         except UsageError as error:
-            self.off = str(error)
-            log_off(self.off, True)
+            self._turn_off(error)
             return
         if name == KV:
             self._generation.watch(pool)
         fields = self._fields | namespace.of_pool(name, pool, self._config)
 
         def named(found: Future[str]) -> None:
-            if found.cancelled() or (error := found.exception()) is not None:
-                if not found.cancelled():
-                    self.off = str(error)
-                    log_off(self.off, name == KV)
-                return
-            self._boundary.run(None, self._open, name, fields | {"weights": found.result()})
+            try:
+                self._boundary.run(None, self._open, name, fields | {"weights": found.result()})
+            except KvassError as error:  # the weights have no name
+                if not self.off:
+                    self._turn_off(error)
 
         self._weights.add_done_callback(named)
         if name in self._stores:
             self._stores[name].wait_connected(CONNECT_S)
-        elif not self.off:
+        elif name == KV and not self.off:
             log.warning(
                 "the weight files are being read to name them by content; uncached until then"
             )
