@@ -18,7 +18,7 @@ from kvass._version import TESTED_SGLANG
 from kvass.connectors.sglang.plugin import backend_config
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.sglang.server import Server, environment, overlays
-from tests.support.vllm.models import TINY, TINY_LATENT, Sizes, build
+from tests.support.vllm.models import TINY, build
 
 INSTALLED: Final = overlays()
 VERSIONS: Final = os.environ.get("SGLANG_VERSIONS", "").split() or sorted(TESTED_SGLANG)
@@ -50,13 +50,12 @@ def servers(
     version: str,
     *,
     page: int = 64,
-    sizes: Sizes = TINY,
     more: tuple[str, ...] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[Server, Server]]:
     """Server ``a`` has kvass in its extra config, ``b`` by the variable. The weights of ``b`` are
     fixed, so its cache can be flushed."""
-    model = build(folder.parent / "models", sizes)
+    model = build(folder.parent / "models", TINY)
     extra = backend_config() | {"kvass.socket": daemon.socket} | THRESHOLD | dict(options or {})
     threshold = ("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 64}')
     env = {"KVASS": daemon.socket, "KVASS_FIXED_WEIGHTS": "yes"}
@@ -154,13 +153,12 @@ def assert_quiet(*all_servers: Server) -> None:
         assert "counts as a miss from here on" not in server.text(), server.tail()
 
 
+# SGLang's attention for a CPU runs no MLA model; ``test_bytes_of_real_pools`` has its pool.
 KINDS: Final[dict[str, dict[str, Any]]] = {
     "a token per page": {"page": 1},
     "layer_first": {"more": ("--hicache-mem-layout", "layer_first")},
     "host memory is a buffer": {"more": ("--hicache-host-memory-mode", "buffer_only")},
-    "MLA": {"sizes": TINY_LATENT},
     "2 ranks": {"more": ("--tp-size", "2")},
-    "MLA on 2 ranks": {"sizes": TINY_LATENT, "more": ("--tp-size", "2")},
 }
 
 

@@ -94,13 +94,16 @@ class Server:
         command += [part for flag in flags for part in flag]
         command += ["--skip-tokenizer-init", "--enable-cache-report", "--skip-server-warmup"]
         command += ["--enable-hierarchical-cache", *more]
+        more_env = dict(env or {})
+        if "--tp-size" in more:  # SGLang wants to know the cores of each rank
+            more_env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
         if extra is not None:
             command += ["--hicache-storage-backend", "dynamic"]
             command += ["--hicache-storage-backend-extra-config", json.dumps(dict(extra))]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command,
-                env=environment(version) | dict(env or {}),
+                env=environment(version) | more_env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
