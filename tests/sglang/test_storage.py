@@ -334,6 +334,22 @@ def test_pages_that_moved_are_neither_read_nor_written(backends: Backends) -> No
     assert backend.batch_exists(other) == 0
 
 
+def test_nothing_raises_whatever_sglang_gives(backends: Backends) -> None:
+    """An exception in a storage thread would leave requests without an answer."""
+    pool = fake.HostPool([512])
+    backend = backends.make(pool)
+    wrong: Any = [None, 1]
+    info = fake.ExtraInfo(wrong)
+    assert backend.batch_exists(KEYS, info) == 0
+    assert backend.batch_exists(wrong) == 0
+    assert not any(backend.batch_get_v1(KEYS, pool.indices(range(8)), info))
+    assert not any(backend.batch_set_v1(KEYS, "indices", fake.ExtraInfo([])))
+    transfer = fake.PoolTransfer("no such pool", pool.indices(range(8)), KEYS)
+    assert not any(backend.batch_set_v2([transfer])["no such pool"])
+    assert not any(backend.batch_get_v2([transfer], info)["no such pool"])
+    assert backend.batch_exists_v2(KEYS, wrong).kv_hit_pages == 0
+
+
 def test_indices_of_other_tokens_are_refused(backends: Backends) -> None:
     pool = fake.HostPool([512])
     backend = backends.make(pool)

@@ -167,14 +167,14 @@ class KvassStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages from the first exist."""
-        return self._boundary.run(0, self._exists, KV, keys, before(extra_info))
+        return self._boundary.run(0, self._exists, KV, keys, extra_info)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Read pages into the host pool; which of them were read."""
         return self._boundary.run(
-            [False] * len(keys), self._get, KV, keys, host_indices, before(extra_info)
+            [False] * len(keys), self._get, KV, keys, host_indices, extra_info
         )
 
     def batch_set_v1(
@@ -188,34 +188,37 @@ class KvassStorage(HiCacheStorage):
                 "long prompt may lose its beginning first, and the rest is of no use"
             )
         return self._boundary.run(
-            [False] * len(keys), self._set, KV, keys, host_indices, before(extra_info)
+            [False] * len(keys), self._set, KV, keys, host_indices, extra_info
         )
 
-    def _exists(self, name: str, keys: Sequence[str], chain: list[bytes]) -> int:
+    def _exists(self, name: str, keys: Sequence[str], extra_info: Any) -> int:
         self._seen()
         store = self._store(name)
-        return store.has([key_of(key) for key in keys], chain) if store is not None else 0
+        if store is None or not keys:
+            return 0
+        return store.has([key_of(key) for key in keys], before(extra_info))
 
     def _get(
-        self, name: str, keys: Sequence[str], host_indices: Any, chain: list[bytes]
+        self, name: str, keys: Sequence[str], host_indices: Any, extra_info: Any
     ) -> list[bool]:
         self._seen()
         store = self._store(name)
         if store is None or not keys:
             return [False] * len(keys)
         pages = self._pools[name].locate(host_indices, len(keys))
-        got = store.get([key_of(key) for key in keys], pages, chain)
+        got = store.get([key_of(key) for key in keys], pages, before(extra_info))
         return [index < got for index in range(len(keys))]
 
     def _set(
-        self, name: str, keys: Sequence[str], host_indices: Any, chain: list[bytes]
+        self, name: str, keys: Sequence[str], host_indices: Any, extra_info: Any
     ) -> list[bool]:
         self._seen()
         store = self._store(name)
         if store is None or not keys:
             return [False] * len(keys)
         pages = self._pools[name].locate(host_indices, len(keys))
-        return [bool(each) for each in store.put([key_of(key) for key in keys], pages, chain)]
+        stored = store.put([key_of(key) for key in keys], pages, before(extra_info))
+        return [bool(each) for each in stored]
 
     def _seen(self) -> None:
         if not self.off:
@@ -232,7 +235,7 @@ class KvassStorage(HiCacheStorage):
         )
 
     def _exists_v2(self, keys: list[str], transfers: list[Any], extra_info: Any) -> Any:
-        leading = self._exists(KV, keys, before(extra_info))
+        leading = self._exists(KV, keys, extra_info)
         held: dict[Any, int] = {KV: leading} if leading else {}
         lengths = list(range(1, leading + 1))
         for transfer in transfers:
@@ -258,16 +261,19 @@ class KvassStorage(HiCacheStorage):
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Read pages of several pools; which of them were read, by pool."""
-        return {one.name: self._one(self._get, one) for one in transfers}
+        return {one.name: self._one(self._get, one, extra_info) for one in transfers}
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Store pages of several pools; which of them exist afterwards, by pool."""
-        return {one.name: self._one(self._set, one) for one in transfers}
+        return {one.name: self._one(self._set, one, extra_info) for one in transfers}
 
-    def _one(self, call: Callable[..., list[bool]], transfer: Any) -> list[bool]:
-        keys = transfer.keys or []
-        name = str(transfer.name)
-        return self._boundary.run([False] * len(keys), call, name, keys, transfer.host_indices, [])
+    def _one(self, call: Callable[..., list[bool]], transfer: Any, extra_info: Any) -> list[bool]:
+        keys, name = transfer.keys or [], str(transfer.name)
+        # Of other pools the pages before these need not exist.
+        chain = extra_info if transfer.hit_policy == PoolHitPolicy.ALL_PAGES else None
+        return self._boundary.run(
+            [False] * len(keys), call, name, keys, transfer.host_indices, chain
+        )
 
     # ------------------------------------------------------------ the rest of the interface
 
