@@ -86,9 +86,8 @@ def check(name: str, source: Any, target: Any) -> str:
     keys = [hashlib.sha256(f"{name}{n}".encode()).hexdigest() for n in range(PAGES)]
     pools = [backend.registered_pools[name] for backend in (source, target)]
     size = pools[0].page_size
-    source._pools[str(name)].memory[:] = torch.randint(
-        0, 256, source._pools[str(name)].memory.shape, dtype=torch.uint8
-    ).numpy()
+    for memory in source._pools[str(name)].memory:
+        memory[:] = torch.randint(0, 256, memory.shape, dtype=torch.uint8).numpy()
     read, stored = range(7, 7 + PAGES), range(PAGES)
     if str(name) == "kv":
         done = source.batch_set_v1(keys, indices(stored, size))

@@ -25,7 +25,8 @@ _PROBED: Final = 3
 
 
 class HostPool:
-    """The planes of ``pool``. ``memory``: the bytes from the first to the last of them.
+    """The planes of ``pool``, one for each part of a page. ``memory``: the bytes of each, from its
+    first page to its last one.
 
     Raises ``UsageError`` for a pool that gives no addresses, or whose pages do not lie evenly.
     """
@@ -43,14 +44,16 @@ class HostPool:
         if not np.array_equal(starts, expected) or (strides < self._sizes).any():
             raise UsageError(f"the pages of {_name(pool)} do not lie evenly in memory")
         self._first, self._strides = starts[0], strides
-        low = int(starts[0].min())
-        high = int((starts[-1] + self._sizes).max())
+        # A region for each part: what lies between them may belong to nobody.
+        parts = list(zip(starts[0], strides, self._sizes, strict=True))
         self.planes = tuple(
-            Plane(int(start) - low, int(stride), int(size))
-            for start, stride, size in zip(starts[0], strides, self._sizes, strict=True)
+            Plane(0, int(stride), int(size), region)
+            for region, (_, stride, size) in enumerate(parts)
         )
-        raw = (ctypes.c_uint8 * (high - low)).from_address(low)
-        self.memory: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
+        self.memory = tuple(
+            _bytes_at(int(start), (self.pages - 1) * int(stride) + int(size))
+            for start, stride, size in parts
+        )
 
     def locate(self, host_indices: Any, count: int) -> list[int]:
         """The pages of ``count`` keys, of which ``host_indices`` has one index per token. Raises
@@ -89,6 +92,14 @@ class HostPool:
         if (lengths != lengths[0]).any():
             raise UsageError(f"the pages of {_name(self._pool)} have different sizes")
         return starts, lengths[0]
+
+
+def _bytes_at(address: int, size: int) -> npt.NDArray[np.uint8]:
+    """The memory of this process at ``address``. SGLang keeps it while it has the pool."""
+    memory: npt.NDArray[np.uint8] = np.ctypeslib.as_array(
+        (ctypes.c_uint8 * size).from_address(address)
+    )
+    return memory
 
 
 def _name(pool: Any) -> str:

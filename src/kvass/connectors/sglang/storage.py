@@ -142,7 +142,7 @@ class KvassStorage(HiCacheStorage):
                 options.socket,
                 {key: identity.short(text) for key, text in fields.items() if text},
                 pool.planes,
-                (pool.memory,),
+                pool.memory,
                 pool.page_tokens,
                 pool.pages,
                 name=f"sglang{'' if name == KV else f' {name}'} {self._name}",
