@@ -17,7 +17,7 @@ MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo quick test test-versions check docs mutants sim soak bench bench-check bench-peers clean
+.PHONY: help setup demo quick test test-versions test-sglang check docs mutants sim soak bench bench-check bench-peers clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
@@ -25,6 +25,7 @@ help:
 	@echo "make quick   tests of core, client, wire and tiers, no engine, and what they cover (90 s)"
 	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
 	@echo "make test-versions   the connector with every vLLM it is for (downloads 600 MB, 20 minutes)"
+	@echo "make test-sglang   real SGLang servers on a CPU (downloads 200 MB, 20 minutes)"
 	@echo "make check   ruff, mypy --strict, import contracts"
 	@echo "make docs    the docs site, in .cache/docs; a broken link is an error"
 	@echo "make mutants breaks of FILES (those of core, layout, engine changed since main) that their tests miss"
@@ -100,6 +101,14 @@ test-versions: $(READY)
 	  $(addprefix tests/engine/test_,pairs.py two_versions.py) \
 	  || failed+=" pairs or two versions"; \
 	[[ -z $$failed ]] || { echo "failed:$$failed" >&2; exit 1; }
+
+# Real servers of each SGLang that kvass is for, or of SGLANG_VERSIONS.
+SGLANG_VERSIONS ?= $(shell $(BIN)/python -c 'from kvass._version import *; print(*sorted(TESTED_SGLANG))')
+
+test-sglang: $(READY)
+	@bash requirements/sglang.sh $(VENV) $(SGLANG_VERSIONS)
+	SGLANG_OVERLAYS=$(VENV)/overlays SGLANG_VERSIONS="$(SGLANG_VERSIONS)" \
+	  $(BIN)/python -m pytest -q tests/sglang $(PYTEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -16,6 +16,7 @@ from kvass.arena.room import SAFE_SHARE
 from kvass.cli.bench import baseline, copies, lookups
 from kvass.cli.doctor import beside, devices, machine
 from kvass.client import daemon_connection
+from kvass.client.pages import ANSWER_S
 from kvass.client.scheduler import LATE_S, SchedulerClient
 from kvass.config import Config
 from kvass.core.clients import tenants
@@ -136,6 +137,7 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/vllm.md", "The start of an engine waits up to {} s", (weights.NAME_WAIT_S,)),
     ("docs/vllm.md", "in up to {} threads", (weights.MAX_THREADS,)),
     ("docs/vllm.md", "more than {} ranks", (MAX_RANKS,)),
+    ("docs/sglang.md", "a call waits {} s at most", (ANSWER_S,)),
     (
         "docs/tiers.md",
         "how many seconds flushing may delay the daemon's end | {} |",
