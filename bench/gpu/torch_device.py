@@ -12,12 +12,12 @@ from typing import Any, Final
 import numpy as np
 
 from bench.gpu.device import Device, Plain, Table
+from bench.gpu.torch_copies import TensorCopies, operations_here
 from kvass.errors import ConfigError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import U8Array
 from kvass.transfer.batch import Kind, Region
-from kvass.transfer.device import DeviceRuntime, Operations
-from kvass.transfer.torch_operations import TensorCopies, torch_pinning
+from kvass.transfer.device import DeviceRuntime
 
 WIDTH: Final = 8192
 """Of the matrices: large enough to keep every processor of the device busy."""
@@ -107,13 +107,8 @@ class TorchDevice(TorchMemory, Device):
         super().__init__(where)
         torch = self._torch
         self._vllm = find_spec("vllm") is not None
-        register, unregister = torch_pinning(where)
         self._copies = TensorCopies(torch, ())
-        operations = Operations(self._copies, None, register, unregister)
-        if self._vllm:
-            from kvass.connectors.vllm.operations import vllm_operations
-
-            operations = vllm_operations([torch.empty(1, device=where).untyped_storage()])
+        operations = operations_here(torch, where, self._copies)
         self.runtime = DeviceRuntime(where, operations, torch)
         self._side = torch.cuda.Stream(device=where)
         a, b = (torch.randn(WIDTH, WIDTH, device=where, dtype=torch.bfloat16) for _ in range(2))

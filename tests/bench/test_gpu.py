@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from bench.geometries import GEOMETRIES, Geometry, geometry
 from bench.gpu import Sizes, measure_gpu, torch_device
 from bench.gpu.costs import measure_gemm, measure_pinning
 from bench.gpu.rig import Rig
+from bench.gpu.torch_copies import TensorCopies
 from kvass.cli import bench
 from kvass.errors import Unavailable
 from kvass.transfer.batch import Kind
@@ -196,3 +198,20 @@ def test_the_geometries_are_what_they_are_called() -> None:
     assert [g.block_tokens for g in v4.groups] == [64, 64, 256, 4, 8]
     assert {page for g in v4.groups for page in g.page_bytes} == {37440, 8640, 1728, 32832}
     assert v4.block_bytes == 10 * 93888
+
+
+# ---------------------------------------------------------------- copies of torch alone
+
+
+def test_copies_of_torch_move_the_bytes_of_a_batch() -> None:
+    """On a CPU, which has no streams: what is asked of torch, and where the bytes go."""
+    pages = torch.zeros(64, dtype=torch.uint8)
+    arena = np.arange(64, dtype=np.uint8)
+    copies = TensorCopies(torch, [pages.untyped_storage()])
+    there, here = pages.data_ptr(), arena.ctypes.data
+    load = torch.tensor([here + 8, here]), torch.tensor([there, there + 60]), torch.tensor([8, 4])
+    copies(*load, True)
+    assert pages[:8].tolist() == [*range(8, 16)]
+    assert pages[60:].tolist() == [*range(4)]
+    copies(torch.tensor([there]), torch.tensor([here + 32]), torch.tensor([8]), False)
+    assert arena[32:40].tolist() == [*range(8, 16)]

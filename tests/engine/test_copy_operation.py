@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from kvass.connectors.vllm.contract import release
 from tests.support.vllm.fake_vllm import installed, version_of
@@ -225,25 +224,11 @@ def test_transfers_wait_for_the_model_and_only_loads_may_read_in_any_order() -> 
 # ---------------------------------------------------------------- pinned memory
 
 
-@pytest.mark.skipif(release(version_of(installed())) < (0, 32), reason="came with vLLM 0.32")
-@pytest.mark.parametrize("name", ["cuda", "rocm"])
-@pytest.mark.parametrize("error", [0, 2])
-def test_registering_host_memory_says_whether_it_is_registered(name: str, error: int) -> None:
-    """It raises nothing, and takes the error of CUDA's runtime away."""
-    calls: list[tuple[Any, ...]] = []
-
-    def register(*args: int) -> int:
-        calls.append(("cudaHostRegister", *args))
-        return error
-
-    runtime = SimpleNamespace(
-        cudaHostRegister=register, cudaGetLastError=lambda: calls.append(("cudaGetLastError",))
-    )
-    world = {
-        "_load_cudart": lambda: runtime,
-        "current_platform": platform(name, is_cuda_alike=lambda: True),
-        "logger": SimpleNamespace(warning=lambda *_: None),
-    }
-    registers = function(source(f"{FOLDER}/host_register.py"), "host_register", **world)
-    assert registers(4096, 8192) is (error == 0)
-    assert calls == [("cudaHostRegister", 4096, 8192), *([("cudaGetLastError",)] * bool(error))]
+def test_vllm_pins_by_the_same_calls() -> None:
+    """Its simple offloading by torch's CUDA runtime, on XPU by an operation of its own."""
+    simple = source("v1/simple_kv_offload/cuda_mem_ops.py")
+    assert "torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)" in simple
+    if release(version_of(installed())) >= (0, 32):
+        pinning = source(f"{FOLDER}/host_register.py")
+        assert "torch.ops._C.xpu_host_register(ptr, num_bytes)" in pinning
+        assert "torch.ops._C.xpu_host_unregister(ptr)" in pinning

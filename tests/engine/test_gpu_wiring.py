@@ -348,6 +348,7 @@ def test_a_mover_may_be_told_to_pin_nothing(pins: bool, monkeypatch: pytest.Monk
     fake = FakeGpu(1)
     region, _ = fake.allocate(4 * 4096)
     monkeypatch.setattr(kv_memory, "open_device", lambda *_: (fake, KERNEL_BELOW))
+    monkeypatch.setattr(kv_memory, "open_untested", lambda *_: fake)
     mover = open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)), pins)
     arena = fake.map(4096)
     mover.submit(Job("load", (plan_copy(PLANES, [[1]], [0]),), arena))

@@ -14,7 +14,7 @@ import torch
 from kvass.engine.boundary import Boundary
 from kvass.engine.memory import KVMemory
 from kvass.engine.setup import Verification
-from kvass.engine.verifier import EVERY_ON_DEVICE, FIRST, Verifier
+from kvass.engine.verifier import EVERY_ON_DEVICE, FIRST, MOST_TRIES, Verifier
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import pages as pages_module
@@ -255,3 +255,20 @@ def test_rows_that_cannot_be_read_are_counted(
     said = [r.getMessage() for r in caplog.records]
     assert said.count("a copy could not be verified: it counts as done") == 1
     assert len(said) == 2, "and the error"
+    monkeypatch.undo()
+    for _ in range(2 * FIRST):
+        assert rank.run("store") == ("done", "")
+    counts = rank.verifier.take_counts()
+    assert counts == Counter(verified=2 * FIRST), "the first that can be read"
+
+
+def test_what_can_never_be_read_is_not_tried_for_ever(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left on the device")
+
+    monkeypatch.setattr(pages_module.KVPages, "read", full)
+    for _ in range(2 * MOST_TRIES):
+        assert rank.run("store") == ("done", "")
+    assert rank.verifier.take_counts() == Counter(not_verified=2 * MOST_TRIES)

@@ -13,6 +13,7 @@ from vllm import _custom_ops
 from kvass.connectors.vllm import operations
 from kvass.connectors.vllm.operations import vllm_operations
 from kvass.transfer.device import MissingError
+from kvass.types import PAGE
 
 STORAGES = (SimpleNamespace(device="cpu"),)
 
@@ -43,8 +44,8 @@ def test_on_cuda_all_of_vllms_operations_are_taken(platform: Any) -> None:
     assert found.copy is _custom_ops.swap_blocks_batch
     assert not found.unsigned
     assert found.copy_short is not None
-    found.copy_short("sources", "targets", "sizes", 2048)
-    wanted = ("sources", "targets", "sizes", True), {"bytes_per_chunk": 2048}
+    found.copy_short("sources", "targets", "sizes")
+    wanted = ("sources", "targets", "sizes", True), {"bytes_per_chunk": 8192}
     assert platform.kernel.calls == [wanted]
 
 
@@ -70,28 +71,46 @@ def test_where_vllm_pins_nothing_nothing_is_pinned(
 
 
 @pytest.mark.usefixtures("platform")
-def test_vllms_own_pinning_is_taken_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "vllm.v1.kv_offload.cpu.host_register"
-    module: Any = ModuleType(name)
+def test_an_xpu_is_pinned_by_vllms_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert operations.pinning("cpu") == (None, None)
     freed: list[int] = []
-    module.host_register, module.host_unregister = (lambda at, n: n == 8), freed.append
-    monkeypatch.setitem(sys.modules, name, module)
+    there = SimpleNamespace(
+        xpu_host_register=lambda at, n: n == 8, xpu_host_unregister=freed.append
+    )
+    monkeypatch.setattr(torch.ops, "_C", there, raising=False)
     found = vllm_operations(STORAGES)
     assert found.register is not None
     assert found.unregister is not None
     assert [found.register(1, 8), found.register(1, 9)] == [True, False]
-    assert found.unregister(1)
+    assert not found.unregister(1), "the operation said nothing"
     assert freed == [1]
-    monkeypatch.setitem(sys.modules, name, None)  # before vLLM 0.32
-    asked: list[object] = []
 
-    def pinning(device: object) -> tuple[None, None]:
-        asked.append(device)
-        return None, None
 
-    monkeypatch.setattr(operations, "torch_pinning", pinning)
-    assert vllm_operations(STORAGES).register is None
-    assert asked == ["cpu"]
+def test_an_error_of_pinning_is_taken_off_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next launch would report it as its own."""
+    left: list[int] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, count: int, flags: int) -> int:  # noqa: N802
+            assert (address, count, flags) == (PAGE, 8, 0)
+            left.append(304)
+            return 304
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            return 0
+
+    def launch(count: int, device: object) -> None:
+        if left:
+            raise RuntimeError(f"CUDA error {left.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "ones", launch)
+    register, unregister = operations.pinning("cuda:0")
+    assert register is not None
+    assert unregister is not None
+    assert not register(PAGE, 8)
+    assert left == []
+    assert unregister(PAGE)
 
 
 @pytest.mark.usefixtures("platform")

@@ -6,7 +6,6 @@ same kernels (torch's own operations); on the fake they run late, on the CPU.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bench.gpu.torch_copies import TensorCopies, operations_here
 from kvass.transfer.base import U8Array
 from kvass.transfer.batch import Batch, Region
-from kvass.transfer.device import DeviceRuntime, Event, Fault, Operations, Stream
-from kvass.transfer.torch_operations import TensorCopies, torch_pinning
+from kvass.transfer.device import DeviceRuntime, Event, Fault, Stream
 from tests.support.gpu.fake_device import Op
 from tests.support.gpu.fake_gpu import FakeGpu
 
@@ -39,11 +38,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self._copies = TensorCopies(torch, ())
-        operations = Operations(self._copies, None, *torch_pinning(self.where))
-        if importlib.util.find_spec("vllm") is not None:
-            from kvass.connectors.vllm.operations import vllm_operations
-
-            operations = vllm_operations([torch.empty(1, device=self.where).untyped_storage()])
+        operations = operations_here(torch, self.where, self._copies)
         self.runtime = DeviceRuntime(self.where, operations, torch)
         self.stream: Any = torch.cuda.Stream(0)
 

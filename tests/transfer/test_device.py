@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvass.transfer.batch import Batch, Kind, Way
 from kvass.transfer.device import KERNEL_TABLES, DeviceRuntime, Fault, Operations
-from kvass.transfer.torch_operations import TensorCopies, torch_operations
 from kvass.types import PAGE, U64Array
 from tests.support.gpu.fake_gpu import FakeGpu
 from tests.support.gpu.fake_torch import FakeStream, FakeTensor, fake_torch
@@ -142,58 +140,3 @@ def test_a_kernel_waits_for_no_table() -> None:
         batch.keep.clear()
     assert len(rig.gpu.tables.free) == KERNEL_TABLES
     assert rig.gpu.violations == []
-
-
-# ---------------------------------------------------------------- torch alone
-
-
-def test_copies_of_torch_move_the_bytes_of_a_batch() -> None:
-    """On a CPU, which has no streams: what is asked of torch, and where the bytes go."""
-    pages = torch.zeros(64, dtype=torch.uint8)
-    arena = np.arange(64, dtype=np.uint8)
-    copies = TensorCopies(torch, [pages.untyped_storage()])
-    there, here = pages.data_ptr(), arena.ctypes.data
-    load = torch.tensor([here + 8, here]), torch.tensor([there, there + 60]), torch.tensor([8, 4])
-    copies(*load, True)
-    assert pages[:8].tolist() == [*range(8, 16)]
-    assert pages[60:].tolist() == [*range(4)]
-    copies(torch.tensor([there]), torch.tensor([here + 32]), torch.tensor([8]), False)
-    assert arena[32:40].tolist() == [*range(8, 16)]
-
-
-def test_torch_pins_nothing_for_a_device_that_is_not_cudas() -> None:
-    operations = torch_operations([torch.zeros(1).untyped_storage()])
-    assert operations.register is None
-    assert operations.unregister is None
-    assert operations.copy_short is None
-
-
-def test_an_error_of_pinning_is_taken_off_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next launch would report it as its own."""
-    left: list[int] = []
-
-    class Runtime:
-        def cudaHostRegister(self, address: int, count: int, flags: int) -> int:  # noqa: N802
-            assert (address, count, flags) == (PAGE, 8, 0)
-            left.append(304)
-            return 304
-
-        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-            return 0
-
-    def launch(count: int, device: object) -> None:
-        if left:
-            raise RuntimeError(f"CUDA error {left.pop()}")
-
-    storage: Any = torch.zeros(1).untyped_storage()
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch, "ones", launch)
-    from kvass.transfer.torch_operations import torch_pinning
-
-    register, unregister = torch_pinning("cuda:0")
-    assert register is not None
-    assert unregister is not None
-    assert not register(PAGE, 8)
-    assert left == []
-    assert unregister(PAGE)
-    del storage

@@ -164,6 +164,26 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
 # ------------------------------------------------------------ settling
 
 
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_a_job_without_plans_waits_for_nothing(rig: Rig, kind: Kind) -> None:
+    """A rank without layers of a group has none, and the engine may be busy."""
+    rig.hold()
+    rig.mover.submit(Job(kind, (), rig.arena))
+    assert rig.mover.drain(10)
+    assert [done.outcome for done in rig.mover.poll()] == ["done"]
+
+
+def test_a_verification_that_raises_fails_its_job_alone(rig: Rig) -> None:
+    def raises(job: Job) -> Any:
+        raise ValueError("a defect")
+
+    rig.mover.submit(Job("store", (plan(1),), rig.arena, verify=raises))
+    rig.mover.submit(Job("store", (plan(2),), rig.arena))
+    assert rig.mover.drain(10)
+    ends = {done.outcome: done.error for done in rig.mover.poll()}
+    assert ends == {"failed": "ValueError: a defect", "done": ""}
+
+
 def test_submit_does_not_wait_and_poll_tells_in_order(rig: Rig) -> None:
     rig.hold()
     rig.submit("store", 1, 2)

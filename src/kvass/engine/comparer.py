@@ -125,6 +125,11 @@ class Comparer:
         self._open -= len(ended)
         return ended
 
+    @property
+    def busy(self) -> bool:
+        """Whether a check was begun that ``ended`` has not returned."""
+        return self._open > 0
+
     def wait(self, timeout_s: float) -> None:
         """Wait until a check has ended, if one was begun."""
         if self._open:

@@ -23,6 +23,7 @@ Laws of this file:
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -115,6 +116,7 @@ class Copier:
             return
         try:
             self._mover = self._make_mover(memory, True)
+            self._comparer = self._make_comparer(memory)
         except MissingError as reason:  # without this rank every lookup is a miss
             log.error("kvass is off, the engine runs uncached: %s", reason)
             return
@@ -122,12 +124,15 @@ class Copier:
         self._client = WorkerClient(
             self._setup.socket, registration, incomplete=True, daemon_uid=self._setup.daemon_uid
         )
-        if self._setup.shadow:
-            from kvass.engine.comparer import Comparer
-
-            rank = self._strategy.rank
-            self._comparer = Comparer(memory, rank, self._boundary, self._make_mover)
         self._setup.when_named(self._client.complete)
+
+    def _make_comparer(self, memory: KVMemory) -> Comparer | None:
+        """The comparer of shadow mode. Raises MissingError."""
+        if not self._setup.shadow:
+            return None
+        from kvass.engine.comparer import Comparer
+
+        return Comparer(memory, self._strategy.rank, self._boundary, self._make_mover)
 
     # ------------------------------------------------------------ a step
 
@@ -248,8 +253,12 @@ class Copier:
         return {self._held.rank: news} if news else {}
 
     def wait(self) -> None:
-        """Wait until no copy runs, for at most ``CLOSE_WAIT_S``."""
-        if self._mover is not None and not self._mover.drain(CLOSE_WAIT_S):
+        """Wait until no copy and no check runs, for at most ``CLOSE_WAIT_S``."""
+        until_s = time.monotonic() + CLOSE_WAIT_S
+        while self._comparer is not None and self._comparer.busy and time.monotonic() < until_s:
+            self._comparer.wait(COPY_WAIT_S)
+            self._poll()
+        if self._mover is not None and not self._mover.drain(until_s - time.monotonic()):
             log.error(
                 "copies have not ended for %g s, and the KV memory is taken away", CLOSE_WAIT_S
             )

@@ -16,8 +16,8 @@ from kvass.transfer.batch import Region
 from kvass.transfer.device import MissingError
 from kvass.transfer.device_mover import DeviceMover
 from kvass.transfer.host import HostMover
-from kvass.transfer.open_device import FindOperations, open_device
-from kvass.transfer.torch_operations import torch_operations
+from kvass.transfer.open_device import FindOperations, no_operations, open_device, open_untested
+from kvass.transfer.self_check import NO_PINS
 from kvass.types import RankLayout
 
 Values = tuple[str, int, int]
@@ -89,17 +89,19 @@ MakeMover = Callable[[KVMemory, bool], Mover]
 """As ``open_mover``, for an engine whose copy operation is known."""
 
 
-def open_mover(
-    memory: KVMemory, pins: bool = True, find: FindOperations = torch_operations
-) -> Mover:
-    """The mover for these pages. ``pins``: whether it may pin arenas; a device pins memory once, so
-    only one mover of a process may. ``find``: how the engine copies on a GPU. Raises MissingError
-    if the GPU cannot be used, or if the pages are on several devices, which no mover supports."""
+def open_mover(memory: KVMemory, pins: bool = True, find: FindOperations = no_operations) -> Mover:
+    """The mover for these pages. ``pins``: whether it may pin arenas. A device pins memory once, so
+    only one mover of a process may, and that one tests the device. ``find``: how the engine copies
+    on a GPU. Raises MissingError if the GPU cannot be used, or if the pages are on several devices,
+    which no mover supports."""
     devices = sorted({region.device for region in memory.gpu})
     where = devices + ["cpu"] * bool(memory.regions)
     if len(where) > 1:
         raise MissingError(f"KV caches on several devices in one worker: {', '.join(where)}")
     if not devices:
         return HostMover(memory.regions, memory.planes)
-    runtime, below = open_device(devices[0], find, memory.owners)
-    return DeviceMover(runtime, memory.gpu, memory.planes, kernel_below=below if pins else {})
+    if pins:
+        runtime, below = open_device(devices[0], find, memory.owners)
+        return DeviceMover(runtime, memory.gpu, memory.planes, kernel_below=below)
+    runtime = open_untested(devices[0], find, memory.owners)
+    return DeviceMover(runtime, memory.gpu, memory.planes, kernel_below=NO_PINS)

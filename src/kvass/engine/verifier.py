@@ -38,11 +38,13 @@ from kvass.engine.memory import KVMemory
 from kvass.engine.setup import Verification
 from kvass.layout.copy_plan import CopyPlan, RowCopy
 from kvass.layout.describe import GroupPlanes
-from kvass.transfer.base import Job, Outcome, U8Array
+from kvass.transfer.base import Job, Kind, Outcome, U8Array
 from kvass.transfer.pages import KVPages
 
 FIRST: Final = 16
 """How many rows of each kind and group are verified first."""
+MOST_TRIES: Final = 4 * FIRST
+"""How often that is tried, if rows cannot be read."""
 EVERY_ON_DEVICE: Final = 10_000
 """After them, one in so many jobs is verified if the pages are on a device. On a CPU none is."""
 MOST_NAME: Final = 60
@@ -60,6 +62,7 @@ class Verifier:
         self._every = default if setting.every is None else setting.every
         self._jobs: Counter[str] = Counter()
         self._rows: Counter[tuple[str, int]] = Counter()
+        self._tries: Counter[tuple[str, int]] = Counter()
         self._equal_loads = 0
         self._counted: deque[str] = deque()
         self.difference = ""
@@ -81,8 +84,9 @@ class Verifier:
             return "failed", "an earlier copy was wrong"
         due = self._due(job)
         for plan in due:
-            row = plan.rows[self._rows[job.kind, plan.planes.group] % len(plan.rows)]
-            self._rows[job.kind, plan.planes.group] += 1
+            key = job.kind, plan.planes.group
+            row = plan.rows[self._tries[key] % len(plan.rows)]
+            self._tries[key] += 1
             found = self._boundary.run(None, self._compare, job, plan, row)
             if found and (time.monotonic() >= job.deadline_s or not holds()):
                 return "late", ""
@@ -90,6 +94,7 @@ class Verifier:
                 self._boundary.count(
                     "not_verified", "a copy could not be verified: it counts as done"
                 )
+            self._rows[key] += found is not None
             self._counted.append(_counter(found))
             if found:
                 self.difference = found
@@ -107,8 +112,12 @@ class Verifier:
         return [
             plan
             for plan in job.plans
-            if plan.rows and (sampled or self._rows[job.kind, plan.planes.group] < FIRST)
+            if plan.rows and (sampled or self._is_first(job.kind, plan.planes.group))
         ]
+
+    def _is_first(self, kind: Kind, group: int) -> bool:
+        """Whether fewer than ``FIRST`` rows were verified, and it is not in vain to try."""
+        return self._rows[kind, group] < FIRST and self._tries[kind, group] < MOST_TRIES
 
     def _compare(self, job: Job, plan: CopyPlan, row: RowCopy) -> str:
         """The first byte at which ``row`` in L1 and the engine's pages differ, as one line. Empty:

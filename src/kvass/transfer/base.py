@@ -185,7 +185,7 @@ class Mover(ABC):
     def _settle(self, job: Job, since: float, outcome: Outcome, error: str = "") -> None:
         seconds = self._clock() - since
         if outcome == "done" and job.verify is not None:
-            outcome, error = job.verify(job)
+            outcome, error = self._verified(job, job.verify)
         done = Done(job, outcome, seconds, error)
         if job.on_done is not None:
             try:
@@ -196,6 +196,15 @@ class Mover(ABC):
             self._settled.append(done)
             self._unsettled -= 1
             self._changed.notify_all()
+
+    def _verified(
+        self, job: Job, verify: Callable[[Job], tuple[Outcome, str]]
+    ) -> tuple[Outcome, str]:
+        try:
+            return verify(job)
+        except Exception as error:  # noqa: BLE001 - a caller's bug must not keep the job open
+            _log.exception("verify of job %r raised", job.name)
+            return "failed", f"{type(error).__name__}: {error}"
 
     def _check(self, job: Job) -> None:
         """Raise UsageError unless ``job`` fits its arena and the planes."""

@@ -16,8 +16,8 @@ The order of copies, compared with vLLM's:
   the order of its stream. Both are as in vLLM.
 
 Nothing may be copied while vLLM captures CUDA graphs: queries from another thread would end the
-capture. vLLM captures before it serves and refuses to do so later
-(``validate_cudagraph_capturing_enabled``), and the copy thread starts with the first request.
+capture. vLLM captures in its warm-up, before it serves (its V1 runner refuses to do so later,
+``validate_cudagraph_capturing_enabled``), and the copy thread starts with the first request.
 
 Errors are values (:class:`Fault`). torch raises an error of the device as a RuntimeError and takes
 it off the thread, so the engine does not find it in its next call.
@@ -46,9 +46,6 @@ Event = NewType("Event", object)
 
 KERNEL_TABLES: Final = 3
 """How many kernels may be in flight."""
-_SHORTEST, _LONGEST = 1024, 8192
-"""The bytes that a program of vLLM's kernel copies at a time. The kernel is compiled for each power
-of two between them that is used."""
 _MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14."""
 
@@ -75,14 +72,13 @@ queued on the calling thread's current stream."""
 class Operations:
     """What an engine copies and pins with, as far as its platform has it.
 
-    ``copy_short``: a kernel for loads from pinned memory, in words of 8 bytes; its last argument is
-    a power of two, the bytes that it copies at a time. ``register`` pins host memory, and returns
-    whether it could; it leaves no error behind. ``unsigned``: addresses and sizes are uint64, not
-    int64.
+    ``copy_short``: a kernel for loads from pinned memory, in words of 8 bytes. ``register`` pins
+    host memory, and returns whether it could; it leaves no error behind. ``unsigned``: addresses
+    and sizes are uint64, not int64.
     """
 
     copy: CopyBatch
-    copy_short: Callable[[Any, Any, Any, int], None] | None = None
+    copy_short: Callable[[Any, Any, Any], None] | None = None
     register: Callable[[int, int], bool] | None = None
     unregister: Callable[[int], bool] | None = None
     unsigned: bool = False
@@ -209,10 +205,8 @@ class DeviceRuntime:
                 assert self._operations.copy_short is not None
                 assert batch.kind == "load"
                 batch.keep.append(table)  # at once: what raises may have been launched
-                at_once = 1 << (int(batch.bytes.max()) - 1).bit_length()
-                at_once = min(max(at_once, _SHORTEST), _LONGEST)
                 source, target, count = table.fill(columns)
-                self._operations.copy_short(source, target, count, at_once)
+                self._operations.copy_short(source, target, count)
                 return
             source, target, count = (self._tensor(column) for column in columns)
             batch.keep.append((source, target, count))

@@ -36,6 +36,8 @@ POLL_S: Final = 100e-6
 LONGEST_POLL_S: Final = 500e-6
 """Between two looks at the device: an eighth of the time for which nothing was over. Each look
 takes the GIL from the engine, whose own step it is that mostly keeps us waiting."""
+SEEN_S: Final = 0.01
+"""How much later an event may be seen than one that comes after it."""
 IDLE_S: Final = 1.0
 """Between two looks at the arenas, for some that are gone."""
 PATIENCE_S: Final = 30.0
@@ -223,8 +225,14 @@ class DeviceMover(Mover):
 
     def _in_order(self, task: Task) -> bool:
         """Whether the engine's work before the job is done, now that its copies are. Nothing but a
-        wait that does not work makes this False."""
-        return not isinstance(task.order, Fault) and self._runtime.done(task.order) is True
+        wait that does not work makes this False. An event may be seen a little late."""
+        until_s = monotonic() + SEEN_S
+        while task.ordered and not isinstance(task.order, Fault):
+            done = self._runtime.done(task.order)
+            if done is not False or monotonic() >= until_s:
+                return done is True
+            sleep(POLL_S)
+        return True
 
     # ------------------------------------------------------------ what is given
 
@@ -327,12 +335,13 @@ class DeviceMover(Mover):
                 self._settle(task.job, task.since, outcome, fault.text)
 
     def _stopped(self) -> bool:
-        """Wait until all streams are empty; False if nobody can tell."""
+        """Wait until all streams are empty; False if nobody can tell, or not in time."""
+        until_s = monotonic() + PATIENCE_S
         try:
             for stream in self._streams():
-                while not (idle := self._runtime.idle(stream)):
+                while (idle := self._runtime.idle(stream)) is False and monotonic() < until_s:
                     sleep(POLL_S)
-                if isinstance(idle, Fault):
+                if idle is not True:
                     return False
         except Exception:  # noqa: BLE001 - whatever failed may fail here, too
             _log.exception("kvass: the GPU cannot be asked what it has done")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 from kvass.transfer.base import U8Array
@@ -19,6 +20,8 @@ _kept: Final[list[object]] = []
 """Scratch pages of tests that failed: a copy that did not end may still write there, when torch
 would have given the memory to the engine."""
 _log = logging.getLogger(__name__)
+_ERRORS: Final = (RuntimeError, AssertionError, AttributeError, TypeError)
+"""What torch raises if a device or a version cannot do something."""
 
 
 FindOperations = Callable[[Sequence[Any]], Operations]
@@ -34,18 +37,14 @@ def open_device(
     Scratch pages of known bytes were stored and loaded. Raises MissingError: one line that says why
     the device cannot be used.
     """
-    import torch
-
-    if not hasattr(torch, "accelerator") or not hasattr(torch.Stream, "__enter__"):
-        raise MissingError(f"torch {torch.__version__} is too old for copies from a GPU")
     below, wrong = None, ""
     try:
         scratch = TorchScratch(device)
         _kept.append(scratch)
-        runtime = DeviceRuntime(device, find([*storages, scratch.storage]), torch)
+        runtime = open_untested(device, find, [*storages, scratch.storage])
         below, wrong = self_check(runtime, scratch)
         last = runtime.order()
-    except (RuntimeError, AssertionError) as error:  # torch's, of memory that it has not, too
+    except _ERRORS as error:  # of torch, for example if it has no memory
         raise MissingError(f"device {device} failed its test: {first_line(error)}") from error
     if isinstance(last, Fault):
         raise MissingError(f"device {device} failed its test, for the engine too: {last.text}")
@@ -58,6 +57,24 @@ def open_device(
     return runtime, below
 
 
+def open_untested(device: str, find: FindOperations, storages: Sequence[Any]) -> DeviceRuntime:
+    """The runtime of ``device`` for ``storages``, where another one was tested. Raises
+    MissingError."""
+    import torch
+
+    if not hasattr(torch, "accelerator") or not hasattr(torch.Stream, "is_capturing"):
+        raise MissingError(f"torch {torch.__version__} is too old for copies from a GPU")
+    try:
+        return DeviceRuntime(device, find(storages), torch)
+    except _ERRORS as error:
+        raise MissingError(f"device {device} cannot be used: {first_line(error)}") from error
+
+
+def no_operations(storages: Sequence[Any]) -> Operations:
+    """For an engine that cannot copy from a GPU. Raises MissingError."""
+    raise MissingError("this connector has no operation that copies from a GPU")
+
+
 class TorchScratch:
     """``self_check.Scratch`` on the device that torch calls ``where``."""
 
@@ -68,6 +85,7 @@ class TorchScratch:
         self._pages = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=where)
         self.region = Region(self._pages.data_ptr(), SCRATCH_BYTES, where)
         self.storage: Any = self._pages.untyped_storage()
+        self._beside: Any = torch.Stream(where) if where != "cpu" else nullcontext()
 
     def write(self, data: U8Array) -> None:
         staged = self._torch.from_numpy(data.copy()).to(self._pages.device)
@@ -88,6 +106,6 @@ class TorchScratch:
     def read(self) -> U8Array:
         """As ``Scratch.read``. The stream is one of its own: waiting for the device would give
         copies that were reported too early the time that they lack."""
-        with self._torch.Stream(self._pages.device):
+        with self._beside:
             found: U8Array = self._pages.cpu().numpy().copy()  # waits for that stream's work only
         return found

@@ -20,9 +20,9 @@ from kvass.layout.describe import Plane
 from kvass.transfer.base import U8Array
 from kvass.types import I64Array
 
-BATCH_BYTES: Final = 4 << 20
-"""How many bytes are read at a time: the memory on the device that reading takes. One page at least
-is read."""
+BATCH_BYTES: Final = 1 << 20
+"""How many bytes are read at a time. One page at least is read. For more, torch would take 20 MiB
+of the device's memory and keep them."""
 HOST: Final = ("cpu",)
 """The types of devices whose memory code on the host may access."""
 

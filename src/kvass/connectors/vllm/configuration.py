@@ -62,7 +62,6 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
     """``blocks`` chooses the one of the other two layouts that the device's kernels need."""
     fixed_weights: bool = False
-    """``single`` makes one driver call per copy, for drivers that cannot take batches."""
     global_media_ids: bool = False
     shadow: bool | Annotated[float, Meta(ge=0, le=1)] = False
     """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""

@@ -121,9 +121,6 @@ v1/kv_offload/cpu/swap_blocks_triton.py
     swap_blocks_batch(src_addrs, dst_addrs, sizes, is_src_access_order_any=False, *, \
 bytes_per_chunk)
     THRESHOLD_BYTES
-v1/kv_offload/cpu/host_register.py
-    host_register(ptr, num_bytes) [0.32]
-    host_unregister(ptr) [0.32]
 compilation/monitor.py
     validate_cudagraph_capturing_enabled()
 v1/engine/core.py

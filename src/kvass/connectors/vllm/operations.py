@@ -6,10 +6,17 @@ The choice of the operation is that of vLLM's offloading (``v1/kv_offload/cpu/gp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 from kvass.transfer.device import MissingError, Operations
-from kvass.transfer.torch_operations import torch_pinning
+
+Pin = Callable[[int, int], bool]
+Unpin = Callable[[int], bool]
+
+KERNEL_BYTES: Final = 8192
+"""How many bytes a program of the kernel copies at a time: the most that vLLM uses. Shorter runs
+are masked. With one value, the kernel is compiled when the device is tested, and never later."""
 
 
 def vllm_operations(storages: Sequence[Any]) -> Operations:
@@ -24,11 +31,11 @@ def vllm_operations(storages: Sequence[Any]) -> Operations:
     copy, unsigned = _custom_ops.swap_blocks_batch, current_platform.is_xpu()
     if not is_pin_memory_available():  # in WSL2, for example
         return Operations(copy, unsigned=unsigned)
-    register, unregister = _pinning(storages[0].device)
+    register, unregister = pinning(storages[0].device)
     return Operations(copy, _kernel(current_platform), register, unregister, unsigned)
 
 
-def _kernel(platform: Any) -> Callable[[Any, Any, Any, int], None] | None:
+def _kernel(platform: Any) -> Callable[[Any, Any, Any], None] | None:
     """vLLM's kernel for short runs, where it can read host memory by the host's addresses."""
     from vllm.triton_utils import HAS_TRITON
 
@@ -36,23 +43,40 @@ def _kernel(platform: Any) -> Callable[[Any, Any, Any, int], None] | None:
         return None
     from vllm.v1.kv_offload.cpu.swap_blocks_triton import swap_blocks_batch
 
-    def copy_short(sources: Any, targets: Any, sizes: Any, at_once: int) -> None:
-        swap_blocks_batch(sources, targets, sizes, True, bytes_per_chunk=at_once)
+    def copy_short(sources: Any, targets: Any, sizes: Any) -> None:
+        swap_blocks_batch(sources, targets, sizes, True, bytes_per_chunk=KERNEL_BYTES)
 
     return copy_short
 
 
-def _pinning(
-    device: Any,
-) -> tuple[Callable[[int, int], bool] | None, Callable[[int], bool] | None]:
-    """vLLM before 0.32 has no ``host_register``."""
-    try:
-        from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
-    except ImportError:
-        return torch_pinning(device)
+def pinning(device: Any) -> tuple[Pin | None, Unpin | None]:
+    """``register`` and ``unregister`` for ``Operations``: by the CUDA or HIP runtime that torch
+    uses, or vLLM's own operation on XPU. None where there is neither."""
+    import torch
 
-    def unregister(address: int) -> bool:
-        host_unregister(address)  # logs what fails
-        return True
+    if torch.device(device).type == "cuda":
+        return _by_runtime(torch, device)
+    operations = torch.ops._C
+    if not hasattr(operations, "xpu_host_register"):
+        return None, None
+    return (
+        lambda address, count: bool(operations.xpu_host_register(address, count)),
+        lambda address: bool(operations.xpu_host_unregister(address)),
+    )
 
-    return host_register, unregister
+
+def _by_runtime(torch: Any, device: Any) -> tuple[Pin, Unpin]:
+    runtime: Any = torch.cuda.cudart()
+
+    def drained(result: Any) -> bool:
+        """Whether ``result`` is success. Else the error stays with this thread, and the next launch
+        would take it for its own: launch something that nobody needs."""
+        if int(result):
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)
+        return not int(result)
+
+    return (
+        lambda address, count: drained(runtime.cudaHostRegister(address, count, 0)),
+        lambda address: drained(runtime.cudaHostUnregister(address)),
+    )

@@ -1,12 +1,13 @@
-"""The copy and pinning operations of torch alone: for engines that have none of their own."""
+"""Copies by torch alone, run by run: to measure and test the mover where vLLM is not installed."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
+from kvass.connectors.vllm.operations import pinning
 from kvass.transfer.device import Operations
 
 
@@ -44,37 +45,10 @@ class TensorCopies:
         return self._torch.frombuffer(memory, dtype=self._torch.uint8)
 
 
-def torch_operations(storages: Sequence[Any]) -> Operations:
-    """The operations of torch, for ``storages`` of one device."""
-    import torch
+def operations_here(torch: Any, where: str, copies: TensorCopies) -> Operations:
+    """vLLM's operations where it is installed, else ``copies``."""
+    if find_spec("vllm") is not None:
+        from kvass.connectors.vllm.operations import vllm_operations
 
-    register, unregister = torch_pinning(storages[0].device)
-    return Operations(TensorCopies(torch, storages), None, register, unregister)
-
-
-def torch_pinning(
-    device: Any,
-) -> tuple[Callable[[int, int], bool] | None, Callable[[int], bool] | None]:
-    """``register`` and ``unregister`` by the CUDA (or HIP) runtime that torch uses; None for other
-    devices."""
-    import torch
-
-    if torch.device(device).type != "cuda":
-        return None, None
-    runtime: Any = torch.cuda.cudart()
-
-    def drained(result: Any) -> bool:
-        """Whether ``result`` is success. Else the error stays with this thread, and the next launch
-        would take it for its own: launch something that nobody needs."""
-        if int(result):
-            with suppress(RuntimeError):
-                torch.ones(1, device=device)
-        return not int(result)
-
-    def register(address: int, count: int) -> bool:
-        return drained(runtime.cudaHostRegister(address, count, 0))
-
-    def unregister(address: int) -> bool:
-        return drained(runtime.cudaHostUnregister(address))
-
-    return register, unregister
+        return vllm_operations([torch.empty(1, device=where).untyped_storage()])
+    return Operations(copies, None, *pinning(where))
