@@ -136,7 +136,8 @@ def test_nothing_of_ours_raises_into_the_worker(
     for name in ("load", "store", "results", "report"):
         monkeypatch.setattr(Copier, name, lambda *_: 1 / 0)
     answer = a.ranks.run(StepWork())
-    assert answer == {"reported": {}, "received": set(), "failed": set(), "adapters": {}}
+    nothing = {"reported": {}, "received": set(), "failed": set(), "adapters": {}, "wrong": []}
+    assert answer == nothing
     assert a.rank.connector._boundary.counters.total() == 4
 
 
