@@ -4,7 +4,8 @@ pages by another way (``transfer/pages.py``), and compared with L1.
 Laws of this file:
 
 - Of each kind of copy and each layer group, the first ``FIRST`` rows are verified. After that, one
-  in so many jobs is (``setup.Verification``). That costs at most one more copy of a chunk each.
+  in so many jobs is (``setup.Verification``). That takes two to three times as long as copying a
+  row.
 - A store is verified before its commit, a load before the engine may use its blocks.
 - A difference counts only if the lease or the reservation held until the comparison had ended
   (law 5). Otherwise the slot may have had other bytes, and the job is late.
