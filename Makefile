@@ -34,11 +34,11 @@ help:
 	@echo "make soak    MINUTES=$(MINUTES) of a trace while daemon, tiers and engines are killed and suspended"
 	@echo "make bench-check   kvass bench against the ratios of bench/baseline.json (a minute)"
 	@echo "make bench   what kvass bench does not measure of a daemon; bench/__init__.py has tiers and GPUs"
-	@echo "make bench-peers   kvass, LMCache and vLLM alone, side by side (20 to 60 minutes; SHORT=1 for a try)"
+	@echo "make bench-peers   kvass, LMCache, vLLM's offloading and vLLM alone, side by side (20 to 60 minutes; SHORT=1 for a try)"
 
 setup: $(READY)
 
-$(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requirements/dev.txt requirements/triton.txt requirements/mooncake.sh requirements/debian.sh
+$(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requirements/dev.txt requirements/mooncake.sh requirements/debian.sh
 	@[[ -n "$(PYTHON)" ]] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvass needs Python >= 3.11 with venv: install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "== 1/5 $$("$(PYTHON)" --version) into $(VENV)"
@@ -52,8 +52,6 @@ $(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requiremen
 	@$(PIP) --no-deps -r requirements/dev.txt $(QUIET)
 	@bash requirements/mooncake.sh $(VENV)
 	@bash requirements/debian.sh $(VENV)
-	@cmp -s requirements/triton.txt $(VENV)/triton/.made-from || { rm -rf $(VENV)/triton \
-	  && $(PIP) --no-deps --target $(VENV)/triton -r requirements/triton.txt && cp requirements/triton.txt $(VENV)/triton/.made-from; }
 	@echo "== 5/5 kvass itself"
 	@$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -89,7 +87,7 @@ test: $(READY)
 	VLLM_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 # What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
-SCHEDULERS := tests/engine/test_contract.py $(wildcard tests/engine/test_scheduler_*.py) \
+SCHEDULERS := $(addprefix tests/engine/test_,contract.py copy_operation.py) $(wildcard tests/engine/test_scheduler_*.py) \
   $(addprefix tests/engine/test_,ranks_scheduler.py fields.py hook_order.py plugin.py tiles.py \
     adapters_model.py lora_digest.py)
 ENGINES := $(addprefix tests/engine/test_,right.py pairs.py eagle.py hybrid.py lora.py beside_another.py) \

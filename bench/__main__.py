@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
         help="measure transformers with blend; with --engine, vLLM with blend",
     )
     args = shipped.parse(parser, argv)
-    shown: Callable[[dict[str, Any]], str] = gpu.gpu_table if args.gpu else table
+    shown: Callable[[dict[str, Any]], str] = table
     if args.blend:
         from bench import blend, blend_engine  # transformers is slow to import
 
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     elif args.gpu:
         if args.tier is not None:
             raise ConfigError("--gpu measures a GPU alone: leave out --tier")
-        figures = gpu.measure_gpu(torch_device.open_device(), args.l1_size, args.rounds)
+        figures = gpu.measure_gpu(torch_device.open_device(), args.rounds)
     elif args.tier is not None:
         figures = tiers.measure_tier(args.tier, args.l1_size, args.rounds)
     else:

@@ -54,18 +54,21 @@ class Engine:
         self.free = list(range(PAGES))
         self.loaded = 0
         """How many tokens of the last prompt were loaded."""
-        # kvass: where the pages lie, and what changes their bytes
-        planes = [Plane(i * PAGES * PAGE_BYTES, PAGE_BYTES, PAGE_BYTES) for i in range(LAYERS)]
+        # kvass: what changes the bytes of pages, and where they lie
         self.store = PageStore(
             socket,
             {"engine": "toy 1", "weights": weights},
-            planes,
+            self.planes(),
             [self.kv.reshape(-1).view(np.uint8)],
             PAGE_TOKENS,
             PAGES,
             name="toy",
             tenant=tenant,
         )
+
+    def planes(self) -> list[Plane]:
+        # kvass: a page of each layer is contiguous, and so are all pages of a layer
+        return [Plane(i * PAGES * PAGE_BYTES, PAGE_BYTES, PAGE_BYTES) for i in range(LAYERS)]
 
     def generate(self, prompt: list[int], count: int = 4) -> list[int]:
         """``count`` tokens that follow ``prompt``."""

@@ -14,7 +14,7 @@ from examples.tiny import PATIENT_MS
 from kvass._version import TESTED_VLLM
 from kvass.arena.room import SAFE_SHARE
 from kvass.cli.bench import baseline, copies, lookups
-from kvass.cli.doctor import beside, driver, machine
+from kvass.cli.doctor import beside, devices, machine
 from kvass.client import daemon_connection
 from kvass.client.pages import ANSWER_S
 from kvass.client.scheduler import LATE_S, SchedulerClient
@@ -201,8 +201,8 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/bench.md", "tokens ({} chunks), and its release", (lookups.KEYS,)),
     (
         "docs/doctor.md",
-        "a GPU's driver {} s at most, for a daemon {} s",
-        (driver.DRIVER_S, machine.DAEMON_S),
+        "It waits for torch {} s at most, for a daemon {} s",
+        (devices.TORCH_S, machine.DAEMON_S),
     ),
     ("docs/doctor.md", "a warning above {} % of what is available", (100 * SAFE_SHARE,)),
     (

@@ -5,9 +5,9 @@ every load (on the device, page against page), and each round has other bytes.
 
 What the names mean. Where a figure has a value per geometry (``bench.geometries``: page sizes,
 groups and strides of real models; ``_blocks``: blocks outermost), the whole chunks of 4,096 tokens,
-in scattered blocks, move in one job, through ``CudaMover``, between device memory and shared memory
-like the daemon's: from ``submit`` until the mover says that it is done. Loads are of all that was
-stored, also of what a window's hit would not need.
+in scattered blocks, move in one job, through ``DeviceMover``, between device memory and shared
+memory like the daemon's: from ``submit`` until the mover says that it is done. Loads are of all
+that was stored, also of what a window's hit would not need.
 
 - ``gpu_store_vs_pinned``, ``gpu_load_vs_pinned``: against *one contiguous* cudaMemcpyAsync of as
   many bytes between device memory and pinned memory of torch's own, and the wait for it.
@@ -19,21 +19,14 @@ stored, also of what a window's hit would not need.
   millisecond, over all geometries; ``gpu_plan_us``: making its plan before.
 - ``gpu_gemm_slowdown``: how much longer products of bf16 matrices of 8,192 x 8,192 take beside
   stores without a pause (0.05: five percent); ``gpu_gemm_stores_vs_alone``: how fast those were.
-- ``gpu_worker_mib``: device memory that a worker's mover takes, its kernel included, from before
-  its first copy; ``gpu_daemon_mib``: held by a daemon, as nvidia-smi says (- if its list cannot
-  name our processes); ``gpu_daemon_opens_device``: whether the daemon has a device open at all.
-- ``pin_s_per_gib``: registering 1 GiB of shared memory that is faulted in; ``gpu_pin_mib_per_gib``:
-  the device memory that takes.
-- ``gpu_sweep``: GB/s of 64 MiB in runs of 4 KiB to 16 MiB by direction: each *torch* copy by itself
-  in a loop, a *batch* by the driver's call, or the *kernel*; ``gpu_kernel_below``: the length from
-  which on batches win. ``transfer.descriptors.KERNEL_BELOW`` is to be chosen from these.
+- ``pin_s_per_gib``: registering 1 GiB of shared memory that is faulted in.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any, Final
@@ -41,24 +34,14 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from bench.figures import add
 from bench.geometries import GEOMETRIES, Geometry, geometry
-from bench.gpu.costs import (
-    PIN_BYTES,
-    PRODUCTS,
-    measure_daemon,
-    measure_gemm,
-    measure_pinning,
-    measure_worker,
-)
+from bench.gpu.costs import PIN_BYTES, PRODUCTS, measure_gemm, measure_pinning
 from bench.gpu.device import Device, Plain
 from bench.gpu.rig import Rig
-from bench.gpu.sweep import BYTES, SIZES, measure_sweep, sweep_table
 from kvass._version import __version__
-from kvass.cli.bench.rig import percentiles_us, ratio, say, seconds, table
+from kvass.cli.bench.rig import percentiles_us, ratio, say, seconds
 
 SUBMIT_EVERY_S: Final = 1e-3
-SWEEP_ROUNDS: Final = 5
 NEED_BYTES: Final = 6 << 30
 
 
@@ -67,26 +50,18 @@ class Sizes(msgspec.Struct, frozen=True):
 
     geometries: tuple[Geometry, ...] = GEOMETRIES
     tokens: int = 4096
-    first: Geometry = geometry("llama_70b_tp8")
-    """Measured for memory: its loads go by the kernel."""
     gemm: Geometry = geometry("llama_8b")
     products: int = PRODUCTS
     pin_bytes: int = PIN_BYTES
-    sweep: Sequence[int] = SIZES
-    sweep_bytes: int = BYTES
     need_bytes: int = NEED_BYTES
 
 
-def measure_gpu(
-    device: Device, l1_bytes: int, rounds: int, sizes: Sizes | None = None
-) -> dict[str, Any]:
+def measure_gpu(device: Device, rounds: int, sizes: Sizes | None = None) -> dict[str, Any]:
     """All figures, by the names in this module's docstring. Raises ``KvassError``."""
     sizes = sizes or Sizes()
     device.need(sizes.need_bytes)
     figures: dict[str, Any] = {"version": __version__, "rounds": rounds} | device.facts()
     figures["bytes_equal"] = True
-    say("device memory of a worker's mover")
-    add(figures, measure_worker(device, sizes.first, sizes.tokens))
     say("pinning")
     figures |= measure_pinning(device, sizes.pin_bytes)
     submits = _Submits()
@@ -95,18 +70,7 @@ def measure_gpu(
         _measure_geometry(figures, device, one, sizes.tokens, rounds, submits)
     figures |= submits.figures()
     say(f"matrix products beside stores, {rounds} rounds")
-    figures |= measure_gemm(device, sizes.gemm, sizes.tokens, rounds, sizes.products)
-    say("runs of every length, each way")
-    sweep_rounds = min(rounds, SWEEP_ROUNDS)
-    add(figures, measure_sweep(device, sweep_rounds, sizes.sweep, sizes.sweep_bytes))
-    say("a daemon")
-    return figures | measure_daemon(l1_bytes)
-
-
-def gpu_table(figures: dict[str, Any]) -> str:
-    """The figures as lines for a person, the sweep as a table of its own."""
-    plain = {name: value for name, value in figures.items() if name != "gpu_sweep"}
-    return f"{table(plain)}\n\ngpu_sweep\n{sweep_table(figures['gpu_sweep'])}"
+    return figures | measure_gemm(device, sizes.gemm, sizes.tokens, rounds, sizes.products)
 
 
 # ---------------------------------------------------------------- a geometry

@@ -5,12 +5,13 @@ Nothing here imports torch; ``torch_device`` has the real device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import U8Array
-from kvass.transfer.runtime import Batch, Kind, Region, Runtime, Stream
+from kvass.transfer.batch import Kind, Region
+from kvass.transfer.device import DeviceRuntime
 from kvass.types import I64Array
 
 Table = Sequence[I64Array]
@@ -29,14 +30,10 @@ class Plain(Protocol):
 class Device(Protocol):
     """One GPU. Unless something else is said, a call returns when the device has done it."""
 
-    runtime: Runtime
+    runtime: DeviceRuntime
 
     def facts(self) -> dict[str, str]:
         """What it is, by the figures' names."""
-        ...
-
-    def used_bytes(self) -> int:
-        """Device memory in use by whomever."""
         ...
 
     def need(self, count: int) -> None:
@@ -71,11 +68,6 @@ class Device(Protocol):
 
     def plain(self, count: int) -> Plain:
         """The counterpart for ``count`` bytes."""
-        ...
-
-    def one_by_one(self, batch: Batch, region: Region, host: U8Array) -> Callable[[Stream], object]:
-        """A function that gives a stream the copies of ``batch``, between ``region`` and ``host``,
-        with one call for each run: the naive way. Whatever Python can prepare is done before."""
         ...
 
     def compute(self, products: int) -> float:

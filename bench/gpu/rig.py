@@ -17,8 +17,8 @@ from kvass.cli.bench.rig import PATIENCE_S, shared_memory, wait_for
 from kvass.errors import Unavailable
 from kvass.layout.copy_plan import CopyPlan
 from kvass.transfer.base import Done, Job
-from kvass.transfer.cuda import CudaMover
-from kvass.transfer.runtime import Kind
+from kvass.transfer.batch import Kind
+from kvass.transfer.device_mover import DeviceMover
 
 Plans = tuple[CopyPlan, ...]
 HALVES: Final = (0, 1)
@@ -41,7 +41,7 @@ class Rig:
         self.bytes = sum(plan.bytes for plan in self.stores[0])
         self.region = device.allocate(geometry.region_bytes(blocks))
         self.arena = shared_memory(2 * half)
-        self.mover = CudaMover(device.runtime, [self.region], self.planes)
+        self.mover = DeviceMover(device.runtime, [self.region], self.planes)
 
     def close(self) -> None:
         """Copies first, then memory."""

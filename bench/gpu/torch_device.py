@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -15,9 +15,9 @@ from bench.gpu.device import Device, Plain, Table
 from kvass.errors import ConfigError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import U8Array
-from kvass.transfer.cuda_driver import MissingError, load_driver
-from kvass.transfer.cuda_runtime import open_runtime
-from kvass.transfer.runtime import Batch, Kind, Region, Runtime, Stream
+from kvass.transfer.batch import Kind, Region
+from kvass.transfer.device import DeviceRuntime, Operations
+from kvass.transfer.torch_operations import TensorCopies, torch_pinning
 
 WIDTH: Final = 8192
 """Of the matrices: large enough to keep every processor of the device busy."""
@@ -26,15 +26,15 @@ HELD_CYCLES: Final = 40_000_000
 
 
 def open_device(index: int = 0) -> Device:
-    """CUDA device ``index``. Raises ConfigError: one line that says what is missing."""
-    try:
-        load_driver()  # first: without a GPU nobody should install anything
-        for name in ("torch", "triton"):
-            if find_spec(name) is None:
-                raise ConfigError(f"--gpu needs {name}, and it is not installed here")
-        return TorchDevice(open_runtime(index), f"cuda:{index}")
-    except MissingError as error:
-        raise ConfigError(f"--gpu: {error}") from error
+    """CUDA device ``index``, with vLLM's copy operation if vLLM is there. Raises ConfigError: one
+    line that says what is missing."""
+    if find_spec("torch") is None:
+        raise ConfigError("--gpu needs torch, and it is not installed here")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("--gpu: torch finds no CUDA device")
+    return TorchDevice(f"cuda:{index}")
 
 
 class TorchMemory:
@@ -51,7 +51,7 @@ class TorchMemory:
         """Device memory, which is never given to anybody else before ``free``."""
         tensor = self._torch.empty(count, dtype=self._torch.uint8, device=self._where)
         self._tensors[tensor.data_ptr()] = tensor
-        return Region(tensor.data_ptr(), count)
+        return Region(tensor.data_ptr(), count, self._where)
 
     def free(self, region: Region) -> None:
         del self._tensors[region.address]
@@ -103,30 +103,31 @@ class TorchMemory:
 class TorchDevice(TorchMemory, Device):
     """A CUDA device."""
 
-    def __init__(self, runtime: Runtime, where: str) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__(where)
-        self.runtime = runtime
         torch = self._torch
+        self._vllm = find_spec("vllm") is not None
+        register, unregister = torch_pinning(where)
+        self._copies = TensorCopies(torch, ())
+        operations = Operations(self._copies, None, register, unregister)
+        if self._vllm:
+            from kvass.connectors.vllm.operations import vllm_operations
+
+            operations = vllm_operations([torch.empty(1, device=where).untyped_storage()])
+        self.runtime = DeviceRuntime(where, operations, torch)
         self._side = torch.cuda.Stream(device=where)
         a, b = (torch.randn(WIDTH, WIDTH, device=where, dtype=torch.bfloat16) for _ in range(2))
         self._factors = a, b, torch.empty_like(a)
         self._over()
 
     def facts(self) -> dict[str, str]:
-        import triton
-
         torch = self._torch
         return {
             "gpu": torch.cuda.get_device_name(self._where),
             "cuda": str(torch.version.cuda),
             "torch": str(torch.__version__),
-            "triton": str(triton.__version__),
+            "copies": "vLLM's" if self._vllm else "torch's",
         }
-
-    def used_bytes(self) -> int:
-        self._over()
-        free, total = self._torch.cuda.mem_get_info(self._where)
-        return int(total - free)
 
     def need(self, count: int) -> None:
         free = int(self._torch.cuda.mem_get_info(self._where)[0])
@@ -136,29 +137,18 @@ class TorchDevice(TorchMemory, Device):
                 "are free"
             )
 
+    def allocate(self, count: int) -> Region:
+        region = super().allocate(count)
+        self._copies.add(self._tensors[region.address].untyped_storage())
+        return region
+
     def free(self, region: Region) -> None:
+        self._copies.remove(region.address)
         super().free(region)
         self._torch.cuda.empty_cache()
 
     def plain(self, count: int) -> Plain:
         return _Plain(count, self._where)
-
-    def one_by_one(self, batch: Batch, region: Region, host: U8Array) -> Callable[[Stream], object]:
-        torch, device = self._torch, self._tensors[region.address]
-        memory, at = torch.from_numpy(host), host.ctypes.data
-        there, here = (batch.target, batch.source)[:: 1 if batch.kind == "load" else -1]
-        pairs = []
-        for a, b, n in zip(there.tolist(), here.tolist(), batch.bytes.tolist(), strict=True):
-            page = device[a - region.address : a - region.address + n]
-            kept = memory[b - at : b - at + n]
-            pairs.append((page, kept) if batch.kind == "load" else (kept, page))
-
-        def give(stream: Stream) -> None:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._where)):
-                for target, source in pairs:
-                    target.copy_(source, non_blocking=True)
-
-        return give
 
     def compute(self, products: int) -> float:
         torch = self._torch

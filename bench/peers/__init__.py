@@ -1,4 +1,4 @@
-"""kvass against LMCache, and against vLLM alone: ``make bench-peers``.
+"""kvass against LMCache, vLLM's own offloading, and vLLM alone: ``make bench-peers``.
 
 From the root of the repository:
 

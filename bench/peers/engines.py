@@ -84,7 +84,12 @@ def connector(mode: str, server: Server | None) -> dict[str, Any] | None:
     """vLLM's ``kv_transfer_config``."""
     both = {"kv_role": "kv_both"}
     if mode == "offloading":
-        options: dict[str, Any] = {"cpu_bytes_to_use": L1_BYTES, "block_size": ARGS["block_size"]}
+        options: dict[str, Any] = {
+            "cpu_bytes_to_use": L1_BYTES,
+            "block_size": ARGS["block_size"],
+            "spec_name": "HostOffloadingSpec",
+            "spec_module_path": "bench.peers.offloading_spec",
+        }
         return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": options, **both}
     if server is None:
         return None

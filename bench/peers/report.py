@@ -29,6 +29,8 @@ NAMES: Final = {
     "raw": "raw disk",
 }
 """The columns, in this order."""
+PEERS: Final = ("lmcache", "lmcache_1", "offloading")
+"""What kvass is compared with."""
 ALIKE: Final = 1.02
 """Medians that differ by less are alike, whatever the spread."""
 BELOW: Final = "see below"
@@ -54,7 +56,8 @@ WHY: Final = {
     "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
     "document_found": "both find all but the prompt's end",
-    "document": "what is left is the engine's own work on the last tokens, which no cache changes",
+    "document": "what is left is the engine's own work on the last tokens, which no cache changes. "
+    "vLLM's offloading asks no other process",
     "rag": "all compute the question's tokens, and that takes most of the time. Blended reuse of "
     "documents would change it, where answers may differ",
     "chat": "all compute each new turn, and that takes most of the time. A cache cannot change it",
@@ -79,17 +82,17 @@ def verdict(row: Row) -> tuple[str, bool]:
         return "no figure of kvass", False
     if row.part == "new":
         return _cost(row)
-    if "lmcache" not in row.samples:
+    peers = [name for name in PEERS if name in row.samples]
+    if not peers:
         return ("**kvass**" if " within " in row.trouble.get("lmcache", "") else ""), True
-    best = max if row.more else min
-    peer = best((name for name in ("lmcache", "lmcache_1") if name in row.samples), key=row.median)
+    peer = (max if row.more else min)(peers, key=row.median)
     ours, theirs = row.median("kvass"), row.median(peer)
     (low, high), (their_low, their_high) = row.spread("kvass"), row.spread(peer)
     near, far = sorted((abs(ours), abs(theirs)))
     if not (low > their_high or their_low > high) or far <= near * ALIKE:
         return "no clear lead", False
-    by = f" {number(far / near)}x" if near else ""
-    return (f"**kvass**{by}", True) if (ours > theirs) == row.more else (f"LMCache{by}", False)
+    by, leader = f" {number(far / near)}x" if near else "", NAMES[peer].partition(",")[0]
+    return (f"**kvass**{by}", True) if (ours > theirs) == row.more else (f"{leader}{by}", False)
 
 
 def _cost(row: Row) -> tuple[str, bool]:

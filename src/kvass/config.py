@@ -52,11 +52,9 @@ ENGINE_OPTIONS: Final = (
     "model_id",
     "kv_layout",
     "fixed_weights",
-    "gpu",
-    "gpu_copies",
     "global_media_ids",
     "shadow",
-    "untested_vllm",
+    "verify",
 )
 """The options of an engine's connector, without their prefix ``kvass.``."""
 

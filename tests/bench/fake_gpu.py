@@ -1,24 +1,23 @@
-"""A GPU to be measured that is none: a fake of CUDA copies, torch's CPU tensors are the memory."""
+"""A GPU to be measured that is none: a fake GPU copies, torch's CPU tensors are the memory."""
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
 
 import numpy as np
 
 from bench.gpu.device import Device, Plain
 from bench.gpu.torch_device import TorchMemory
-from kvass.transfer.base import U8Array
-from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Stream
-from tests.support.gpu.fake_cuda import FakeCuda
+from kvass.transfer.batch import Kind, Region
+from kvass.transfer.device import Event, Fault
 from tests.support.gpu.fake_device import Piece
+from tests.support.gpu.fake_gpu import FakeGpu
 
 COMPUTE_S = 0.02
 
 
-class Spoiling(FakeCuda):
+class Spoiling(FakeGpu):
     """Flips a bit of the ``wrong``-th piece of ``kind`` that it copies; -1: of none."""
 
     def __init__(self, kind: Kind = "load", wrong: int = -1) -> None:
@@ -40,7 +39,7 @@ class Spoiling(FakeCuda):
 class FakeDevice(TorchMemory, Device):
     """See above. ``freed``: regions that were given back."""
 
-    def __init__(self, fake: FakeCuda | None = None) -> None:
+    def __init__(self, fake: FakeGpu | None = None) -> None:
         super().__init__("cpu")
         self.fake = self.runtime = fake or Spoiling()
         self.freed: list[Region] = []
@@ -48,9 +47,6 @@ class FakeDevice(TorchMemory, Device):
 
     def facts(self) -> dict[str, str]:
         return {"gpu": "none"}
-
-    def used_bytes(self) -> int:
-        return 1 << 20
 
     def need(self, count: int) -> None:
         assert count > 0
@@ -68,13 +64,6 @@ class FakeDevice(TorchMemory, Device):
     def plain(self, count: int) -> Plain:
         return _Plain(count)
 
-    def one_by_one(self, batch: Batch, region: Region, host: U8Array) -> Callable[[Stream], object]:
-        lo, hi = host.ctypes.data, host.ctypes.data + host.nbytes
-        ends = batch.source if batch.kind == "load" else batch.target
-        assert lo <= ends.min()
-        assert ends.max() < hi
-        return lambda stream: self.fake.copy(stream, batch)
-
     def compute(self, products: int) -> float:
         time.sleep(COMPUTE_S)
         return COMPUTE_S * products
@@ -83,7 +72,6 @@ class FakeDevice(TorchMemory, Device):
         """All is given back, and nothing was asked that CUDA forbids."""
         assert self.fake.violations == []
         assert not self.fake.registered
-        assert not self.fake.live_events
         assert self.freed == self.made
         assert not self._tensors
 

@@ -4,7 +4,7 @@ all runs here but torch's own calls to a device. No figure means anything."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,30 +16,20 @@ from bench import gpu
 from bench.__main__ import main
 from bench.geometries import GEOMETRIES, Geometry, geometry
 from bench.gpu import Sizes, measure_gpu, torch_device
-from bench.gpu.costs import (
-    measure_gemm,
-    measure_pinning,
-    measure_worker,
-)
+from bench.gpu.costs import measure_gemm, measure_pinning
 from bench.gpu.rig import Rig
-from bench.gpu.sweep import DIRECTIONS, WAYS, _below, measure_sweep
 from kvass.cli import bench
 from kvass.errors import Unavailable
-from kvass.transfer.cuda_driver import MissingError
-from kvass.transfer.runtime import Kind
+from kvass.transfer.batch import Kind
 from tests.bench.fake_gpu import FakeDevice, Spoiling
 
 TINY = tuple(replace(geometry(name), chunk_tokens=32) for name in ("gpt_oss", "gpt_oss_blocks"))
 TOKENS = 128
-SWEEP = (4096, 65536, 1 << 20)
 SIZES = Sizes(
     geometries=(*TINY, geometry("deepseek_v4")),
     tokens=256,
-    first=TINY[0],
     gemm=TINY[0],
     pin_bytes=1 << 20,
-    sweep=SWEEP,
-    sweep_bytes=1 << 20,
 )
 PER_GEOMETRY = {
     "gpu_store_vs_pinned",
@@ -65,7 +55,7 @@ def one_thread() -> Iterator[None]:
 
 def test_every_figure_is_there() -> None:
     device = FakeDevice()
-    figures = measure_gpu(device, 16 << 20, 1, SIZES)
+    figures = measure_gpu(device, 1, SIZES)
     device.check()
     assert figures["bytes_equal"] is True
     for name in PER_GEOMETRY:
@@ -73,26 +63,21 @@ def test_every_figure_is_there() -> None:
         assert all(value > 0 for value in figures[name].values())
     for name in ("gpu_submit_us", "gpu_plan_us"):
         assert 0 < figures[name]["p50"] <= figures[name]["p99"]
-    assert figures["gpu_worker_mib"] == 0
-    assert figures["gpu_daemon_mib"] is None
-    assert figures["gpu_daemon_opens_device"] is False
     assert figures["gpu_gemm_slowdown"] == pytest.approx(0)
     assert figures["gpu_gemm_stores_vs_alone"] >= 0  # none, on a busy machine
     assert figures["pin_s_per_gib"] > 0
-    assert figures["gpu_pin_mib_per_gib"] == 0
-    assert set(figures["gpu_kernel_below"]) == {"store", "load"}
-    sweep = figures["gpu_sweep"]
-    assert set(sweep) == set(DIRECTIONS)
-    for name in sweep:
-        assert set(sweep[name]) == set(WAYS)
-        assert all(list(one) == ["4KiB", "64KiB", "1MiB"] for one in sweep[name].values())
 
 
 def test_both_ways_of_a_copy_are_used() -> None:
     """Short runs are loaded by the kernel, long ones by batches; and nothing the slow way."""
     device = FakeDevice()
     for name in ("deepseek_v3", "deepseek_v3_blocks"):
-        assert measure_worker(device, geometry(name), 256)["bytes_equal"]
+        rig = Rig(device, geometry(name), 256)
+        rig.fill(1)
+        rig.move(("store", rig.stores[0]))
+        rig.move(("load", rig.loads[0]))
+        assert rig.same()
+        rig.close()
     device.check()
     assert {(batch.kind, batch.way) for batch in device.fake.copied} == {
         ("store", "dma"),
@@ -119,10 +104,6 @@ def test_every_geometry_comes_back(one: Geometry) -> None:
 # ---------------------------------------------------------------- wrong bytes
 
 
-def _worker(device: FakeDevice) -> bool:
-    return bool(measure_worker(device, TINY[0], TOKENS)["bytes_equal"])
-
-
 def _rounds(device: FakeDevice) -> bool:
     rig = Rig(device, TINY[0], TOKENS)
     same = gpu._rounds(rig, device.plain(rig.bytes), 1)[1]
@@ -130,19 +111,12 @@ def _rounds(device: FakeDevice) -> bool:
     return same
 
 
-def _sweep(device: FakeDevice) -> bool:
-    return bool(measure_sweep(device, 1, SWEEP, 1 << 20)["bytes_equal"])
-
-
 @pytest.mark.parametrize("kind", ["store", "load"])
 @pytest.mark.parametrize("wrong", [0, 700])
-@pytest.mark.parametrize("measured", [_worker, _rounds, _sweep])
-def test_negative_control_a_changed_byte_is_seen(
-    measured: Callable[[FakeDevice], bool], wrong: int, kind: Kind
-) -> None:
+def test_negative_control_a_changed_byte_is_seen(wrong: int, kind: Kind) -> None:
     """Whichever copy it is, also of the rounds that warm up."""
     fake = Spoiling(kind, wrong)
-    assert not measured(FakeDevice(fake))
+    assert not _rounds(FakeDevice(fake))
     assert fake._wrong < 0
 
 
@@ -154,14 +128,11 @@ def test_a_difference_anywhere_is_the_exit_status(
     monkeypatch.setattr(torch_device, "open_device", lambda: devices.pop(0))
     monkeypatch.setattr(gpu, "Sizes", lambda: sizes)
     monkeypatch.setattr(bench, "MIN_ROUNDS", 1)
-    flags = ["--gpu", "--rounds", "1", "--l1-size", "16MiB"]
+    flags = ["--gpu", "--rounds", "1"]
     assert main(flags) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["bytes_equal", "yes"] in lines
     assert ["gpu_run_kib", "gpt_oss", "32"] in lines
-    at = lines.index(["gpu_sweep"])
-    assert [line[0] for line in lines[at + 2 :]] == ["4KiB", "64KiB", "1MiB"]
-    assert all(len(line) == 1 + len(DIRECTIONS) * len(WAYS) for line in lines[at + 2 :])
     assert main([*flags, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["bytes_equal"] is False
 
@@ -169,21 +140,15 @@ def test_a_difference_anywhere_is_the_exit_status(
 # ---------------------------------------------------------------- what goes wrong otherwise
 
 
-@pytest.mark.parametrize("missing", ["torch", "triton", "driver", "runtime"])
+@pytest.mark.parametrize("missing", ["torch", "device"])
 def test_what_is_missing_is_one_line(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object) -> object:
-        raise MissingError("no driver of CUDA 12.8")
-
-    found = {"torch", "triton"} - {missing}
-    driver = refuse if missing == "driver" else lambda: object()
-    monkeypatch.setattr(torch_device, "load_driver", driver)
-    monkeypatch.setattr(torch_device, "find_spec", lambda name: name if name in found else None)
-    monkeypatch.setattr(torch_device, "open_runtime", refuse)
+    there = None if missing == "torch" else object()
+    monkeypatch.setattr(torch_device, "find_spec", lambda name: there)
     assert main(["--gpu"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert (f"needs {missing}" if missing.startswith("t") else "no driver of CUDA 12.8") in error
+    assert ("needs torch" if missing == "torch" else "torch finds no CUDA device") in error
 
 
 def test_pinning_refused_is_no_figure() -> None:
@@ -195,37 +160,14 @@ def test_pinning_refused_is_no_figure() -> None:
 
 
 def test_a_copy_that_fails_is_no_figure() -> None:
-    measures: list[Callable[[FakeDevice], object]] = [
-        lambda device: measure_gemm(device, TINY[0], TOKENS, 1),
-        lambda device: measure_sweep(device, 1, SWEEP, 1 << 20),
-    ]
-    for measured in measures:
-        device = FakeDevice()
-        device.fake.plans.fail["copy"] = {2}
-        with pytest.raises(Unavailable, match="copy failed, as planned"):
-            measured(device)
-        device.check()
+    device = FakeDevice()
+    device.fake.plans.fail["copy"] = {2}
+    with pytest.raises(Unavailable, match="copy failed, as planned"):
+        measure_gemm(device, TINY[0], TOKENS, 1)
+    device.check()
 
 
 # ---------------------------------------------------------------- arithmetic
-
-
-@pytest.mark.parametrize(
-    ("batch", "kernel", "below"),
-    [
-        ([5, 6, 7], [1, 2, 3], 0),
-        ([1, 2, 7], [5, 2, 3], 65536),
-        ([5, 1, 7], [1, 2, 3], 1 << 20),
-        ([1, 1, 1], [2, 2, 2], 2 << 20),
-    ],
-)
-def test_from_which_length_on_batches_win(
-    batch: list[float], kernel: list[float], below: int
-) -> None:
-    names = ["4KiB", "64KiB", "1MiB"]
-    ways = {"batch": dict(zip(names, batch, strict=True))}
-    ways["kernel"] = dict(zip(names, kernel, strict=True))
-    assert _below({"store": ways, "load": ways}, SWEEP) == {"store": below, "load": below}
 
 
 def test_figures_are_medians_of_ratios() -> None:

@@ -5,16 +5,20 @@ LMCache is not installed here: that is the side that fails."""
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from bench.engine import words
 from bench.peers import __main__ as command
 from bench.peers import engineless, engines, report
 from bench.peers.engineless import Plan
 from bench.peers.engines import SHORT, Engines, Sizes
+from bench.peers.host_streams import Event, Stream, copy_runs, joined, on_stream
 from bench.peers.results import Results, Row, in_turns
 from kvass.errors import Unavailable
 from tests.support.vllm.process import Answer, EngineDied, Prompt
@@ -33,6 +37,9 @@ def row(part: str = "engine", *, more: bool = False, **samples: list[float]) -> 
         (row(kvass=[1.0, 1.1], lmcache=[3.0, 3.3], more=True), ("LMCache 3x", False)),
         (row(kvass=[3.0, 3.3], lmcache=[1.0, 1.1]), ("LMCache 3x", False)),
         (row(kvass=[1.0], lmcache=[3.0], lmcache_1=[0.5]), ("LMCache 2x", False)),
+        (row(kvass=[2.0], lmcache=[3.0], offloading=[1.0]), ("vLLM offloading 2x", False)),
+        (row(kvass=[2.0], lmcache=[3.0], offloading=[4.0]), ("**kvass** 1.5x", True)),
+        (row(kvass=[2.0], offloading=[4.0]), ("**kvass** 2x", True)),
         (row(kvass=[0.0], lmcache=[1.0]), ("**kvass**", True)),
         (row(kvass=[1.0, 2.0], lmcache=[1.9, 4.0]), ("no clear lead", False)),
         (row(kvass=[1.0, 9.0, 1.0, 1.0, 1.0], lmcache=[2.0] * 4), ("**kvass** 2x", True)),
@@ -143,6 +150,40 @@ def test_the_page_says_how_much_is_written_to_a_disk(
 def test_turns_begin_with_another_and_leave_out_who_failed() -> None:
     failed = Row("", "", "", "", False, trouble={"b": "gone"})
     assert list(in_turns("abc", 2, failed)) == [(0, "a"), (0, "c"), (1, "c"), (1, "a")]
+
+
+# ---------------------------------------------------------------- vLLM's offloading without a GPU
+
+
+def test_runs_that_follow_each_other_on_both_sides_are_one_copy() -> None:
+    sources = np.array([0, 8, 16, 24, 40])
+    targets = np.array([100, 108, 200, 208, 216])
+    sizes = np.array([8, 8, 8, 8, 4])
+    assert [*joined(sources, targets, sizes)] == [[0, 16, 40], [100, 200, 216], [16, 16, 4]]
+    assert [*joined(sources[:1], targets[:1], sizes[:1])] == [[0], [100], [8]]
+
+
+def test_a_stream_copies_in_order_and_after_the_event_that_it_waits_for() -> None:
+    memory = torch.zeros(3, 8, dtype=torch.uint8)
+    memory[0] = 7
+    at = [torch.tensor([row.data_ptr()]) for row in memory]
+    gate, size = threading.Event(), torch.tensor([8])
+    one, other = Stream(), Stream()
+    copied, end = Event(enable_timing=True), Event(enable_timing=True)
+    one.do(gate.wait, 60.0)
+    with on_stream(one):
+        copy_runs(at[0], at[1], size)
+    copied.record(one)
+    other.wait_event(copied)
+    with on_stream(other):
+        copy_runs(at[1], at[2], size)
+    end.record(other)
+    assert not memory[1:].any(), "both wait"
+    assert not end.query()
+    gate.set()
+    end.synchronize()
+    assert memory.eq(7).all()
+    assert copied.elapsed_time(end) >= 0
 
 
 # ---------------------------------------------------------------- with stand-ins for engines

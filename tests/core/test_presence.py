@@ -70,6 +70,10 @@ def test_a_key_is_there_if_every_group_has_it(rig: TierRig) -> None:
     e.store("a", groups=0b01)
     e.store("b", groups=0b11)
     assert ask(rig, e, "a", "b", tiers=False) == [0, 1]
+    rig.answer_all()
+    rig.forget_l1()
+    e.store("c", groups=0b11)
+    assert ask(rig, e, "c", "a", "?", "b") == [1, 0, 0, 1]
 
 
 def test_what_was_cleared_meanwhile_is_not_there(rig: TierRig) -> None:

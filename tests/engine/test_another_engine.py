@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import struct
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.pages import RankMemory, WrongPageError
+from kvass.transfer.base import Job, Outcome
 from kvass.types import GroupLayout, I64Array, RankLayout
 
 T = TypeVar("T")
@@ -150,6 +152,7 @@ class SmallEngine:
         self.planner.bind(self.pool)
         self.copier = Copier(setup, 0, Boundary())
         self.copier.attach(KVMemory(layout, self.memory.planes, self.memory.regions, ()))
+        self.failed: set[str] = set()
         setup.weights.set_result("weights")  # named: now both halves connect
 
     def run(self, prompt: Prompt) -> tuple[int, Callable[[], int]]:
@@ -159,7 +162,9 @@ class SmallEngine:
         table = (self.pool.take(len(prompt.tokens)),)
         self.planner.allocated(prompt.name, table, external)
         if external:
-            until(lambda: prompt.name in self._step(OneRequest(prompt.name, table, 0)), "the load")
+            waiting = OneRequest(prompt.name, table, 0)
+            until(lambda: prompt.name in self._step(waiting) | self.failed, "the load")
+            external = 0 if prompt.name in self.failed else external
             prompt.computed_tokens = external
         keys = prompt.chunk_hashes(0, prompt.hashed_chunks)
         rows: I64Array = np.array(table[0][: len(keys) * CHUNK // BLOCK]).reshape(len(keys), -1)
@@ -183,7 +188,10 @@ class SmallEngine:
         self.copier.load(work)
         self.copier.store(work)
         finished, failed = self.copier.results()
+        self.failed |= failed
         self.planner.reported(dict.fromkeys(self.copier.report(), 1), failed)
+        if wrong := self.copier.wrong_copies():
+            self.planner.copied_wrong(wrong)
         return finished - failed
 
     def wait_connected(self) -> None:
@@ -238,3 +246,69 @@ def test_what_one_computed_another_loads(
     with pytest.raises(WrongPageError):
         verify()
     assert not any(a.pool.users.values()), "no block stays held"
+
+
+def flip_loads(engine: SmallEngine, also: Callable[[], object] = lambda: None) -> None:
+    """From now on a byte of each load is wrong when it is verified. ``also`` is called before."""
+    verifier = engine.copier._verifier
+    assert verifier is not None
+    check = verifier.check
+
+    def flipped(job: Job, holds: Callable[[], bool]) -> tuple[Outcome, str]:
+        if job.kind == "load":
+            plane = job.plans[0].planes.planes[1]
+            block = int(job.plans[0].rows[0].blocks[0])
+            engine.memory.regions[plane.region][plane.base + block * plane.block_stride] ^= 1
+            also()
+        return check(job, holds)
+
+    verifier.check = flipped  # type: ignore[method-assign]
+
+
+def test_a_wrong_load_ends_the_cache_of_the_engine_and_clears_the_namespace(
+    daemon: Daemon, engines: tuple[SmallEngine, SmallEngine]
+) -> None:
+    a, b = engines
+    tokens = range(CHUNK + 1)
+    a.run(Prompt("first", tokens))
+    daemon.wait_until(rows=1, reservations=0)
+    flip_loads(b)
+    loaded, verify = b.run(Prompt("second", tokens))
+    assert (loaded, b.planner.off) == (0, True)
+    assert verify() == CHUNK // BLOCK * len(GROUP.layers), "it has computed all"
+    daemon.wait_until(rows=0, leases=0)
+    counts = b.copier.traffic.take()
+    assert (counts["loads_failed"], counts["verify_failed"]) == (1, 1)
+    assert b.run(Prompt("third", tokens))[0] == 0
+    assert daemon.status()["rows"] == 0, "nothing is stored"
+    assert not any(b.pool.users.values())
+    b.copier.close()
+    b.copier.attach(KVMemory(RankLayout((GROUP,)), b.memory.planes, b.memory.regions, ()))
+    assert b.copier._client is None, "also with other KV caches it copies nothing more"
+    a.run(Prompt("fourth", range(CHUNK + 1)))
+    daemon.wait_until(rows=1, reservations=0)
+
+
+def test_a_rank_that_came_back_has_proven_nothing(
+    daemon: Daemon, engines: tuple[SmallEngine, SmallEngine]
+) -> None:
+    """The slots that were given to its earlier session may be another row's by now."""
+    a, b = engines
+    tokens = range(CHUNK + 1)
+    a.run(Prompt("first", tokens))
+    daemon.wait_until(rows=1, reservations=0)
+    client = b.copier._client
+    assert client is not None
+
+    def come_back() -> None:
+        before = client.session
+        assert before is not None
+        before.channel._sock.shutdown(socket.SHUT_RDWR)
+        until(lambda: client.session not in (None, before), "another session")
+
+    flip_loads(b, come_back)
+    loaded, verify = b.run(Prompt("second", tokens))
+    assert (loaded, b.planner.off) == (0, False)
+    assert verify() == CHUNK // BLOCK * len(GROUP.layers), "it has computed all"
+    counts = b.copier.traffic.take()
+    assert (counts["loads_late"], "verify_failed" in counts) == (1, False)

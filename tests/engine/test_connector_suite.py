@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from examples.toy_engine import PAGE_TOKENS, Engine, Model, keys_of, main
-from kvass import PageStore, Plane, Put
+from examples.toy_engine import PAGE_BYTES, PAGE_TOKENS, Engine, Model, keys_of, main
+from kvass import Plane, Put
 from kvass.testing import ConnectorSuite, Daemon, EngineUnderTest, RunResult, running_daemon
 from kvass.testing.connector_suite import TENANTS, MakeEngine
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+def aborted(kv: object) -> int:
+    raise KeyboardInterrupt
 
 
 class Toy(EngineUnderTest):
@@ -23,14 +25,22 @@ class Toy(EngineUnderTest):
     chunk_tokens = PAGE_TOKENS
     kind: type[Engine] = Engine
 
-    def __init__(self, socket: str, weights: str, tenant: str = "") -> None:
-        self.engine = self.kind(socket, weights, tenant)
+    def __init__(self, socket: str, weights: str, layout: str = "", tenant: str = "") -> None:
+        self.engine = (Halves if layout else self.kind)(socket, weights, tenant)
 
     def run(self, prompt: list[int]) -> RunResult:
         return RunResult(self.engine.generate(prompt), self.engine.loaded)
 
     def wait_connected(self) -> None:
         assert self.engine.store.wait_connected(10)
+
+    def abort(self, prompt: list[int]) -> None:
+        """The model fails after the prompt was loaded and computed."""
+        model = self.engine.model
+        model.next_token = aborted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            self.engine.generate(prompt)
+        del model.next_token
 
     def clear(self) -> None:
         assert self.engine.store.clear()
@@ -42,61 +52,22 @@ class Toy(EngineUnderTest):
         self.engine.close()
 
 
-class Pages(EngineUnderTest):
-    """A ``PageStore`` of pages of one token, whose bytes follow from the weights and all tokens up
-    to it. The answer is all of the pages. An aborted prompt has stored its first half."""
+class Halves(Engine):
+    """Its pages are described in halves, so they lie otherwise in a row."""
 
-    chunk_tokens = 4
-
-    def __init__(self, socket: str, weights: str, layout: str = "1", tenant: str = "") -> None:
-        self.memory = np.zeros((32, 96), np.uint8)
-        planes = [Plane(0, 96, 32), Plane(32, 96, 64)]
-        if layout != "1":
-            planes = [Plane(32, 96, 64), Plane(0, 96, 32)]
-        fields, self.weights = {"weights": weights}, weights
-        flat = self.memory.reshape(-1)
-        self.store = PageStore(socket, fields, planes, [flat], 1, 32, tenant=tenant)
-
-    def run(self, prompt: list[int]) -> RunResult:
-        keys = [hashlib.sha256(bytes(str(prompt[: n + 1]), "ascii")) for n in range(len(prompt))]
-        names = [key.digest() for key in keys]
-        loaded = self.store.get(names[:-1], range(len(prompt) - 1))
-        for number in range(loaded, len(prompt)):
-            seed = hashlib.sha256(names[number] + self.weights.encode()).digest()
-            self.memory[number] = np.frombuffer(seed * 3, np.uint8)
-        numbers = range(loaded, len(prompt))
-        self.store.put(names[loaded:], numbers, names[:loaded])
-        return RunResult(self.memory[: len(prompt)].tolist(), loaded)
-
-    def abort(self, prompt: list[int]) -> None:
-        self.run(prompt[: len(prompt) // 2])
-
-    def wait_connected(self) -> None:
-        assert self.store.wait_connected(10)
-
-    def clear(self) -> None:
-        assert self.store.clear()
-
-    def replace_weights(self, weights: str) -> None:
-        self.store.new_generation(weights.encode())
-        self.weights = weights
-
-    def close(self) -> None:
-        self.store.close()
+    def planes(self) -> list[Plane]:
+        half = PAGE_BYTES // 2
+        return [
+            Plane(each.base + at, PAGE_BYTES, half)
+            for at in (0, half)
+            for each in super(Halves, self).planes()
+        ]
 
 
 class TestToy(ConnectorSuite):
-    has_layouts = False
-
     @pytest.fixture
     def make_engine(self) -> MakeEngine:
         return Toy
-
-
-class TestPages(ConnectorSuite):
-    @pytest.fixture
-    def make_engine(self) -> MakeEngine:
-        return Pages
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -361,7 +361,7 @@ def test_a_build_of_somebody_elses_is_another_engine(
     code = release + kept
     assert code_version(release + local) == code
     monkeypatch.setattr("vllm.__version__", release + local)
-    configs = make_configs({"kvass.untested_vllm": True})
+    configs = make_configs()
     assert of(*configs)["engine"] == f"vllm {code}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,19 +18,29 @@ from kvass.engine.memory import KVMemory, Regions, open_mover
 from kvass.engine.step_work import Check, GroupCompared, Load, Store
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.transfer import DEVICES, ON_REQUEST, cuda_runtime
+from kvass.transfer import open_device
 from kvass.transfer.base import Done, Job, Outcome, U8Array
-from kvass.transfer.cuda import CudaMover
-from kvass.transfer.cuda_runtime import MissingError
+from kvass.transfer.batch import Batch, Kind, Region
 from kvass.transfer.descriptors import KERNEL_BELOW
+from kvass.transfer.device import Fault, MissingError, Operations, Stream
+from kvass.transfer.device_mover import DeviceMover
 from kvass.transfer.host import HostMover
-from kvass.transfer.runtime import Batch, Fault, Kind, Region, Stream
 from kvass.transfer.self_check import NO_KERNEL
 from kvass.types import RankLayout
 from tests.support.gpu.cpu_scratch import CpuScratch
-from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.gpu.fake_gpu import FakeGpu
 
 PLANES = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=4, chunk_blocks=1)
+
+
+class Device(SimpleNamespace):
+    """A torch device."""
+
+    def __init__(self, kind: str, index: int | None) -> None:
+        super().__init__(type=kind, index=index)
+
+    def __str__(self) -> str:
+        return self.type if self.index is None else f"{self.type}:{self.index}"
 
 
 def tensor(address: int, size: int, device: str, index: int | None = None) -> Any:
@@ -38,7 +48,7 @@ def tensor(address: int, size: int, device: str, index: int | None = None) -> An
     return SimpleNamespace(
         untyped_storage=lambda: storage,
         data_ptr=lambda: address,
-        device=SimpleNamespace(type=device, index=index),
+        device=Device(device, index),
     )
 
 
@@ -51,31 +61,34 @@ def memory(*tensors: Any) -> KVMemory:
     )
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_pages_on_a_gpu_are_moved_by_the_gpus_mover(
-    single: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = FakeCuda(1)
+def test_pages_on_a_gpu_are_moved_by_the_gpus_mover(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeGpu(1)
     region, there = fake.allocate(4 * 4096)
     there[4096:8192] = 7
-    devices: list[tuple[int, bool]] = []
+    asked: list[tuple[str, object, int]] = []
 
-    def open_gpu(device: int, single: bool) -> tuple[FakeCuda, Mapping[Kind, int]]:
-        devices.append((device, single))
+    def open_device(
+        device: str, find: object, storages: Sequence[object]
+    ) -> tuple[FakeGpu, Mapping[Kind, int]]:
+        asked.append((device, find, len(storages)))
         return fake, NO_KERNEL
 
-    monkeypatch.setattr(kv_memory, "open_gpu", open_gpu)
-    side = copier.Copier(setup_of_a_worker(single_copies=single), 0, Boundary())
-    mover = side._make_mover(memory(tensor(region.address, region.bytes, "cuda", 0)))
-    assert isinstance(mover, CudaMover)
+    monkeypatch.setattr(kv_memory, "open_device", open_device)
+    mover = open_mover(memory(tensor(region.address, region.bytes, "xpu", 0)), find=find)
+    assert isinstance(mover, DeviceMover)
     arena = fake.map(4096)
     mover.submit(Job("store", (plan_copy(PLANES, [[1]], [0]),), arena))
     assert mover.drain(10)
     mover.close()
     assert mover.poll()[0].ok
     assert (arena == 7).all()
-    assert devices == [(0, single)]
+    assert asked == [("xpu:0", find, 1)]
     assert fake.violations == []
+
+
+def find(storages: Sequence[object]) -> Operations:
+    """The operations of an engine that has none."""
+    raise MissingError("this engine cannot copy")
 
 
 def test_pages_on_the_cpu_are_not() -> None:
@@ -85,13 +98,13 @@ def test_pages_on_the_cpu_are_not() -> None:
 
 
 def test_a_gpu_that_cannot_be_used_is_one_line() -> None:
-    with pytest.raises(MissingError, match="no CUDA device"):
+    with pytest.raises(MissingError, match="device cuda:0 failed its test: "):
         open_mover(memory(tensor(1 << 30, 4 * 4096, "cuda", 0)))
 
 
 @pytest.mark.parametrize(
     ("second", "says"),
-    [(("cuda", 1), "GPU 0, GPU 1"), (("cpu", None), "GPU 0, the CPU")],
+    [(("cuda", 1), "cuda:0, cuda:1"), (("cpu", None), "cuda:0, cpu")],
     ids=["two GPUs", "GPU and CPU"],
 )
 def test_mixed_devices_are_one_line_before_any_is_opened(
@@ -106,7 +119,7 @@ def test_mixed_devices_are_one_line_before_any_is_opened(
         tensor(1 << 30, 4 * 4096, "cuda", 0), tensor(here.ctypes.data, 4 * 4096, *second)
     )
     opened: list[int] = []
-    monkeypatch.setattr(kv_memory, "open_gpu", opened.append)
+    monkeypatch.setattr(kv_memory, "open_device", opened.append)
     boundary = Boundary()
     side = copier.Copier(setup_of_a_worker(), 0, boundary)
     boundary.run(None, side.attach, found)
@@ -121,14 +134,13 @@ def test_mixed_devices_are_one_line_before_any_is_opened(
     assert opened == []
 
 
-def setup_of_a_worker(single_copies: bool = False) -> Any:
+def setup_of_a_worker() -> Any:
     """What a worker must know before it has found its pages."""
     return SimpleNamespace(
         strategy=ParallelStrategy(),
         register=lambda *_: None,
         chunk_tokens=0,
         groups=(),
-        single_copies=single_copies,
     )
 
 
@@ -144,7 +156,7 @@ def test_of_a_lost_copy_the_daemon_is_told_nothing() -> None:
         def close(self) -> None:
             told.append("left the arena")
 
-    setup: Any = SimpleNamespace(strategy=ParallelStrategy(), single_copies=False)
+    setup: Any = SimpleNamespace(strategy=ParallelStrategy())
     side = copier.Copier(setup, 0, Boundary())
     client: Any = Client()
     arena: Any = Arena()
@@ -167,7 +179,7 @@ def test_the_mover_hears_how_much_of_the_arena_is_populated() -> None:
     """By the time the job was made: it grows, and nothing beyond is pinned, nor written to before
     it is known to have memory."""
     jobs: list[Job] = []
-    setup: Any = SimpleNamespace(strategy=ParallelStrategy(), single_copies=False)
+    setup: Any = SimpleNamespace(strategy=ParallelStrategy())
     side = copier.Copier(setup, 0, Boundary())
     lease: Any = SimpleNamespace(buffer=np.zeros(1, np.uint8), populated=123, close=None)
     lease.prepare = [].append
@@ -181,77 +193,98 @@ def test_the_mover_hears_how_much_of_the_arena_is_populated() -> None:
     assert {job.prepare for job in jobs} == {lease.prepare}
 
 
-def test_a_gpu_is_used_for_who_asks_for_it() -> None:
-    """Until the path has run on one: ``docs/gpu.md``."""
-    assert {"cpu"} == DEVICES
-    assert {"cuda"} == ON_REQUEST
+class Adopting(FakeGpu):
+    """A device of whatever memory it is given, with a fault in one way to copy."""
+
+    wrong_way = deadly_way = ""
+
+    def __init__(self) -> None:
+        super().__init__(1, eager=40, watched=False)
+        self.few = 1
+
+    def copy(self, stream: Stream, batch: Batch) -> Fault | None:
+        if batch.way == self.deadly_way:
+            self.kill()
+        if batch.way == self.wrong_way:
+            batch.bytes[-1] -= np.uint64(8)
+        return super().copy(stream, batch)
+
+    def _is_device(self, address: int, count: int) -> bool:
+        return self._of_scratch(address)
+
+    def _of_scratch(self, address: int) -> bool:
+        return any(at <= address < at + n for at, n in self.scratch)
+
+    scratch: tuple[tuple[int, int], ...] = ()
 
 
-def test_a_gpu_that_was_tried_and_is_wrong_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The trial itself, on pages that torch has, over a fake runtime; once without a fault."""
-    monkeypatch.setattr(cuda_runtime, "TorchScratch", CpuScratch)
-
-    def opened(fake: FakeCuda) -> Any:
-        monkeypatch.setattr(cuda_runtime, "open_runtime", lambda device, single: fake)
-        return cuda_runtime.open_gpu(0)
-
-    class Adopting(FakeCuda):
-        """The scratch is of this device."""
-
-        wrong_way = deadly_way = ""
-
-        def copy(self, stream: Stream, batch: Batch) -> Fault | None:
-            if batch.way == self.deadly_way:
-                self.kill()
-            if batch.way == self.wrong_way:
-                batch.bytes[-1] -= np.uint64(8)
-            return super().copy(stream, batch)
-
-        def _refusal(self, stream: Stream, batch: Batch) -> Fault | None:
-            return None
-
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[Adopting], Any]:
+    """Opens a fake device, with scratch pages in the host's memory."""
     kept: list[object] = []
-    monkeypatch.setattr(cuda_runtime, "_kept", kept)
+    monkeypatch.setattr(open_device, "_kept", kept)
+    monkeypatch.setattr(open_device, "TorchScratch", CpuScratch)
 
-    def raising(*_: object) -> None:
-        raise RuntimeError("out of memory")
+    def opens(fake: Adopting) -> Any:
+        def runtime(device: str, operations: object, torch: object) -> FakeGpu:
+            (scratch,) = kept[-1:]
+            assert isinstance(scratch, CpuScratch)
+            fake.scratch = ((scratch.region.address, scratch.region.bytes),)
+            return fake
 
-    assert opened(Adopting(1, eager=40, watched=False))[1] is KERNEL_BELOW
+        monkeypatch.setattr(open_device, "DeviceRuntime", runtime)
+        nothing: Any = Operations(lambda *_: None)
+        return open_device.open_device("fake:0", lambda _: nothing, ()), kept
+
+    return opens
+
+
+def test_a_gpu_that_passes_its_test_is_used(
+    opened: Callable[[Adopting], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    (_, below), kept = opened(Adopting())
+    assert below is KERNEL_BELOW
     assert caplog.text == ""
     assert kept == []
-    short = Adopting(1, eager=40, watched=False)
-    short.wrong_way = "kernel"
-    assert opened(short)[1] is NO_KERNEL
+
+
+def test_a_wrong_kernel_is_not_used(
+    opened: Callable[[Adopting], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = Adopting()
+    fake.wrong_way = "kernel"
+    (_, below), kept = opened(fake)
+    assert below is NO_KERNEL
     assert "slower than they could be: the kernel" in caplog.text
     assert len(kept) == 1, "its pages: what did not end may still write there"
-    wrong = Adopting(1, eager=40, watched=False)
-    wrong.wrong_way = "dma"
-    with pytest.raises(MissingError, match="failed its trial: copies: a store left"):
-        opened(wrong)
-    assert len(kept) == 2
-    for way in ("dma", "kernel", "torch's"):
-        ends = Adopting(1, eager=40, watched=False)
-        ends.deadly_way = way
-        if way == "torch's":
 
-            def killing(*_: object, ends: FakeCuda = ends) -> None:
-                ends.kill()
-                raise RuntimeError("CUDA error: unspecified launch failure")
 
-            monkeypatch.setattr(CpuScratch, "write", killing)
-        with pytest.raises(MissingError) as caught:
-            opened(ends)
-        assert str(caught.value) == (
-            "device 0 failed for good while it was tried, for the engine too: "
-            "unspecified launch failure"
-        )
-    assert len(kept) == 5
+def test_a_gpu_that_copies_wrong_bytes_is_not_used(opened: Callable[[Adopting], Any]) -> None:
+    fake = Adopting()
+    fake.wrong_way = "dma"
+    with pytest.raises(MissingError, match="failed its test: copies: a store left"):
+        opened(fake)
+
+
+@pytest.mark.parametrize("way", ["dma", "kernel"])
+def test_a_gpu_that_dies_in_its_test_is_one_line(
+    opened: Callable[[Adopting], Any], way: str
+) -> None:
+    fake = Adopting()
+    fake.deadly_way = way
+    with pytest.raises(MissingError, match="for the engine too: event: unspecified launch fail"):
+        opened(fake)
+
+
+def test_a_gpu_without_memory_for_its_test_is_one_line(
+    opened: Callable[[Adopting], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(*_: object) -> None:
+        raise RuntimeError("out of memory\nmore")
+
     monkeypatch.setattr(CpuScratch, "write", raising)
-    with pytest.raises(MissingError, match="failed its trial: out of memory"):
-        opened(Adopting(1, eager=40, watched=False))
-    assert len(kept) == 6
+    with pytest.raises(MissingError, match=r"failed its test: out of memory$"):
+        opened(Adopting())
 
 
 def check_of() -> tuple[Check, CopyPlan]:
@@ -282,9 +315,8 @@ def test_of_a_lost_check_the_daemon_is_told_nothing(
         buffer=np.zeros(4096, np.uint8), populated=4096, close=lambda: told.append("left")
     )
     kind = Deaths if dies else HostMover
-    side = comparer.Comparer(
-        a_memory(np.zeros(4 * 4096, np.uint8)), 0, Boundary(), lambda m: kind(m.regions, m.planes)
-    )
+    pages = a_memory(np.zeros(4 * 4096, np.uint8))
+    side = comparer.Comparer(pages, 0, Boundary(), lambda m, _: kind(m.regions, m.planes))
     check, plan = check_of()
     after: Any = None
     side.begin(check, (plan,), arena, after, lambda: told.append("release"))
@@ -310,19 +342,17 @@ def test_what_ends_for_a_check_does_not_stay_in_the_mover() -> None:
     mover.close()
 
 
-@pytest.mark.parametrize("comparing", [True, False])
-def test_a_comparers_movers_pin_nothing(comparing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's mover pins the arena, and CUDA refuses to pin memory twice."""
-    fake = FakeCuda(1)
+@pytest.mark.parametrize("pins", [True, False])
+def test_a_mover_may_be_told_to_pin_nothing(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to pin memory twice, so the movers of the comparer pin none."""
+    fake = FakeGpu(1)
     region, _ = fake.allocate(4 * 4096)
-    monkeypatch.setattr(kv_memory, "open_gpu", lambda device, single: (fake, KERNEL_BELOW))
-    side = copier.Copier(setup_of_a_worker(), 0, Boundary())
-    make = side._make_comparers if comparing else side._make_mover
-    mover = make(memory(tensor(region.address, region.bytes, "cuda", 0)))
+    monkeypatch.setattr(kv_memory, "open_device", lambda *_: (fake, KERNEL_BELOW))
+    mover = open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)), pins)
     arena = fake.map(4096)
     mover.submit(Job("load", (plan_copy(PLANES, [[1]], [0]),), arena))
     assert mover.drain(10)
-    assert bool(fake.registered) is not comparing
+    assert bool(fake.registered) is pins
     mover.close()
     assert mover.poll()[0].ok
 
@@ -330,7 +360,7 @@ def test_a_comparers_movers_pin_nothing(comparing: bool, monkeypatch: pytest.Mon
 def test_pages_on_a_gpu_are_compared_after_the_forward_pass() -> None:
     """Scratch memory is on the GPU, too. The check begins when the engine's mover has seen the end
     of the forward pass."""
-    fakes: list[FakeCuda] = []
+    fakes: list[FakeGpu] = []
     arrays: dict[int, U8Array] = {}
 
     class Storage:
@@ -343,16 +373,17 @@ def test_pages_on_a_gpu_are_compared_after_the_forward_pass() -> None:
         def data_ptr(self) -> int:
             return self._pages.ctypes.data
 
-    def make(found: KVMemory) -> CudaMover:
-        fakes.append(fake := FakeCuda(len(fakes), eager=40))
+    def make(found: KVMemory, pins: bool) -> DeviceMover:
+        assert not pins
+        fakes.append(fake := FakeGpu(len(fakes), eager=40))
         for one in found.gpu:
             fake.adopt(arrays[one.address])
-        return CudaMover(fake, found.gpu, found.planes, kernel_below={})
+        return DeviceMover(fake, found.gpu, found.planes, kernel_below={})
 
     storage = Storage(4 * 4096, "cuda:0")
     pages, region = arrays[storage.data_ptr()], Region(storage.data_ptr(), 4 * 4096)
     found = KVMemory(RankLayout(()), (PLANES,), (), (storage,), (region,))
-    side, after = comparer.Comparer(found, 0, Boundary(), make), make(found)
+    side, after = comparer.Comparer(found, 0, Boundary(), make), make(found, False)
     arena: Any = SimpleNamespace(buffer=np.full(4096, 7, np.uint8), populated=4096)
     arena.close = lambda: None
     check, plan = check_of()

@@ -21,7 +21,7 @@ from tests.engine.hybrid import (
     red,
     running_pair,
 )
-from tests.support.vllm.judge import Wrong
+from tests.support.vllm.judge import Wrong, check_same
 from tests.support.vllm.process import Prompt, Settings
 
 pytestmark = pytest.mark.engine
@@ -157,3 +157,21 @@ def test_nothing_is_owed_afterwards(pair: Pair) -> None:
     assert pair.a.reset()
     assert pair.b.reset()
     pair.daemon.wait_until(leases=0, reservations=0, pins=0, quarantined_bytes=0, rows_loading=0)
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_one_flipped_byte_of_any_group_ends_the_cache(pair: Pair, kind: str) -> None:
+    for group in range(len(pair.model.groups)):
+        tokens = pair.prompt(pair.model.chunk + 1)
+        if kind == "load":
+            pair.store(tokens)
+        pair.b.verify_again()
+        pair.b.disturb(Settings(flip=kind, flip_group=group))
+        answer = pair.load(tokens)
+        pair.b.disturb(Settings())
+        assert f"rank 0: a {kind} in layer group {group} (" in pair.b.log()
+        assert answer.cached == pair.load(tokens).cached == 0, "nothing is looked up any more"
+        assert pair.a.reset()
+        assert pair.a.one(tokens, 1).cached == 0, "for a second engine the namespace is empty"
+        pair.b.verify_again()
+        check_same(answer, pair.judge.cold(tokens, len(answer.tokens)))

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvass.connectors.vllm import served
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.engine.memory import KVMemory
 from kvass.errors import ConfigError, UsageError
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.transfer.base import Job
+from kvass.transfer.batch import Region
 from kvass.transfer.descriptors import plan_runs
 from kvass.transfer.host import HostMover
-from kvass.transfer.runtime import Region
 from kvass.types import GroupLayout
 from tests.support.vllm.scheduler import make_configs
 
@@ -220,6 +221,7 @@ def test_a_wrong_option_stops_the_start_before_any_memory_is_taken() -> None:
         resolved("HND")
 
 
-def test_an_untested_vllm_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_that_is_not_served_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "_differences", lambda *_: ["a name is gone"])
     monkeypatch.setattr("vllm.__version__", "0.99.0")
     assert resolved("BLNHC") == "LBHNC"

@@ -243,6 +243,24 @@ def test_a6_a_shared_shard_is_held_until_the_last_rank_has_read_it(
     assert sent(end, "release") == before + 2
 
 
+def test_one_ranks_wrong_load_ends_the_cache_of_all(
+    mla: EngineProcess, daemon: Daemon, prompt: Make
+) -> None:
+    """Also where ranks share a shard: each has loaded it for itself."""
+    tokens = prompt(CHUNK + 1)  # one row
+    cold = watched(mla, Settings()).one(tokens)
+    store(mla, tokens)
+    mla.verify_again()
+    wrong = watched(mla, Settings(flip="load"), rank=1).one(tokens)
+    check_same(wrong, cold)
+    assert "kvass is off, the engine runs uncached: rank 1: a load in layer group 0" in mla.log()
+    assert "rank 0:" not in mla.log()
+    assert watched(mla, Settings()).one(tokens).cached == 0, "nothing is looked up any more"
+    daemon.wait_until(**NOTHING_OWED)
+    mla.verify_again()
+    assert watched(mla, Settings()).one(tokens).cached == 0, "the namespace is empty"
+
+
 # ---------------------------------------------------------------- a rank dies
 
 

@@ -43,7 +43,7 @@ def setup(**changes: Any) -> Any:
         (
             {"kvass.chunk": 256},
             "use one of kvass.blend, kvass.blend_oracle, kvass.chunk_tokens, kvass.daemon_uid, "
-            "kvass.fixed_weights, kvass.global_media_ids, kvass.gpu, kvass.gpu_copies, "
+            "kvass.fixed_weights, kvass.global_media_ids, "
             "kvass.kv_layout, kvass.model_id, kvass.shadow, kvass.socket, kvass.tag",
         ),
         ({"kvass.daemon_uid": "kvass"}, "Expected `int | null`, got `str`"),
@@ -56,7 +56,7 @@ def setup(**changes: Any) -> Any:
         ({"kvass.tag": None}, "Expected `str`, got `null`"),
         ({"kvass.model_id": ""}, "Expected `str` of length >= 1 - at `$.kvass.model_id`"),
         ({"kvass.kv_layout": "BHLNC"}, "Invalid enum value 'BHLNC' - at `$.kvass.kv_layout`"),
-        ({"kvass.gpu_copies": "one"}, "docs/vllm.md lists their values"),
+        ({"kvass.kv_layout": "one"}, "docs/vllm.md lists their values"),
         ({"kvass.global_media_ids": "yes"}, "Expected `bool`, got `str`"),
     ],
 )
@@ -274,9 +274,10 @@ def test_that_vllms_own_cache_is_off_is_no_reason_not_to_serve() -> None:
     read_setup(config, caches)
 
 
-def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_vllm_that_differs_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     config, caches = make_configs()
     tested = min(TESTED_VLLM)
+    monkeypatch.setattr(served, "_differences", lambda *_: ["a name is gone"])
     for version in ("0.33.1", f"{tested}+ourfork"):
         monkeypatch.setattr("vllm.__version__", version)
         assert f"{version} was never tested" in inert_reason(config, caches)
@@ -286,6 +287,7 @@ def test_an_untested_vllm_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_inert_engine_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "TESTED_VLLM", frozenset())
+    monkeypatch.setattr(served, "_differences", lambda *_: ["a name is gone"])
     client, world = rig()
     request = world.add("a", range(100))
     world.run()

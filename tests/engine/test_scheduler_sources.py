@@ -32,11 +32,9 @@ VALUES = {
     "model_id": "m",
     "kv_layout": "BLNHC",
     "fixed_weights": True,
-    "gpu": True,
-    "gpu_copies": "single",
     "global_media_ids": True,
     "shadow": 0.5,
-    "untested_vllm": True,
+    "verify": 500,
 }
 
 
@@ -118,8 +116,12 @@ def test_an_engines_log_says_once_which_source_wins_and_what_is_unknown(
     ("name", "text", "says"),
     [
         ("KVASS_CHUNK_TOKENS", "many", "KVASS_CHUNK_TOKENS: Expected `int`, got `str` (got 'many'"),
-        ("KVASS_GPU", "perhaps", "KVASS_GPU: Expected `bool`, got `str` (got 'perhaps')"),
-        ("KVASS_GPU_COPIES", "all", "KVASS_GPU_COPIES: Invalid enum value 'all'"),
+        (
+            "KVASS_FIXED_WEIGHTS",
+            "perhaps",
+            "KVASS_FIXED_WEIGHTS: Expected `bool`, got `str` (got 'perhaps')",
+        ),
+        ("KVASS_KV_LAYOUT", "all", "KVASS_KV_LAYOUT: Invalid enum value 'all'"),
         ("KVASS_DAEMON_UID", "-1", "KVASS_DAEMON_UID: Expected `int` >= 0"),
         ("KVASS_CONFIG", "/no/such/file", "cannot read config /no/such/file"),
     ],

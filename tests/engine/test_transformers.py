@@ -409,5 +409,5 @@ def test_rows_are_of_the_models_own_shapes() -> None:
     """Of MLA the latent is stored, and not what is made of it."""
     from kvass.connectors.transformers.model import probe
 
-    kv = probe(make("deepseek"), gpu=False)
+    kv = probe(make("deepseek"))
     assert Rows(kv, CHUNK).shapes == [(1, LATENT["kv_lora_rank"]), (1, 16)] * 2

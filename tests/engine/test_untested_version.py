@@ -1,5 +1,5 @@
-"""A vLLM that nobody has tested: the real engine runs uncached and says why in one line. If its
-interfaces are as expected, it may be tried."""
+"""A vLLM that nobody has tested: if its interfaces are as expected, it is served, and more copies
+are verified. Else the real engine runs uncached and says why in one line."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -16,9 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from examples.tiny import transfer_config
 from kvass._version import TESTED_VLLM
 from kvass.connectors import vllm as vllm_connector
-from kvass.connectors.vllm import configuration
+from kvass.connectors.vllm import configuration, served
 from kvass.connectors.vllm.inert import InertConnector, inert_connector
 from kvass.connectors.vllm.served import Served, judge
+from kvass.engine.setup import Verification
 from kvass.testing.daemon import Daemon
 from tests.engine.conftest import Starter, store
 from tests.support.vllm.fake_vllm import UNTESTED, fake_vllm, move
@@ -47,7 +49,6 @@ BREAKING = [
 ]
 """A hook that is given more, and a hook that every connector must have."""
 CHANGED = (POOL, "def touch(self, blocks:", "def touch(self, *, blocks_of=0, blocks:")
-TRY: Final[dict[str, object]] = {"kvass.untested_vllm": True}
 
 
 @pytest.fixture
@@ -63,38 +64,36 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 def test_how_a_version_is_served() -> None:
     for version in TESTED_VLLM:
-        assert judge(version, ["whatever"]) == judge(version, (), allow_untested=True)
-        assert (judge(version, ()).served, judge(version, ()).caches) == (Served.TESTED, True)
+        tested = judge(version, ["whatever"])
+        assert (tested.served, tested.caches, tested.message) == (Served.TESTED, True, "")
+        assert tested.verification == Verification()
     for version in (UNTESTED, f"{min(TESTED_VLLM)}+ourfork"):
-        trial, tried = judge(version, ()), judge(version, (), allow_untested=True)
-        assert (trial.served, trial.caches) == (tried.served, False) == (Served.ON_TRIAL, False)
-        assert tried.caches
-        refused = judge(version, [f"name{n} is gone" for n in range(5)], allow_untested=True)
+        trial = judge(version, ())
+        assert (trial.served, trial.caches) == (Served.ON_TRIAL, True)
+        assert trial.verification == Verification(None, trial_every=100, trial_loads=1000)
+        refused = judge(version, [f"name{n} is gone" for n in range(5)])
         assert (refused.served, refused.caches) == (Served.REFUSED, False)
         assert "name0 is gone; name1 is gone; name2 is gone and 2 more" in refused.message
 
 
-def test_it_is_inert_unless_asked_for_and_as_expected(
+def test_it_is_served_on_trial_if_it_is_as_expected(
     pretend: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     same, other = fake_vllm(tmp_path / "same"), fake_vllm(tmp_path / "other", CHANGED)
     pretend(same)
-    reason = inert_reason(*make_configs())
-    assert f"vLLM {UNTESTED} was never tested" in reason
-    assert reason.endswith("set kvass.untested_vllm")
-    setup = read_setup(*make_configs(TRY))
+    assert read_setup(*make_configs()).verification == served.TRIAL
+    setup = read_setup(*make_configs({"kvass.verify": 0}))
+    assert setup.verification == replace(served.TRIAL, every=0), "the trial is not switched off"
     assert setup.identity["engine"] == f"vllm {UNTESTED}", "it shares with no other version"
-    read_setup(*make_configs(TRY))
-    assert sum("kvass.untested_vllm is set" in r.getMessage() for r in caplog.records) == 1
+    (line,) = {r.getMessage() for r in caplog.records if "was never tested" in r.getMessage()}
+    assert "one in 100 jobs are verified until 1000 loads were right" in line
+    assert sum(r.getMessage() == line for r in caplog.records) == 1, "said once"
     pretend(other)
-    for options in (None, TRY):
-        assert "BlockPool.touch(self, *, blocks_of=0, blocks)" in inert_reason(
-            *make_configs(options)
-        )
-    config, _ = make_configs(TRY | {"kvass.kv_layout": "BLHNC"})
+    assert "BlockPool.touch(self, *, blocks_of=0, blocks)" in inert_reason(*make_configs())
+    config, _ = make_configs({"kvass.kv_layout": "BLHNC"})
     assert configuration.wanted_layout(config) is None, "nothing of it is used"
     pretend(tmp_path / "nothing")
-    assert inert_reason(*make_configs(TRY)).endswith("more; kvass doctor shows all")
+    assert inert_reason(*make_configs()).endswith("more; kvass doctor shows all")
 
 
 def run_uncached(configs: Any = None) -> type:
@@ -125,7 +124,7 @@ def test_where_it_differs_nothing_of_the_connector_runs(
     pretend: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture, inside: str
 ) -> None:
     pretend(fake_vllm(tmp_path, CHANGED))
-    run_uncached(make_multi_configs(TRY) if inside == "MultiConnector" else make_configs(TRY))
+    run_uncached(make_multi_configs() if inside == "MultiConnector" else make_configs())
     assert issubclass(vllm_connector.KvassConnector, InertConnector)
     (line,) = [r.getMessage() for r in caplog.records if "kvass is off" in r.getMessage()]
     assert "BlockPool.touch(self, *, blocks_of=0, blocks)" in line
@@ -154,8 +153,8 @@ def test_of_the_workers_the_first_one_says_it(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.engine
 def test_real_engines(daemon: Daemon, start: Starter, tmp_path: Path) -> None:
-    """One that may be tried; one in which a module that we import is gone, a hook is given more,
-    and there is a hook that every connector must have."""
+    """One that is served on trial; one in which a module that we import is gone, a hook is given
+    more, and there is a hook that every connector must have."""
 
     def engine(name: str, **fields: Any) -> Any:
         path = os.pathsep.join([str(tmp_path / name), os.environ["PYTHONPATH"]])
@@ -163,12 +162,13 @@ def test_real_engines(daemon: Daemon, start: Starter, tmp_path: Path) -> None:
 
     fake_vllm(tmp_path / "untested")
     move(fake_vllm(tmp_path / "changed", *BREAKING), GONE, GONE.replace("metrics", "figures"))
-    tried = engine("untested", socket=Path(daemon.socket), options=TRY)
-    other = engine("changed", transfer=transfer_config(daemon.socket, untested_vllm=True))
+    tried = engine("untested", socket=Path(daemon.socket))
+    other = engine("changed", transfer=transfer_config(daemon.socket))
     tokens = [7 + number % 50 for number in range(600)]
     first = store(tried.wait_ready(), tokens, 8)
     warm = tried.one(tokens, 8)
     assert (warm.external, warm.tokens) == (576, first.tokens)
+    assert "0.32.99 was never tested" in tried._log.read_text()
     for _ in range(2):
         answer = other.wait_ready().one(tokens, 8)
         assert (answer.external, answer.tokens) == (0, first.tokens)

@@ -22,7 +22,8 @@ import torch
 
 from kvass.arena import memory
 from kvass.testing.fake_rank import Transfer
-from kvass.transfer.runtime import Batch, Fault, Stream
+from kvass.transfer.batch import Batch
+from kvass.transfer.device import Fault, Stream
 from tests.gpu.device import Device, Flawed, open_device
 from tests.gpu.engine import DeviceEngine
 from tests.gpu.rig import Rig
@@ -46,7 +47,8 @@ class Stalling(Flawed):
             self.stalled.set()
             time.sleep(3600)
         self.after -= 1
-        return self._runtime.copy(stream, batch)
+        fault: Fault | None = self._runtime.copy(stream, batch)
+        return fault
 
 
 class Worker:

@@ -1,4 +1,4 @@
-"""Each program of this folder runs on a fake of CUDA, and on a GPU where there is one."""
+"""Each program of this folder runs on a fake, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.gpu.device import Device, has_gpu, open_device
 
 NEEDS_GPU = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU, torch with CUDA, and Triton"),
+    pytest.mark.skipif(not has_gpu(), reason="needs a GPU and torch with CUDA"),
 ]
 
 

@@ -1,7 +1,7 @@
 """An engine without a model over a real daemon, its KV tensors on a device.
 
 The classes are those that the connector uses (``SchedulerClient``, ``WorkerClient``, ``plan_copy``,
-``CudaMover``), called in the order of vLLM 0.32's model runners; nothing waits for the device in
+``DeviceMover``), called in the order of vLLM 0.32's model runners; nothing waits for the device in
 between.
 """
 
@@ -18,7 +18,7 @@ from kvass.client.worker import WorkerClient
 from kvass.messages import Register
 from kvass.testing.fake_engine import FakeEngine
 from kvass.testing.fake_rank import FakeRank, Transfer
-from kvass.transfer.cuda import CudaMover
+from kvass.transfer.device_mover import DeviceMover
 from kvass.types import RankLayout
 from tests.gpu.device import Device
 from tests.gpu.kv import KvMemory, on
@@ -28,7 +28,7 @@ from tests.gpu.rig import NEVER_KERNEL
 class DeviceRank(FakeRank):
     """A rank whose KV memory is on a device."""
 
-    def __init__(self, socket: str, terms: Register, kv: KvMemory, mover: CudaMover) -> None:
+    def __init__(self, socket: str, terms: Register, kv: KvMemory, mover: DeviceMover) -> None:
         self.rank, self.alive = terms.rank, True
         self.memory = self.kv = kv
         self.mover = mover
@@ -73,7 +73,7 @@ class DeviceEngine(FakeEngine):
         kv = KvMemory(self.device, self.geometry, self.blocks)
         runtime = self._more.pop("runtime", self.device.runtime)
         return DeviceRank(
-            self.socket, terms, kv, CudaMover(runtime, [kv.region], kv.planes, **self._more)
+            self.socket, terms, kv, DeviceMover(runtime, [kv.region], kv.planes, **self._more)
         )
 
     @property

@@ -16,8 +16,8 @@ from kvass.arena import memory
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer.base import Job
-from kvass.transfer.cuda import CudaMover
-from kvass.transfer.runtime import Kind
+from kvass.transfer.batch import Kind
+from kvass.transfer.device_mover import DeviceMover
 from tests.gpu.device import Counting, Device, Hasty, Refusing
 from tests.gpu.kv import NAMES, keys_of
 from tests.gpu.rig import ALWAYS_KERNEL, NEVER_KERNEL, rigged
@@ -154,7 +154,7 @@ def test_any_number_of_descriptors(device: Device, count: int) -> None:
     storage = torch.zeros(codes.size, dtype=torch.uint8, device=device.where)
     arena = memory.create(group.shard_bytes)
     counting: Any = Counting(device.runtime)
-    mover = CudaMover(counting, [device.region(storage)], [group], kernel_below=NEVER_KERNEL)
+    mover = DeviceMover(counting, [device.region(storage)], [group], kernel_below=NEVER_KERNEL)
     plan = plan_copy(group, np.arange(1, count + 1)[None, :], [0])
     there = device.up(codes.reshape(-1))
 

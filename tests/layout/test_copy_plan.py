@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvass.errors import UsageError
 from kvass.layout.copy_plan import RowCopy, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
+from kvass.transfer.batch import Region
 from kvass.transfer.descriptors import plan_runs
-from kvass.transfer.runtime import Region
 
 PLANES = GroupPlanes(0, (Plane(0, 1000, 1000), Plane(64_000, 1000, 25)), blocks=64, chunk_blocks=4)
 SLOT = PLANES.shard_bytes

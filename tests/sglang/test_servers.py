@@ -95,6 +95,8 @@ def check_sharing(daemon: Daemon, a: Server, b: Server, page: int, ranks: int = 
         assert answer.cached == (len(tokens) - 1) // page * page
     assert loaded[0].stored == loaded[0].cached
     assert loaded[1].stored == loaded[1].cached
+    salted = b.generate(SHORT, extra_key="salt")
+    assert (salted.stored, salted.tokens) == (0, loaded[1].tokens)
     return [answer.tokens for answer in computed]
 
 

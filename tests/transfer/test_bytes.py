@@ -19,9 +19,10 @@ from kvass.layout.copy_plan import CopyPlan, RowCopy, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import host
 from kvass.transfer.base import Job, Kind, U8Array
+from kvass.transfer.batch import Region
+from kvass.transfer.device import DeviceRuntime
 from kvass.transfer.host import HostMover
-from kvass.transfer.runtime import Region, Runtime
-from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.gpu.fake_gpu import FakeGpu
 from tests.support.gpu.stepped_mover import SteppedMover
 
 Where = Literal["host", "cuda"]
@@ -106,7 +107,7 @@ def copy(case: Case) -> Case:
 
 def move(case: Case, kind: Kind, where: Where = "host") -> None:
     if where == "cuda":
-        fake = FakeCuda(case.plan.bytes)
+        fake = FakeGpu(case.plan.bytes)
         move_on_gpu(case, kind, fake, fake, fake.map(len(case.arena)))
         assert fake.violations == []
         return
@@ -119,7 +120,7 @@ def move(case: Case, kind: Kind, where: Where = "host") -> None:
 
 
 def move_on_gpu(
-    case: Case, kind: Kind, device: Any, runtime: Runtime, arena: U8Array, **more: Any
+    case: Case, kind: Kind, device: Any, runtime: DeviceRuntime, arena: U8Array, **more: Any
 ) -> list[Region]:
     """The same with copies of all in the device's memory (which is returned) and in ``arena``, in
     windows that rows straddle; by DMA what the kernel does not take."""

@@ -29,9 +29,10 @@ LAYOUTS = {
         ([0, 1, 2, 3], [4, 5, 6, 7]),
         ([0, 1, 2, 5, 6, 11], [4, 5, 7, 8, 9, 3]),
         ([3, 2, 1, 0], [0, 1, 2, 3]),
+        ([1, 3, 5], [7, 8, 9]),
         ([11], [19]),
     ],
-    ids=["in a row", "in runs", "backwards", "one"],
+    ids=["in a row", "in runs", "backwards", "every second", "one"],
 )
 def test_these_pages_are_moved_and_nothing_else(
     kind: Literal["store", "load"], planes: list[Plane], pages: list[int], slots: list[int]
@@ -58,7 +59,11 @@ def test_these_pages_are_moved_and_nothing_else(
     assert all(map(np.array_equal, regions, right))
 
 
-def test_a_plane_that_leaves_its_region_is_refused() -> None:
+def test_regions_that_are_no_bytes_or_too_short_are_refused() -> None:
     group = GroupPlanes(0, (Plane(0, 64, 64),), PAGES, 1)
     with pytest.raises(UsageError, match="ends at byte"):
         PageRows([np.zeros(64 * PAGES - 1, np.uint8)], group)
+    fixed = np.zeros(64 * PAGES, np.uint8)
+    fixed.flags.writeable = False
+    with pytest.raises(UsageError, match="region 0 is read-only"):
+        PageRows([fixed], group)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvass.transfer import pins
+from kvass.transfer.device import Fault
 from kvass.transfer.pins import Pins
-from kvass.transfer.runtime import Fault
 from kvass.types import PAGE
-from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.gpu.fake_gpu import FakeGpu
 
 WINDOWS = 4
 TAKES_S = 0.25
@@ -22,7 +22,7 @@ class Rig:
     """``WINDOWS`` windows of an arena, all of them registered."""
 
     def __init__(self) -> None:
-        self.fake = FakeCuda(1)
+        self.fake = FakeGpu(1)
         self.now = 100.0
         self.pins = Pins(self.fake, PAGE, lambda: self.now)
         unregister = self.fake.unregister

@@ -11,18 +11,18 @@ import pytest
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer.base import Job, U8Array
-from kvass.transfer.cuda import CudaMover
+from kvass.transfer.batch import Batch
 from kvass.transfer.descriptors import KERNEL_BELOW
-from kvass.transfer.runtime import Batch, Event, Fault, Stream
+from kvass.transfer.device import Event, Fault, Stream
+from kvass.transfer.device_mover import DeviceMover
 from kvass.transfer.self_check import NO_KERNEL, NO_PINS, SCRATCH_BYTES, self_check
-from tests.support.gpu.fake_cuda import FakeCuda
-from tests.support.gpu.fake_device import COMPUTE
+from tests.support.gpu.fake_gpu import FakeGpu
 
 
 class FakeScratch:
     """Memory of a fake device; writing it takes the device a while."""
 
-    def __init__(self, fake: FakeCuda) -> None:
+    def __init__(self, fake: FakeGpu) -> None:
         self._fake = fake
         self.region, self._memory = fake.allocate(SCRATCH_BYTES)
 
@@ -36,14 +36,14 @@ class FakeScratch:
         return self._memory.copy()  # as it is: what is over must be there
 
 
-class Device(FakeCuda):
+class Device(FakeGpu):
     """One that has time to be right."""
 
     def __init__(self, seed: int = 1, eager: int = 40) -> None:
         super().__init__(seed, eager, watched=False)
 
 
-def check(fake: FakeCuda) -> tuple[Any, str]:
+def check(fake: FakeGpu) -> tuple[Any, str]:
     scratch = FakeScratch(fake)
     with fake.engine_thread():
         return self_check(fake, scratch)
@@ -71,7 +71,7 @@ def test_one_that_cannot_pin_is_right_and_never_pins(caplog: pytest.LogCaptureFi
     asked = fake.plans.calls["register"]
     region, _ = fake.allocate(4 * 4096)
     planes = GroupPlanes(0, (Plane(0, 4096, 4096),), blocks=4, chunk_blocks=1)
-    mover = CudaMover(fake, [region], [planes], kernel_below=NO_PINS)
+    mover = DeviceMover(fake, [region], [planes], kernel_below=NO_PINS)
     fake.copied.clear()
     arena = np.zeros(4096, np.uint8)
     for kind in ("store", "load"):
@@ -143,7 +143,7 @@ class ElsewhereCuda(Device):
         if batch.way != "kernel":
             return super().copy(stream, batch)
         if self.other is None:
-            while self.streams[COMPUTE]:
+            while self.streams[self.compute]:
                 self.step()
             opened = super().open_stream("load")
             assert not isinstance(opened, Fault)
@@ -203,7 +203,7 @@ class Refusing(Device):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_device_that_is_wrong(fake: FakeCuda, table: Any, says: str) -> None:
+def test_a_device_that_is_wrong(fake: FakeGpu, table: Any, says: str) -> None:
     found, why = check(fake)
     assert found is table
     assert says in why

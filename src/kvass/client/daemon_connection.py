@@ -52,13 +52,15 @@ _alive: Final[weakref.WeakSet[DaemonConnection]] = weakref.WeakSet()
 
 class DaemonConnection:
     """The connection at ``path``, or at the default places if ``path`` is empty. Its arguments are
-    those of ``Endpoint``; ``read`` takes in what has arrived, and is called with the lock held."""
+    those of ``Endpoint``. ``read`` takes in what has arrived, and ``connected`` is told of each new
+    connection. Both are called with the lock held."""
 
     def __init__(
         self,
         path: str,
         registration: Register | None,
         read: Callable[[], None],
+        connected: Callable[[], None],
         *,
         wants_arena: bool,
         incomplete: bool,
@@ -72,6 +74,7 @@ class DaemonConnection:
         self._path = path
         """Empty: the default places."""
         self._read = read
+        self._on_connected = connected
         self._wants_arena = wants_arena
         self._daemon_uid = daemon_uid
         self._incomplete = incomplete
@@ -253,6 +256,7 @@ class DaemonConnection:
             self._failure = None
             self.counters["connects"] += 1
             self._say(logging.INFO, f"connected to the daemon at {session.path}{self._since()}")
+            self._on_connected()
             self.lock.notify_all()
 
     def _since(self) -> str:

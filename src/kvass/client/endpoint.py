@@ -60,6 +60,7 @@ class Endpoint:
             socket,
             registration,
             self._read,
+            self._on_connected,
             wants_arena=wants_arena,
             incomplete=incomplete,
             daemon_uid=daemon_uid,
@@ -274,6 +275,9 @@ class Endpoint:
         if session.channel.wants_write:
             self._connection.wake()
         return True
+
+    def _on_connected(self) -> None:
+        """There is a new connection."""
 
     def _read(self, timeout_s: float = 0.0) -> None:
         if (session := self.session) is None:

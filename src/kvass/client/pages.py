@@ -30,8 +30,9 @@ from kvass.messages import Granted, Ping, Pong, Presence, Present, ReserveItem
 from kvass.types import RankLayout
 
 R = TypeVar("R")
-ANSWER_S: Final = 0.25
-"""How long a call waits for an answer that the daemon sends at once."""
+ANSWER_S: Final = 1.0
+"""How long a store or a reset waits for an answer that the daemon sends at once. With four busy
+processes per core a daemon waited 0.35 s for a core."""
 TIERS_S: Final = 1.0
 """How long ``present`` waits for tiers."""
 

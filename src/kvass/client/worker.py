@@ -2,11 +2,16 @@
 
 Laws of this file: nothing here waits for the daemon. A caller gets the buffer of the boot that it
 names, and of no other. A mapping ends when its last user has left it.
+
+What is given back while there is no connection is said again on the next one. For the daemon may
+have registered this rank, and given it rows, before the rank knows it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +19,10 @@ import numpy.typing as npt
 from kvass.client.endpoint import Endpoint
 from kvass.client.session import DaemonSession
 from kvass.messages import Abort, Commit, Register, Release
+
+MOST_UNSAID: Final = 256
+"""How many messages are kept. The daemon itself ends what the others would give back, at its
+deadline."""
 
 
 class ArenaLease:
@@ -74,6 +83,7 @@ class WorkerClient(Endpoint):
             socket, registration, wants_arena=True, incomplete=incomplete, daemon_uid=daemon_uid
         )
         self._rank = registration.rank
+        self._unsaid: deque[Abort | Release] = deque(maxlen=MOST_UNSAID)
 
     def arena(self, boot: bytes, given_s: float = math.inf) -> ArenaLease | None:
         """The arena of ``boot``, to copy rows given at ``given_s`` (by default now).
@@ -94,7 +104,16 @@ class WorkerClient(Endpoint):
         self.post(Commit(boot=boot, reservation=reservation, rank=self._rank))
 
     def abort(self, boot: bytes, reservation: int) -> None:
-        self.post(Abort(boot=boot, reservation=reservation, rank=self._rank))
+        self._give_back(Abort(boot=boot, reservation=reservation, rank=self._rank))
 
     def release(self, boot: bytes, lease: int) -> None:
-        self.post(Release(boot=boot, lease=lease, rank=self._rank))
+        self._give_back(Release(boot=boot, lease=lease, rank=self._rank))
+
+    def _give_back(self, message: Abort | Release) -> None:
+        with self.lock:
+            if not self.post(message) and self.session is None:
+                self._unsaid.append(message)
+
+    def _on_connected(self) -> None:
+        while self._unsaid:
+            self.post(self._unsaid.popleft())

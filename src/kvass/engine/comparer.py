@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvass.client.worker import ArenaLease
 from kvass.engine.boundary import Boundary
-from kvass.engine.memory import KVMemory, Values, scratch_like
+from kvass.engine.memory import KVMemory, MakeMover, Values, scratch_like
 from kvass.engine.step_work import Check, Compared, GroupCompared
 from kvass.layout.copy_plan import CopyPlan, RowCopy
 from kvass.layout.describe import GroupPlanes, Plane
@@ -37,8 +37,6 @@ POLL_S: Final = 1.0
 
 MOST: Final = 1e12
 """The largest difference that is reported."""
-
-MakeMover = Callable[[KVMemory], Mover]
 
 _lost: Final[list[object]] = []
 """Comparers whose memory a failed device may still access. They are kept until the process ends."""
@@ -75,7 +73,8 @@ class Comparer:
         }
         sizes = [max(q.end(p.blocks) for q in p.planes) for p in self._scratch_planes.values()]
         scratch = scratch_like(memory, tuple(self._scratch_planes.values()), max(sizes, default=1))
-        self._scratch, self._own = make_mover(scratch), make_mover(memory)
+        # The engine's own mover pins the arena.
+        self._scratch, self._own = make_mover(scratch, False), make_mover(memory, False)
         most = max((n * p.shard_bytes for p, n in self._sizes(memory)), default=1)
         self._computed_rows, self._loaded_rows = np.zeros(most, np.uint8), np.zeros(most, np.uint8)
         self._begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()

@@ -13,6 +13,8 @@ Laws of this file:
   ``COPY_WAIT_S``.
 - Nothing is copied for a LoRA adapter that this rank does not hold (``held_adapters.py``).
 - A copy touches only the arena of the boot of the daemon that granted its slots.
+- After a copy that was verified and is wrong (``verifier.py``), this rank copies nothing more. The
+  scheduler is told.
 - After a forward pass that raised or never ran, nothing is stored that it or a later step computed,
   until the engine has emptied its own prefix cache. Until then the engine may reuse blocks that
   were never filled.
@@ -22,7 +24,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -32,14 +33,15 @@ from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.engine import tracing
 from kvass.engine.boundary import Boundary, log
 from kvass.engine.held_adapters import HeldAdapters, News
-from kvass.engine.memory import KVMemory, open_mover
+from kvass.engine.memory import KVMemory, MakeMover, open_mover
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import AdapterHeld, Check, Compared, Load, StepWork, Store
 from kvass.engine.traffic import EngineTraffic
+from kvass.engine.verifier import Verifier
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes
-from kvass.transfer.base import Done, Job, Mover
-from kvass.transfer.cuda_driver import MissingError
+from kvass.transfer.base import Done, Job, Mover, Outcome
+from kvass.transfer.device import MissingError
 
 if TYPE_CHECKING:
     from kvass.engine.comparer import Comparer
@@ -48,6 +50,9 @@ COPY_WAIT_S: Final = 0.005
 """How long a step that computes nothing waits for copies. Each step, even an empty one, keeps the
 GIL from the copy threads for 2 ms, so fewer steps are better. A request that arrives meanwhile has
 to wait."""
+
+CLOSE_WAIT_S: Final = 30.0
+"""How long the engine waits for copies before its KV memory is taken away."""
 
 NEVER: Final = sys.maxsize
 """A step number that is never reached."""
@@ -66,18 +71,14 @@ class Copier:
         setup: EngineSetup,
         rank: int,
         boundary: Boundary,
-        make_mover: Callable[[KVMemory], Mover] | None = None,
+        make_mover: MakeMover = open_mover,
         held: HeldAdapters | None = None,
     ) -> None:
         """``held``: the LoRA adapters that this rank holds; None if the engine serves none. Raises
         UsageError for a rank outside the engine's world."""
         self._held = held
         self._setup = setup
-        self._make_mover = make_mover or partial(open_mover, single=setup.single_copies)
-        self._make_comparers = make_mover or partial(
-            open_mover, single=setup.single_copies, pins=False
-        )
-        """Makes the movers of the comparer. The engine's own mover pins the arena."""
+        self._make_mover = make_mover
         self._strategy = setup.strategy.at(rank)
         self._boundary = boundary
         self._client: WorkerClient | None = None
@@ -85,6 +86,9 @@ class Copier:
         self._comparer: Comparer | None = None
         """Only in shadow mode."""
         self._compared: list[Compared] = []
+        self._verifier: Verifier | None = None
+        self._wrong: list[str] = []
+        """What ``wrong_copies`` has not returned yet."""
         self._planes: tuple[GroupPlanes, ...] = ()
         self._owners: tuple[object, ...] = ()
         self._finished: set[str] = set()
@@ -107,11 +111,14 @@ class Copier:
         registration = self._setup.register(self._strategy, memory.layout)
         self._planes, self._owners = memory.planes, memory.owners
         self._mover = self._client = self._comparer = None
+        if self._verifier is not None and self._verifier.difference:
+            return
         try:
-            self._mover = self._make_mover(memory)
+            self._mover = self._make_mover(memory, True)
         except MissingError as reason:  # without this rank every lookup is a miss
             log.error("kvass is off, the engine runs uncached: %s", reason)
             return
+        self._verifier = Verifier(memory, self._setup.verification, self._boundary)
         self._client = WorkerClient(
             self._setup.socket, registration, incomplete=True, daemon_uid=self._setup.daemon_uid
         )
@@ -119,7 +126,7 @@ class Copier:
             from kvass.engine.comparer import Comparer
 
             rank = self._strategy.rank
-            self._comparer = Comparer(memory, rank, self._boundary, self._make_comparers)
+            self._comparer = Comparer(memory, rank, self._boundary, self._make_mover)
         self._setup.when_named(self._client.complete)
 
     # ------------------------------------------------------------ a step
@@ -223,6 +230,14 @@ class Copier:
         ended, self._compared = self._compared, []
         return ended
 
+    def wrong_copies(self) -> list[str]:
+        """What verification found wrong since the last call, one line for each copy. Empty in a
+        step that raised. Call it after ``report``."""
+        if not self._computed:
+            return []
+        wrong, self._wrong = self._wrong, []
+        return wrong
+
     def adapter_news(self) -> dict[int, News]:
         """By rank: what this rank holds under each LoRA adapter id that changed since the last
         call. Empty in a step that raised. Call it after ``report``."""
@@ -231,6 +246,13 @@ class Copier:
         self._note_adapters(self._step_number)
         news = self._held.news()
         return {self._held.rank: news} if news else {}
+
+    def wait(self) -> None:
+        """Wait until no copy runs, for at most ``CLOSE_WAIT_S``."""
+        if self._mover is not None and not self._mover.drain(CLOSE_WAIT_S):
+            log.error(
+                "copies have not ended for %g s, and the KV memory is taken away", CLOSE_WAIT_S
+            )
 
     def close(self) -> None:
         """End the copies, then the session. The session's EOF shows the daemon that this rank
@@ -278,6 +300,8 @@ class Copier:
             return False
         if isinstance(copy, Load) and copy.lease == 0:
             return False
+        if self._verifier is not None and self._verifier.difference:
+            return False
         arena = self._client.arena(copy.boot, copy.given_s)
         if arena is None:
             return False
@@ -293,6 +317,7 @@ class Copier:
                     ended,
                     arena.populated,
                     arena.prepare,
+                    None if self._verifier is None else self._verify,
                 )
             )
         except BaseException:
@@ -332,6 +357,22 @@ class Copier:
         return True
 
     # ------------------------------------------------------------ ends
+
+    def _verify(self, job: Job) -> tuple[Outcome, str]:
+        """Verify a copy, on the copy thread, after the last byte."""
+        assert self._verifier is not None
+        copy = job.name
+        assert isinstance(copy, Load | Store)
+        return self._verifier.check(job, partial(self._holds, copy))
+
+    def _holds(self, copy: Load | Store) -> bool:
+        """Whether this rank's session is still the one in which the slots of ``copy`` were given.
+        Else other bytes may be in them by now."""
+        arena = self._client and self._client.arena(copy.boot, copy.given_s)
+        if arena is None:
+            return False
+        arena.close()
+        return True
 
     def _copied(self, arena: ArenaLease, done: Done) -> None:
         """The end of a copy, on the copy thread, right after the last byte."""
@@ -374,6 +415,10 @@ class Copier:
         """Take in the end of a copy, and count it if it failed."""
         copy = _copy_of(done)
         self.traffic.copied(done)
+        if self._verifier is not None:
+            self.traffic.add(self._verifier.take_counts())
+        if done.outcome == "differs":
+            self._wrong.append(f"rank {self._strategy.rank}: {done.error}")
         if done.outcome == "lost" and not any(kept is self._owners for kept in _lost):
             _lost.append(self._owners)
         if isinstance(copy, Store):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Mover, U8Array
-from kvass.transfer.cuda import CudaMover
-from kvass.transfer.cuda_runtime import MissingError, open_gpu
+from kvass.transfer.batch import Region
+from kvass.transfer.device import MissingError
+from kvass.transfer.device_mover import DeviceMover
 from kvass.transfer.host import HostMover
-from kvass.transfer.runtime import Region
+from kvass.transfer.open_device import FindOperations, open_device
+from kvass.transfer.torch_operations import torch_operations
 from kvass.types import RankLayout
 
 Values = tuple[str, int, int]
@@ -62,8 +65,8 @@ class Regions:
             )
         if start not in self._known:
             self._known[start] = len(self.owners)
-            if tensor.device.type == "cuda":
-                self.gpu.append(Region(start, size, tensor.device.index))
+            if tensor.device.type != "cpu":
+                self.gpu.append(Region(start, size, str(tensor.device)))
             else:
                 memory = (ctypes.c_uint8 * size).from_address(start)
                 self.arrays.append(np.ctypeslib.as_array(memory))
@@ -82,16 +85,21 @@ def scratch_like(memory: KVMemory, planes: tuple[GroupPlanes, ...], size: int) -
     return KVMemory(memory.layout, planes, (), (storage,), (region,))
 
 
-def open_mover(memory: KVMemory, single: bool = False, pins: bool = True) -> Mover:
-    """The mover for these pages. ``single``: as for ``open_gpu``. ``pins``: whether it may pin
-    arenas; a device pins memory once, so only one mover of a process may. Raises MissingError if
-    the GPU cannot be used, or if the pages are on several devices, which no mover supports."""
+MakeMover = Callable[[KVMemory, bool], Mover]
+"""As ``open_mover``, for an engine whose copy operation is known."""
+
+
+def open_mover(
+    memory: KVMemory, pins: bool = True, find: FindOperations = torch_operations
+) -> Mover:
+    """The mover for these pages. ``pins``: whether it may pin arenas; a device pins memory once, so
+    only one mover of a process may. ``find``: how the engine copies on a GPU. Raises MissingError
+    if the GPU cannot be used, or if the pages are on several devices, which no mover supports."""
     devices = sorted({region.device for region in memory.gpu})
-    where = [f"GPU {device}" for device in devices] + ["the CPU"] * bool(memory.regions)
+    where = devices + ["cpu"] * bool(memory.regions)
     if len(where) > 1:
         raise MissingError(f"KV caches on several devices in one worker: {', '.join(where)}")
     if not devices:
         return HostMover(memory.regions, memory.planes)
-    runtime, below = open_gpu(devices[0], single)
-    below = below if pins else {}
-    return CudaMover(runtime, memory.gpu, memory.planes, kernel_below=below)
+    runtime, below = open_device(devices[0], find, memory.owners)
+    return DeviceMover(runtime, memory.gpu, memory.planes, kernel_below=below if pins else {})

@@ -4,9 +4,9 @@ Laws of this file:
 
 - No failure of kvass leaves a call: it is a miss, counted in ``counters``. Only the constructor
   raises.
-- Every wait has a bound. A daemon that hangs costs a call its ``lookup_budget_ms`` or ``ANSWER_S``,
-  and later calls nothing until it answers. One that is gone costs nothing. A lookup that waits for
-  tiers or for another writer waits no longer than computing its tokens takes.
+- Every wait has a bound. A daemon that hangs costs a load its ``lookup_budget_ms`` and a store
+  ``ANSWER_S``, and later calls nothing until it answers. One that is gone costs nothing. A load
+  waits for tiers and for other writers no longer than computing its tokens takes.
 - A page counts as loaded only if every byte of it was there before the lease's deadline, and if
   the weights are still those with which the call began (laws 5 and 10).
 - When a call has returned, nothing reads or writes the caller's pages.
@@ -251,10 +251,11 @@ class PageStore:
         generation, held = self._client.generation, [False] * len(keys)
         for tiers in (False, True) if self._client.has_tiers else (False,):
             asked = [number for number, there in enumerate(held) if not there]
-            for at in range(0, len(asked), MOST_PRESENT):
-                part = asked[at : at + MOST_PRESENT]
+            most = max(1, min(MOST_PRESENT, self._client.most_keys))
+            for at in range(0, len(asked), most):
+                part = asked[at : at + most]
                 named = self._named([keys[number] for number in part], ())[0]
-                found = self._client.present(named, tiers, generation)
+                found = self._client.present(named, tiers, generation) if named else None
                 for number, there in zip(part, found or (), strict=False):
                     held[number] = there
         return held if generation == self._client.generation else [False] * len(keys)

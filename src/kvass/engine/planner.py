@@ -6,13 +6,15 @@ Laws of this file:
 - Before it matches or stores anything, the planner checks whether weights were replaced
   (``changes.py``).
 - A lease that was taken is either sent in the step's work or released.
+- After a rank found a wrong copy (``verifier.py``), nothing is matched or stored any more, and the
+  namespace is cleared: other engines may have read what this one stored.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -20,6 +22,7 @@ from kvass.client.lookups import Match, Pending
 from kvass.client.scheduler import SchedulerClient
 from kvass.engine import tracing
 from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
+from kvass.engine.boundary import log
 from kvass.engine.changes import OwnCache, WeightChanges
 from kvass.engine.explain import Explainer
 from kvass.engine.head_of_line import HeadOfLine
@@ -70,6 +73,8 @@ class Planner:
         )
         self._loads: list[Load] = []
         self._emptied = False
+        self.off = False
+        """Whether a copy was wrong, so that the engine runs uncached until it ends."""
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
         self._head_of_line = HeadOfLine() if setup.one_queue else None
@@ -147,6 +152,10 @@ class Planner:
         """``match``. A hit ends at token ``most`` or before it; None: anywhere."""
         self._changes.notice()
         state = self._requests.get(name)
+        if self.off:
+            if state is not None:
+                self._explain.note(state, local, "loads_off")
+            return 0
         if not self._setup.loads or state is None or not state.may_load:
             self._explain.not_looked_up(state, local)
             return 0
@@ -411,6 +420,20 @@ class Planner:
                 state.offered.offer_again()
                 state.load_failed()
                 self._explain.load_failed(state)
+
+    def copied_wrong(self, found: Sequence[str]) -> None:
+        """Ranks found that copies are wrong; ``found`` says which. From here on the engine runs
+        uncached. The clear is sent at once, and confirmed or repeated by later steps."""
+        if self.off:
+            return
+        self.off = True
+        log.error(
+            "kvass is off, the engine runs uncached: %s. Restart the engine: its own prefix cache "
+            "may have KV of earlier wrong loads. What is stored for this model is cleared",
+            "; ".join(found),
+        )
+        self._stores.end()
+        self._client.clear(0.0)
 
     def adapters_held(self, news: Mapping[int, News]) -> None:
         """Take in the LoRA adapters that the ranks hold, as ``Adapters.reported``."""

@@ -26,6 +26,17 @@ class Inert:
     reason: str
 
 
+@dataclass(frozen=True)
+class Verification:
+    """How often copies are verified after the first ones (``verifier.py``): one in ``every`` jobs,
+    0: none, None: the default for the device. Until ``trial_loads`` loads were verified and equal,
+    it is at least one in ``trial_every``; 0: no trial."""
+
+    every: int | None = None
+    trial_every: int = 0
+    trial_loads: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
     """The settings of one engine. Sizes are in tokens; sequences are indexed by group id.
@@ -42,8 +53,6 @@ class EngineSetup:
     stores: bool
     daemon_uid: int | None = None
     """The user id of the daemon, where the socket's files do not show it (``wire.trust``)."""
-    single_copies: bool = False
-    """On a GPU: copy each run of bytes with a driver call of its own."""
     chunk_blocks: int = 0
     """How many blocks a chunk has, if hits may end at each block. Then all groups are ``full`` with
     one block size, and each block has a hash. 0: hits end at chunk boundaries only."""
@@ -59,6 +68,7 @@ class EngineSetup:
     shadow: float = 0.0
     """The share of hits that are loaded and compared while the engine computes all tokens itself
     (``shadow.py``). 0: shadow mode is off."""
+    verification: Verification = Verification()
     model: str = ""
     """The model's name, for display only. It is no part of the namespace."""
     weights: Future[str] = field(default_factory=Future, compare=False)

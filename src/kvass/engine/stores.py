@@ -65,6 +65,8 @@ class StorePlanner:
         self._reserves = Reserves(*common, when_answered, when_unstored)
         self._ended = EndedRequests(pool, self._reserves.count_unstored)
         self._offers = OfferMaker(setup, spans, adapters, pool)
+        self._stores = setup.stores
+        """Whether anything is stored. ``end`` sets it to False."""
         self._blocks_per_chunk = max(1, setup.chunk_blocks)
         """1 if hits end at chunk boundaries only."""
         self._number = 0
@@ -81,7 +83,7 @@ class StorePlanner:
         self._number += 1
         self._adapters.new_step(self._number)
         work.number, work.computes = self._number, step.tokens > 0
-        if not self._setup.stores or self._completes_nothing(step):
+        if not self._stores or self._completes_nothing(step):
             return
         self._quiet_steps, self._reserves.must_offer_again = 0, False
         self._reserves.collect(work)
@@ -143,7 +145,7 @@ class StorePlanner:
         offered, so that the next step can offer them. If no step has computed tokens of the
         request, nothing is held, because its blocks may still be loading."""
         request, offered = state.request, state.offered
-        if not self._setup.stores or offered.never:
+        if not self._stores or offered.never:
             return
         computed = min(request.computed_tokens, request.known_tokens - 1) if state.computed else 0
         blocks = self._offers.blocks(state, computed)
@@ -180,6 +182,11 @@ class StorePlanner:
         are offered again some steps later."""
         self._ended.give_up()
         self._reserves.abandon()
+
+    def end(self) -> None:
+        """Store nothing more. What the daemon granted already is still copied and reported."""
+        self._stores = False
+        self.abandon_pending()
 
     def hold(self, work: StepWork, blocks: Blocks, deadline_s: float) -> int:
         """As ``GrantedStores.hold``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 from kvass.engine.step_work import Compared
@@ -22,6 +23,9 @@ MEANINGS: Final[dict[str, str]] = {
     "store_seconds": "Time that stores took, from the step that began them.",
     "stores_late": "Stores that ended after their reservation; nothing was stored.",
     "stores_failed": "Stores that failed otherwise; nothing was stored.",
+    "verified": "Rows read back after a copy and equal to L1, by all ranks.",
+    "verify_failed": "Rows read back and not equal; the engine runs uncached from then on.",
+    "not_verified": "Rows that were to be read back and could not be.",
     "unstored_requests": "Ended requests of which something was not stored, because vLLM needed "
     "their blocks or the daemon was late.",
     "blends": "Prompts for which segments were loaded that are not their prefix.",
@@ -47,6 +51,10 @@ class EngineTraffic:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add to several counters."""
+        self._counts.update(counts)
 
     def count(self, name: str, number: float = 1) -> None:
         """Add ``number`` to the counter ``name``."""

@@ -50,7 +50,7 @@ class EngineUnderTest(ABC):
     """
 
     chunk_tokens: ClassVar[int] = 16
-    """Prompts share multiples of this many tokens."""
+    """Prompts share multiples of this many tokens. The ids of their tokens are below 1,000."""
 
     @abstractmethod
     def run(self, prompt: list[int]) -> RunResult:
@@ -80,6 +80,11 @@ class EngineUnderTest(ABC):
 MakeEngine = Callable[..., EngineUnderTest]
 CHUNKS: Final = 4
 TENANTS: Final = ("one", "two")
+OLDER: Final = (
+    "-c",
+    "from kvass import messages; messages.FEATURES = (); from kvass.cli.main import main; main()",
+)
+"""The arguments of Python that run a kvass without optional features."""
 _numbers = itertools.count()
 
 
@@ -92,7 +97,7 @@ class ConnectorSuite:
     """A prompt that takes longer than this has waited for a daemon that does not answer."""
     patience_s: ClassVar[float] = 30.0
     """How long a connector may take to notice that a daemon is there again."""
-    daemon_options: ClassVar[dict[str, Any]] = {"l1_size": "64MiB", "lookup_budget_ms": 1000}
+    daemon_options: ClassVar[dict[str, Any]] = {"l1_size": "64MiB", "lookup_budget_ms": 500}
     """Options of the suite's daemons."""
 
     @pytest.fixture(scope="class")
@@ -314,7 +319,7 @@ class ConnectorSuite:
         with ThreadPoolExecutor(2) as pool:
             working = [pool.submit(work, engine) for engine in (a, b)]
             try:
-                for _ in range(3):
+                for _ in range(2):
                     time.sleep(0.1)
                     daemon.restart()
                     time.sleep(0.1)
@@ -325,6 +330,17 @@ class ConnectorSuite:
                 stop.set()
             assert all(each.result() for each in working)
         self.idle(daemon)
+
+    def test_a_daemon_without_optional_features_serves(
+        self, tmp_path: Path, engines: MakeEngine, uncached: Callable[[list[int]], Any]
+    ) -> None:
+        """An older daemon of this protocol names fewer features than the connector knows."""
+        with running_daemon(tmp_path, program=OLDER, **self.daemon_options) as daemon:
+            a, b = engines(daemon), engines(daemon)
+            prompt = self.prompt(a)
+            right = uncached(prompt)
+            assert self.run(a, prompt) == (right, 0)
+            self.eventually_loads(b, prompt, right)
 
     # ------------------------------------------------------------ tiers and tenants
 

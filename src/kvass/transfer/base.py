@@ -46,11 +46,12 @@ from kvass.layout.describe import GroupPlanes
 U8Array = npt.NDArray[np.uint8]
 Kind = Literal["store", "load"]
 
-Outcome = Literal["done", "late", "failed", "cancelled", "lost"]
+Outcome = Literal["done", "late", "failed", "differs", "cancelled", "lost"]
 """``late``: past its deadline (law 5), so what it wrote into blocks must not be used. ``failed``:
-the copy raised. ``cancelled``: the mover was closed first. After all of these nothing reads or
-writes for the job any more. ``lost``: the device died or hangs, so it may still read or write. Then
-send the daemon nothing; it waits for the end of this process (law 3)."""
+the copy raised. ``differs``: ``Job.verify`` found wrong bytes. ``cancelled``: the mover was closed
+first. After all of these nothing reads or writes for the job any more. ``lost``: the device died or
+hangs, so it may still read or write. Then send the daemon nothing; it waits for the end of this
+process (law 3)."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Job:
     ``OSError``. A store calls it before it writes, because writing where there is no memory raises
     SIGBUS. ``deadline_s`` is the deadline of the lease or the reservation, in CLOCK_MONOTONIC.
     ``name`` is for the caller.
+    ``verify`` is called on the copy thread after the last byte, if the job is ``done``, and before
+    it ends. It returns the job's outcome and error, and must not raise.
     ``on_done`` is called on the copy thread and must not block.
     """
 
@@ -75,6 +78,7 @@ class Job:
     on_done: Callable[[Done], None] | None = None
     populated: int = sys.maxsize
     prepare: Callable[[int, int], None] | None = None
+    verify: Callable[[Job], tuple[Outcome, str]] | None = None
 
     def prepare_row(self, planes: GroupPlanes, row: RowCopy) -> None:
         """Allocate memory for the slot of ``row``, which is copied next. Raises ``OSError``."""
@@ -89,7 +93,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Done:
-    """How a job ended. ``seconds`` counts from ``submit``; ``error`` is one line if it failed."""
+    """How a job ended. ``seconds``: from ``submit`` to the last byte. ``error`` is one line if it
+    failed."""
 
     job: Job
     outcome: Outcome
@@ -178,7 +183,10 @@ class Mover(ABC):
             self._thread = thread
 
     def _settle(self, job: Job, since: float, outcome: Outcome, error: str = "") -> None:
-        done = Done(job, outcome, self._clock() - since, error)
+        seconds = self._clock() - since
+        if outcome == "done" and job.verify is not None:
+            outcome, error = job.verify(job)
+        done = Done(job, outcome, seconds, error)
         if job.on_done is not None:
             try:
                 job.on_done(done)

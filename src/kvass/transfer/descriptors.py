@@ -16,13 +16,13 @@ import numpy as np
 from kvass.layout.copy_plan import CopyPlan, RowCopy
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Job
+from kvass.transfer.batch import MAX_DESCRIPTORS, Batch, Kind, Region, Way
 from kvass.transfer.pins import BoolArray, Pinned
-from kvass.transfer.runtime import MAX_DESCRIPTORS, Batch, Kind, Region, Way
 from kvass.types import I64Array
 
 KERNEL_BELOW: Final[dict[Kind, int]] = {"store": 0, "load": 28 << 10}
-"""By kind: runs shorter than this are copied by a kernel. The numbers were published for H100; we
-did not measure them."""
+"""By kind: runs shorter than this are copied by a kernel. vLLM has the same limit
+(``THRESHOLD_BYTES``), found on an H100."""
 KERNEL_UNIT: Final = 8
 """The kernel copies words of this many bytes. Runs that are no multiple of it are copied by DMA."""
 
@@ -52,7 +52,7 @@ def job_batches(
     most: int,
 ) -> Iterator[Batch]:
     """The batches of ``job``, each of about ``limit`` bytes and at most ``most`` runs. ``below`` is
-    ``kernel_below`` of ``CudaMover``. ``pinned`` belongs to the job's arena."""
+    ``kernel_below`` of ``DeviceMover``. ``pinned`` belongs to the job's arena."""
     for runs in plan_runs(job.plans, regions, pinned.window):
         fast = pinned.want(runs.host // pinned.window, job.populated if below else 0)
         for way, some in choose(runs, job.kind, fast, below):

@@ -21,7 +21,7 @@ import numpy.ma  # np.unique would import it when first called, which takes 20 m
 import numpy.typing as npt
 
 from kvass.transfer.base import U8Array
-from kvass.transfer.runtime import Runtime
+from kvass.transfer.device import DeviceRuntime
 from kvass.types import I64Array
 
 BoolArray = npt.NDArray[np.bool_]
@@ -40,7 +40,7 @@ class Pinned:
     Memory that numpy allocated is freed with its array, so it is never registered.
     """
 
-    def __init__(self, runtime: Runtime, arena: U8Array, window: int) -> None:
+    def __init__(self, runtime: DeviceRuntime, arena: U8Array, window: int) -> None:
         self.arena = weakref.ref(arena)
         self.address = arena.ctypes.data
         self.window = window
@@ -89,7 +89,7 @@ class Pins:
     """The arenas of all jobs so far. Only the copy thread uses this."""
 
     def __init__(
-        self, runtime: Runtime, window: int, clock: Callable[[], float] = monotonic
+        self, runtime: DeviceRuntime, window: int, clock: Callable[[], float] = monotonic
     ) -> None:
         self._runtime, self._window, self._clock = runtime, window, clock
         self._arenas: list[Pinned] = []

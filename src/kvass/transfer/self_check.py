@@ -15,14 +15,15 @@ import numpy as np
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer.base import Job, U8Array
-from kvass.transfer.cuda import CudaMover
+from kvass.transfer.batch import Kind, Region, Way
 from kvass.transfer.descriptors import KERNEL_BELOW
+from kvass.transfer.device import DeviceRuntime
+from kvass.transfer.device_mover import DeviceMover
 from kvass.transfer.host import HostMover
-from kvass.transfer.runtime import Kind, Region, Runtime, Way
 
 NO_KERNEL: Final[Mapping[Kind, int]] = {"store": 0, "load": 0}
 NO_PINS: Final[Mapping[Kind, int]] = {}
-"""The argument ``kernel_below`` of a ``CudaMover`` that pins nothing."""
+"""The argument ``kernel_below`` of a ``DeviceMover`` that pins nothing."""
 _ALWAYS_KERNEL: Final[Mapping[Kind, int]] = {"store": 0, "load": 1 << 40}
 _BLOCKS, _CHUNK, _ROWS = 24, 4, 5
 _PAGES: Final = (4096 + 8, 16 << 10)
@@ -58,25 +59,29 @@ def _groups() -> tuple[GroupPlanes, ...]:
 SCRATCH_BYTES: Final = sum(2 * _BLOCKS * page for page in _PAGES)
 
 
-def self_check(runtime: Runtime, scratch: Scratch) -> tuple[Mapping[Kind, int] | None, str]:
+def self_check(runtime: DeviceRuntime, scratch: Scratch) -> tuple[Mapping[Kind, int] | None, str]:
     """The argument ``kernel_below`` for a mover of this device, and what was wrong.
 
     ``KERNEL_BELOW`` if everything works. ``NO_KERNEL`` if copy engines work, but the kernel does
-    not. ``NO_PINS`` if no memory could be pinned, so that neither could be tested; the mover has
-    logged a warning. None if copies are wrong.
+    not, or there is none. ``NO_PINS`` if no memory could be pinned, so that neither could be
+    tested; the mover has logged a warning. None if copies are wrong.
     """
     wrong, ways = _trial(runtime, scratch, NO_KERNEL)
     if wrong:
         return None, f"copies: {wrong}"
     if "dma" not in ways:
         return NO_PINS, ""
+    if runtime.tables is None:
+        return NO_KERNEL, ""
     wrong, ways = _trial(runtime, scratch, _ALWAYS_KERNEL)
     if wrong or "kernel" not in ways:
         return NO_KERNEL, f"the kernel: {wrong or 'no memory could be pinned to try it'}"
     return KERNEL_BELOW, ""
 
 
-def _trial(runtime: Runtime, scratch: Scratch, below: Mapping[Kind, int]) -> tuple[str, set[Way]]:
+def _trial(
+    runtime: DeviceRuntime, scratch: Scratch, below: Mapping[Kind, int]
+) -> tuple[str, set[Way]]:
     """What is wrong with a store and a load with ``below`` (empty: nothing), and the ways used."""
     groups, rng = _groups(), np.random.default_rng(1)
     plans, at = [], 0
@@ -86,7 +91,7 @@ def _trial(runtime: Runtime, scratch: Scratch, below: Mapping[Kind, int]) -> tup
         plans.append(plan_copy(group, table, slots))
         at = plans[-1].end
     arena: U8Array = np.frombuffer(mmap.mmap(-1, at), np.uint8)
-    mover = CudaMover(runtime, [scratch.region], groups, kernel_below=below)
+    mover = DeviceMover(runtime, [scratch.region], groups, kernel_below=below)
     try:
         return _rounds(mover, scratch, groups, tuple(plans), arena), mover.ways
     finally:
@@ -94,7 +99,7 @@ def _trial(runtime: Runtime, scratch: Scratch, below: Mapping[Kind, int]) -> tup
 
 
 def _rounds(
-    mover: CudaMover,
+    mover: DeviceMover,
     scratch: Scratch,
     groups: tuple[GroupPlanes, ...],
     plans: tuple[CopyPlan, ...],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvass.transfer.base import U8Array
-from kvass.transfer.cuda_runtime import TorchScratch
+from kvass.transfer.open_device import TorchScratch
 
 
 class CpuScratch(TorchScratch):

@@ -1,4 +1,4 @@
-"""Memory and streams of a fake GPU (``fake_cuda``).
+"""Memory and streams of a fake GPU (``fake_gpu``).
 
 - Nothing happens when it is submitted. Streams are queues; each ``step`` does one piece of one of
   them, chosen by a seeded generator, so that every order CUDA allows occurs. Copies are torn: their
@@ -20,15 +20,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 import numpy as np
 
 from kvass.transfer.base import U8Array
-from kvass.transfer.runtime import Event, Region, Stream
-from kvass.types import I64Array
-
-COMPUTE = Stream(7)
-"""The engine's stream."""
+from kvass.transfer.batch import Region
 
 
 @dataclass(eq=False)
@@ -42,8 +39,8 @@ class Piece:
     pinned: bool
     read: bytes | None = None
     run: tuple[int, int, int] = (0, 0, 0)
-    told: I64Array | None = None
-    """The table row from which a kernel reads ``run`` when it starts."""
+    told: Callable[[], tuple[int, ...]] | None = None
+    """What a kernel's table says of ``run`` when it runs."""
 
     @property
     def host(self) -> int:
@@ -61,12 +58,12 @@ class Copy:
 
 @dataclass(eq=False)
 class Mark:
-    event: Event
+    event: object
 
 
 @dataclass(eq=False)
 class Wait:
-    event: Event
+    event: object
 
 
 @dataclass(eq=False)
@@ -85,14 +82,16 @@ class FakeDevice:
         self.rng = random.Random(seed)
         self.violations: list[str] = []
         self.registered: dict[int, int] = {}
-        self.streams: dict[Stream, deque[Op]] = {COMPUTE: deque()}
+        self.streams: dict[object, deque[Op]] = {}
+        self.compute: Any = None
+        """The engine's stream."""
         self.dead = False
         self.byte_s = 0.0
         """Seconds that copying a byte takes."""
         self._next_s = 0.0
-        self._events: dict[Event, bool] = {}
+        self._events: dict[object, bool] = {}
         self._mapped: dict[int, int] = {}
-        self._device: list[tuple[int, int]] = []
+        self._device_memory: list[tuple[int, int]] = []
         self._keep: list[object] = []
         self._lock = threading.RLock()
 
@@ -106,7 +105,7 @@ class FakeDevice:
     def adopt(self, memory: U8Array) -> Region:
         """Treat ``memory`` as device memory from now on."""
         self._keep.append(memory)
-        self._device.append((memory.ctypes.data, memory.nbytes))
+        self._device_memory.append((memory.ctypes.data, memory.nbytes))
         return Region(memory.ctypes.data, memory.nbytes)
 
     def map(self, count: int) -> U8Array:
@@ -139,7 +138,7 @@ class FakeDevice:
     def queue(self, work: Callable[[], None]) -> None:
         """Submit a kernel to the engine's stream."""
         with self._lock:
-            self.streams[COMPUTE].append(Kernel(work))
+            self.streams[self.compute].append(Kernel(work))
 
     def busy(self, address: int, count: int) -> bool:
         """Whether a copy may still touch these bytes."""
@@ -190,7 +189,7 @@ class FakeDevice:
         if piece.pinned and self._window(piece.host, piece.count) is None:
             self.violations.append("host memory was unregistered under a copy")
             return
-        if piece.told is not None and tuple(piece.told.tolist()) != piece.run:
+        if piece.told is not None and piece.told() != piece.run:
             self.violations.append("a kernel's table was overwritten while it ran")
         got = piece.read or ctypes.string_at(piece.source, piece.count)
         ctypes.memmove(piece.target, got, piece.count)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvass.transfer.base import Done, Job
-from kvass.transfer.cuda import CudaMover
+from kvass.transfer.device_mover import DeviceMover
 
 
-class SteppedMover(CudaMover):
+class SteppedMover(DeviceMover):
     """``_turn`` is what the thread does once; ``close`` runs the rest of it."""
 
     def _start(self) -> None:

@@ -275,6 +275,10 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
             case "disturb":
                 engine.ranks(instruments.disturb, fields["rank"], fields["settings"])
                 answer(None)
+            case "verify_again":
+                instruments.switch_on(engine.scheduler.connector)
+                engine.ranks(instruments.verify_again)
+                answer(None)
             case "replace_weights":
                 seen = not fields["unseen"]
                 engine.ranks(instruments.replace_weights, fields["by"], seen=seen)

@@ -218,7 +218,9 @@ class FakeClient:
         return self.connected
 
     def clear(self, timeout_s: float) -> bool:
-        """Forget every row."""
+        """Forget every row, and give back every match."""
+        for request in [*self.held]:
+            self.give_back(request)
         self.rows.clear()
         return self.connected
 

@@ -13,7 +13,7 @@ from kvass.engine.memory import KVMemory
 from tests.support.gpu.engine_mover import EngineMover
 
 
-def open_mover(memory: KVMemory) -> EngineMover:
+def open_mover(memory: KVMemory, pins: bool = True) -> EngineMover:
     """A mover that treats these pages as device memory."""
     return EngineMover(memory.regions, memory.planes)
 

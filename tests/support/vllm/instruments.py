@@ -231,7 +231,10 @@ def fork_ranks() -> None:
 def scan_dicts_only() -> None:
     """Keep vLLM from failing where llvmlite is imported, as by LMCache: on a CPU it looks at the
     attributes of everything in every module, and takes what ``vars`` returns for a dict."""
-    from vllm.triton_utils import dispatcher
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # vLLM 0.30 does not look
+        return
 
     def dicts_only(value: object) -> dict[str, Any]:
         return found if isinstance(found := vars(value), dict) else {}
@@ -242,8 +245,10 @@ def scan_dicts_only() -> None:
 def prepare(connector: Any, patient: bool, late: bool) -> None:
     """Count the requests that ``connector``'s scheduler half does not store, and make it hold no
     blocks while ``late_stores`` is set. If
-    ``patient``, it waits for answers without a timeout; if ``late``, not for grants."""
-    planner = connector._planner
+    ``patient``, it waits for answers without a timeout; if ``late``, not for grants. In a
+    ``MultiConnector`` the one of kvass is meant."""
+    children = getattr(connector, "_connectors", [connector])
+    (planner,) = (one._planner for one in children if hasattr(one, "_planner"))
     if planner is None:  # inert
         return
     count = planner.traffic.count
@@ -369,6 +374,7 @@ def install(worker: Any) -> int:
         _here.wrap(connector)
         if connector._copier is not None:  # it is inert
             _watch(connector)
+            _flip(connector._copier._verifier)
             clock = _here.slow_clock if _gpu() is None else _here.clock
             connector._copier._mover._clock = clock
     return os.getpid()
@@ -390,6 +396,19 @@ def disturb(worker: Any, rank: int | None, settings: dict[str, Any]) -> None:
     if rank in (None, worker.rank):
         _here.settings = msgspec.convert(settings, Settings)
         _disturb_gpu()
+
+
+def switch_on(connector: Any) -> None:
+    """Have the scheduler's half of ``connector`` use the cache again after a wrong copy."""
+    connector._planner.off = False
+    connector._planner._stores._stores = True
+
+
+def verify_again(worker: Any) -> None:
+    """As if nothing had been verified yet."""
+    verifier = connector()._copier._verifier
+    verifier.difference = ""
+    verifier._rows.clear()
 
 
 def arm(worker: Any, rank: int, hook: str, when: str, signals: list[list[Any]]) -> None:
@@ -510,6 +529,29 @@ def _watch(connector: Any) -> None:
     connector.start_load_kv = start_load_kv
     connector.wait_for_save = wait_for_save
     connector.get_transfer_results = get_transfer_results
+
+
+def _flip(verifier: Any) -> None:
+    """Flip a byte of a copy before it is verified (``Settings.flip``): in its last plane, in the
+    last page of its last row. That row is verified if the job has no other."""
+    check, memory = verifier.check, verifier._memory
+
+    def flipped(job: Any, holds: Any) -> Any:
+        settings = _here.settings
+        if settings.broken_gpu or settings.late_stores:  # their tests look at tokens
+            return "done", ""
+        plans = [p for p in job.plans if p.planes.group == settings.flip_group and p.rows]
+        if job.kind == settings.flip and plans:
+            planes, row = plans[0].planes, plans[0].rows[-1]
+            plane, at = planes.planes[-1], planes.slot_offsets()[-1]
+            if job.kind == "store":
+                job.arena[row.slot + at + (row.first + len(row.blocks)) * plane.run - 1] ^= 0x44
+            else:
+                place = plane.base + int(row.blocks[-1]) * plane.block_stride + plane.run - 1
+                memory.regions[plane.region][place] ^= 0x44
+        return check(job, holds)
+
+    verifier.check = flipped
 
 
 def page_sizes() -> list[list[tuple[int, int]]]:

@@ -112,9 +112,14 @@ class Settings(msgspec.Struct, frozen=True):
     watch: bool = False
     """Digests of ``pages`` are kept."""
     late_stores: int = 0
-    """Stores begin so many steps later, from blocks that are not held."""
+    """Stores begin so many steps later, from blocks that are not held. Copies are not verified
+    then."""
     broken_gpu: str = ""
-    """The fault of its fake GPU (``engine_mover.Break``)."""
+    """The fault of its fake GPU (``engine_mover.Break``). Its copies are not verified then."""
+    flip: str = ""
+    """One byte of each copy of this kind is flipped, in its target, before it is verified."""
+    flip_group: int = 0
+    """The layer group of ``flip``."""
 
     def spoils(self, group: int) -> bool:
         """Whether pages of ``group`` are zeroed."""
@@ -317,6 +322,14 @@ class EngineProcess:
     def disturb(self, settings: Settings, *, rank: int | None = None) -> None:
         """Disturb or watch the copies of ``rank``, or of all, from now on."""
         self.call("disturb", rank=rank, settings=msgspec.to_builtins(settings))
+
+    def verify_again(self) -> None:
+        """Forget that copies were verified, and that one was wrong: as after a start."""
+        self.call("verify_again")
+
+    def log(self) -> str:
+        """What it has logged."""
+        return self._log.read_text(errors="replace")
 
     def slow_copies(self, seconds: float) -> None:
         """Make every row that any rank copies take this much longer."""

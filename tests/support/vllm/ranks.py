@@ -165,6 +165,7 @@ class Ranks:
             "received": (sum_.finished_recving or set()) - failed,
             "failed": failed,
             "adapters": report.adapters if report is not None else {},
+            "wrong": report.wrong if report is not None else [],
         }
 
 

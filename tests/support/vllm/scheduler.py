@@ -278,7 +278,10 @@ class SchedulerHarness:
         self.open_steps: list[int] = []
         self.tolerant = False
         """Whether the connector may have caught a defect, for tests that plant one."""
-        self._multi = config.kv_transfer_config.kv_connector == "MultiConnector"
+        children = getattr(self.connector, "_connectors", None)
+        self._multi = children is not None
+        ours = (at for at, one in enumerate(children or ()) if hasattr(one, "_planner"))
+        self._ours = next(ours, 0)
         self._sampling: dict[int, set[str]] = {}
         parallel = config.parallel_config
         self.lora = LoraRanks(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
@@ -339,7 +342,7 @@ class SchedulerHarness:
         output = self.scheduler.schedule()
         work = output.kv_connector_metadata
         if self._multi:
-            work = work.metadata[0]
+            work = work.metadata[self._ours]
         if getattr(work, "step", 0):  # a connector that is off has no such work
             self.open_steps.append(work.step)
         caught = getattr(self.connector, "_boundary", None)
@@ -360,11 +363,12 @@ class SchedulerHarness:
         failed: Iterable[str] = (),
         adapters: Mapping[int, Any] | None = None,
         compared: Sequence[Any] = (),
+        wrong: Sequence[str] = (),
     ) -> None:
         """Give the scheduler the model's answer to ``output`` (``tokens`` for each request that
         samples) and the workers' reports: steps whose stores are settled (by one rank, or by so
-        many), loads that ended or failed, adapters (None: those of ``lora``), and what shadow mode
-        ``compared``."""
+        many), loads that ended or failed, adapters (None: those of ``lora``), what shadow mode
+        ``compared``, and which copies are ``wrong``."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvass.connectors.vllm.adapt import StepReport
@@ -373,7 +377,8 @@ class SchedulerHarness:
         if self._multi:
             from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as multi
 
-            work = work.metadata[0]
+            of_others = [self.report_of(one) for one in work.metadata]
+            work = work.metadata[self._ours]
         if adapters is None:
             adapters = self.lora.compute(self.loras(output), getattr(work, "number", 0))
         names, sampling = list(output.num_scheduled_tokens), self._sampling.pop(id(output))
@@ -381,11 +386,12 @@ class SchedulerHarness:
         self.open_steps = [step for step in self.open_steps if step not in steps]
         ended = set(received) | set(failed)
         report: Any = None
-        if steps or adapters or compared:
-            report = StepReport(steps, dict(adapters), list(compared))
-        if self._multi and report is not None:
-            others = len(self.connector._connectors) - 1
-            report = multi.MultiKVConnectorWorkerMetadata(metadata=(report, *[None] * others))
+        if steps or adapters or compared or wrong:
+            report = StepReport(steps, dict(adapters), list(compared), list(wrong))
+        if self._multi:
+            of_others[self._ours] = report
+        if self._multi and any(of_others):
+            report = multi.MultiKVConnectorWorkerMetadata(metadata=tuple(of_others))
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
@@ -402,6 +408,10 @@ class SchedulerHarness:
                 ),
             ),
         )
+
+    def report_of(self, metadata: Any) -> Any:
+        """What the worker of another connector of a ``MultiConnector`` reports of ``metadata``."""
+        return None
 
     def loras(self, output: Any) -> list[Any]:
         """The adapters with which ``output`` computes."""

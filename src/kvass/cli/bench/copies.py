@@ -29,9 +29,8 @@ from kvass.errors import ConfigError, Unavailable
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import describe_group
 from kvass.messages import Matched
-from kvass.transfer.base import Job, U8Array
+from kvass.transfer.base import Job, Kind, U8Array
 from kvass.transfer.host import HostMover
-from kvass.transfer.runtime import Kind
 from kvass.types import GroupLayout, I64Array, Size, Slots
 
 Pages = npt.NDArray[np.void]

@@ -21,7 +21,7 @@ KV_SPACE: Final = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def beside_an_engine(m: Machine) -> Finding:
-    on_gpu = m.driver.survey is not None and bool(m.driver.survey.devices)
+    on_gpu = bool(m.gpus.devices)
     if on_gpu:
         used = "L1 in the machine's memory; --gpu-memory-utilization is a share of the GPU's memory"
         return ok("an engine's KV cache is on the GPU", used)

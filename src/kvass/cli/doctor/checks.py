@@ -17,20 +17,18 @@ from typing import Final
 from kvass._version import __version__, code_version
 from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.beside import beside_an_engine
-from kvass.cli.doctor.driver import run_python
+from kvass.cli.doctor.devices import run_python
 from kvass.cli.doctor.finding import Finding, error, note, ok, shown, warning
 from kvass.cli.doctor.machine import MOONCAKE, Machine
 from kvass.client.health import troubles
 from kvass.connectors.vllm.contract import differences
 from kvass.connectors.vllm.served import TESTED, Served, judge
-from kvass.transfer import ON_REQUEST
-from kvass.transfer.cuda_driver import SINGLE, obstacle, spelled
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.types import Limits, Size
 
 NOTHING: Final = "nothing: the daemon cannot serve"
 ON_CPU: Final = "engines whose KV cache is on the CPU"
-UNCACHED: Final = "an engine whose KV cache is on a GPU runs uncached"
+UNKNOWN: Final = "whether engines on a GPU can use the cache is not known"
 NO_SERVE: Final = (
     "python -m vllm.entrypoints.openai.api_server --model MODEL, with the options of `vllm serve`: "
     "that ends with PackageNotFoundError here, because it asks for a package vllm"
@@ -51,8 +49,8 @@ def system(m: Machine) -> Finding:
     kernel = m.text("proc/sys/kernel/osrelease")
     found = f"Linux {kernel} {platform.machine()}, Python {platform.python_version()}"
     if "microsoft" in kernel.lower() or m.has("dxg"):
-        level = warning if m.driver.survey or m.driver.error else note
-        cost = "those with theirs on a GPU run uncached: pinned memory has another address there"
+        level = warning if m.gpus.devices else note
+        cost = "no memory is pinned there: copies to and from a GPU are several times slower"
         return level(f"WSL2: {found}", ON_CPU, cost, "use native Linux for GPUs")
     numbers = re.match(r"(\d+)\.(\d+)", kernel)
     if numbers and tuple(map(int, numbers.groups())) < (5, 14):
@@ -168,50 +166,24 @@ def daemon(m: Machine) -> Finding:
 # ---------------------------------------------------------------- GPUs
 
 
-def _obstacles(m: Machine) -> list[str]:
-    """For each device the reason why kvass cannot copy KV caches on it; empty if it can."""
-    driver = m.driver.survey
-    if driver is None:
-        return []
-    return [obstacle(driver.cuda, device.direct, driver.batches) for device in driver.devices]
-
-
-def _usable(m: Machine) -> bool:
-    """Whether kvass can copy KV caches on any GPU of this machine."""
-    return "" in _obstacles(m)
-
-
 def gpu(m: Machine) -> Finding:
-    driver, nvidia_smi = m.driver.survey, "see that nvidia-smi works here"
-    if driver is None:
-        if m.driver.error:
-            do = f"{nvidia_smi}; a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-            return warning(m.driver.error, ON_CPU, UNCACHED, do)
-        return ok("no NVIDIA driver, and none is needed", ON_CPU)
-    found = f"driver {m.text('sys/module/nvidia/version')}: CUDA {spelled(driver.cuda)}"
-    if not driver.devices:
-        names = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+    if m.gpus.error:
+        do = "see that torch finds the GPU in the engine's environment"
+        return note("; ".join(filter(None, [m.gpus.torch, m.gpus.error])), ON_CPU, UNKNOWN, do)
+    if not m.gpus.devices:
+        if not m.gpus.torch:
+            return ok("none, and none is needed", ON_CPU)
+        names = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
         hiding = [f'{n}="{m.environment[n]}"' for n in names if n in m.environment]
-        found = "; ".join(filter(None, [found, "no device here", driver.trouble, *hiding]))
-        if driver.trouble and not hiding:
-            return warning(found, ON_CPU, UNCACHED, nvidia_smi)
+        found = "; ".join([m.gpus.torch, "no GPU found", *hiding])
         do = "if there are any: give them to this container (--gpus), and set these variables so"
         return note(found, ON_CPU, do=do)
-    reasons = dict.fromkeys(filter(None, _obstacles(m)))
-    named = ", ".join(f"{device.name} ({shown(device.bytes)})" for device in driver.devices)
-    found = "; ".join([named, found, *reasons])
-    do = f"a driver for CUDA 12.8 or later (R570), not in WSL2; or try engines with {SINGLE}"
-    if not _usable(m):
-        return warning(found, "no GPU", UNCACHED, do)
-    used = "copies by DMA (cuMemcpyBatchAsync) straight between KV pages and the arena"
-    cost = "the arena is pinned where it is used: some 0.1 s per GiB, once"
-    if reasons:
-        return warning(found, f"{used}; not on all devices", cost, do)
-    if "cuda" in ON_REQUEST:
-        used += "; only for engines that set kvass.gpu: nobody has seen it work on a GPU yet"
-        do = "to try it, set kvass.gpu to true; docs/gpu.md says what is proven, and by what"
-        return note(found, used, cost, do)
-    return ok(found, used, cost)
+    named = ", ".join(f"{device.name} ({shown(device.bytes)})" for device in m.gpus.devices)
+    return ok(
+        f"{named}; {m.gpus.torch}",
+        "copies by vLLM's copy operation, each of the first ones verified (docs/gpu.md)",
+        "the arena is pinned where it is used: some 0.1 s per GiB, once",
+    )
 
 
 def locked_memory(m: Machine) -> Finding:
@@ -222,9 +194,11 @@ def locked_memory(m: Machine) -> Finding:
         found, soft = f"{found}, which does not bind this process (CAP_IPC_LOCK)", math.inf
     users = "`mooncake:` with protocol=rdma"
     if soft >= m.l1_bytes:
-        return ok(found, f"as much as GPUs or {users} pin" if _usable(m) else f"only by {users}")
+        return ok(
+            found, f"as much as GPUs or {users} pin" if m.gpus.devices else f"only by {users}"
+        )
     do = "ulimit -l unlimited (LimitMEMLOCK=infinity, --ulimit memlock=-1) for"
-    if not _usable(m):
+    if not m.gpus.devices:
         used = f"only by {users}, which needs the arena's {enough}"
         return note(f"{found}, less than the arena", used, do=f"{do} GPUs and {users}")
     return warning(
@@ -254,8 +228,8 @@ def triton(m: Machine) -> Finding:
     there, unused = m.packages.get("triton"), "nothing, without a GPU that is used"
     needed = f"loads of runs shorter than {shown(KERNEL_BELOW['load'])}"
     if there:
-        return ok(f"triton {there}", f"for {needed}" if _usable(m) else unused)
-    if not _usable(m):
+        return ok(f"triton {there}", f"for {needed}" if m.gpus.devices else unused)
+    if not m.gpus.devices:
         return ok("not installed", unused)
     do = "install it beside torch, in the engine's environment"
     return warning("not installed", "nothing", f"{needed} are slower", do)
@@ -282,10 +256,11 @@ def vllm(m: Machine) -> Finding:
             return ok(found, "KvassConnector (docs/vllm.md)", do=do)
         cost = "errors or misses: somebody changed this vLLM"
         return warning(found, "KvassConnector", cost, f"vLLM {TESTED}")
+    if served is Served.ON_TRIAL:
+        used, do = "KvassConnector, which verifies more copies", "compare answers (docs/vllm.md)"
+        return note(found, used, do=do)
     used, cost = "no cache: the connector says so in one line", "its engines run uncached"
-    on_trial = served is Served.ON_TRIAL
-    do = "; or try it: set kvass.untested_vllm (docs/vllm.md)" if on_trial else ""
-    return warning(found, used, cost, f"vLLM {TESTED}{do}")
+    return warning(found, used, cost, f"vLLM {TESTED}")
 
 
 def _extra(name: str, packages: tuple[str, ...], schemes: str, m: Machine) -> Finding:

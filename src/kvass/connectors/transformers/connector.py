@@ -58,7 +58,6 @@ def connect(
     chunk_tokens: int = 0,
     tag: str = "",
     blend: str | Selector = "",
-    gpu: bool = False,
     wait_s: float = 2.0,
 ) -> CachedModel:
     """Connect a causal language model of transformers to the daemon at ``socket``, by default
@@ -75,7 +74,7 @@ def connect(
     if not BLOCK < chunk_tokens <= BLOCK * MAX_BLOCKS:
         raise ConfigError(f"chunk_tokens {chunk_tokens}: give {2 * BLOCK} to {BLOCK * MAX_BLOCKS}")
     choice = parse(blend) if blend else None
-    rows = Rows(models.probe(model, gpu), chunk_tokens)
+    rows = Rows(models.probe(model), chunk_tokens)
     blender = Blender(model) if choice is not None else None
     before, began_s = identity.state(model), time.monotonic()
     fields = identity.describe(model, rows, tag)

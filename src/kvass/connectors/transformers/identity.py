@@ -184,8 +184,9 @@ def _code_text(value: Any) -> str:
 
 
 def _device(device: Any) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, cuda {torch.version.cuda}"
+    if device.type != "cpu":
+        name = torch.get_device_module(device).get_device_name(device)
+        return f"{name}, {device.type} {torch.version.cuda or torch.version.hip}"
     return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvass.connectors.transformers.identity import attention, is_known
 from kvass.connectors.transformers.rows import KV
 from kvass.errors import UsageError
-from kvass.transfer import DEVICES, ON_REQUEST
+from kvass.transfer import DEVICES
 
 HARMLESS: Final = frozenset(
     {
@@ -64,10 +64,10 @@ def filled(model: Any, kv: KV) -> Any:
 # ---------------------------------------------------------------- models
 
 
-def probe(model: Any, gpu: bool) -> KV:
+def probe(model: Any) -> KV:
     """The K and V of a prompt of four tokens. Raises ``UsageError`` for a model that cannot be
     served, with the reason."""
-    if reason := next(_unsupported(model, gpu), ""):
+    if reason := next(_unsupported(model), ""):
         raise UsageError(f"kvass cannot cache this model: {reason}")
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     one, other = ([1 % vocabulary] * 3 + [last % vocabulary] for last in (2, 3))
@@ -92,7 +92,7 @@ def _compute(model: Any, tokens: list[int]) -> KV:
     return tensors_of(cache)
 
 
-def _unsupported(model: Any, gpu: bool) -> Iterator[str]:
+def _unsupported(model: Any) -> Iterator[str]:
     """Why a model cannot be served."""
     config = model.config
     text = config.get_text_config(decoder=True)
@@ -115,9 +115,7 @@ def _unsupported(model: Any, gpu: bool) -> Iterator[str]:
     if len(devices) > 1:
         yield f"its weights are on several devices: {', '.join(sorted(map(str, devices)))}"
     kind = next(iter(devices)).type
-    if kind in ON_REQUEST and not gpu:
-        yield f"device {kind!r} was never tried; to do that pass gpu=True"
-    if kind not in DEVICES | ON_REQUEST:
+    if kind not in DEVICES:
         yield f"device {kind!r} is not supported; supported: {', '.join(sorted(DEVICES))}"
     if changed := passing_state(model):
         yield changed

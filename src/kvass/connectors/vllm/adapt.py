@@ -87,17 +87,23 @@ class StepReport(KVConnectorWorkerMetadata):
 
     ``steps[s]``: the number of ranks that have ended all stores of step ``s``. ``adapters``: for
     each rank, the LoRA adapters that it holds since its last report. ``compared``: the results of
-    shadow mode.
+    shadow mode. ``wrong``: copies that were verified and are wrong.
     """
 
     steps: dict[int, int] = field(default_factory=dict)
     adapters: dict[int, News] = field(default_factory=dict)
     compared: list[Compared] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
     def aggregate(self, other: StepReport) -> StepReport:
         """The sum of this report and ``other``."""
         steps = dict(Counter(self.steps) + Counter(other.steps))
-        return StepReport(steps, self.adapters | other.adapters, self.compared + other.compared)
+        return StepReport(
+            steps,
+            self.adapters | other.adapters,
+            self.compared + other.compared,
+            self.wrong + other.wrong,
+        )
 
 
 class HashedTexts:

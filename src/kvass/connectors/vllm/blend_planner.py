@@ -109,7 +109,9 @@ class BlendPlanner:
                 state.runs = []  # the preemption freed its blocks
             return 0
         external = self._planner.match(name, local)
-        if external is None or state is None or not (state.searches and state.request.reads_cache):
+        if external is None or state is None or self._planner.off:
+            return external
+        if not (state.searches and state.request.reads_cache):
             return external
         if state.prefix != local + external:
             self._drop_search(name)

@@ -17,7 +17,7 @@ import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from logging import INFO, WARNING
 from pathlib import Path
@@ -37,7 +37,7 @@ from kvass.engine import identity, weights
 from kvass.engine.boundary import log
 from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
-from kvass.transfer import DEVICES, ON_REQUEST
+from kvass.transfer import DEVICES
 from kvass.types import MAX_RANKS, chunk_blocks
 
 if TYPE_CHECKING:
@@ -62,14 +62,12 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
     """``blocks`` chooses the one of the other two layouts that the device's kernels need."""
     fixed_weights: bool = False
-    gpu: bool = False
-    gpu_copies: Literal["batch", "single"] = "batch"
     """``single`` makes one driver call per copy, for drivers that cannot take batches."""
     global_media_ids: bool = False
     shadow: bool | Annotated[float, Meta(ge=0, le=1)] = False
     """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""
-    untested_vllm: bool = False
-    """Use the cache with a version of vLLM that is on trial (``served.py``)."""
+    verify: Annotated[int, Meta(ge=0)] | None = None
+    """After the first copies, verify those of one in so many jobs (``engine/verifier.py``)."""
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:
@@ -123,7 +121,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     """
     transfer = vllm_config.kv_transfer_config
     options = read_options(transfer.kv_connector_extra_config)
-    verdict = _verdict(options)
+    verdict = _verdict()
     if not verdict.caches:
         return Inert(verdict.message)
     if verdict.message:
@@ -140,7 +138,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     unit = math.lcm(*blocks, getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or 1)
     has_states = groups.has_states(kv_cache_config)
     chunk_tokens = choose_chunk_tokens(options.chunk_tokens, unit, has_states)
-    if reason := next(_unsupported(vllm_config, kv_cache_config, options.gpu), ""):
+    if reason := next(_unsupported(vllm_config, kv_cache_config), ""):
         return Inert(reason)
     hash_tokens = _hash_tokens(vllm_config, kv_cache_config, blocks)
     try:
@@ -182,7 +180,6 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         chunk_tokens=chunk_tokens,
         hash_tokens=hash_tokens,
         groups=layouts,
-        single_copies=options.gpu_copies == "single",
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         spare=spare,
@@ -194,6 +191,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         blend=blend,
         blend_oracle=options.blend_oracle,
         shadow=float(options.shadow),
+        verification=replace(verdict.verification, every=options.verify),
         model=options.model_id or source,
         weights=weights_name,
     )
@@ -215,9 +213,9 @@ def _asks_for(vllm_config: Any, *names: str) -> bool:
     return any(options.get(name) for name in names)
 
 
-def _verdict(options: Options) -> Verdict:
+def _verdict() -> Verdict:
     """The verdict on this process's vLLM. Call it before anything else of vLLM is used."""
-    return verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__, options.untested_vllm)
+    return verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__)
 
 
 @cache
@@ -253,7 +251,7 @@ def wanted_layout(vllm_config: Any) -> str | None:
     """
     options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     wanted = options.kv_layout
-    if not wanted or not _verdict(options).caches:
+    if not wanted or not _verdict().caches:
         return None
     if wanted != "blocks":
         return wanted
@@ -318,7 +316,7 @@ def _spare_chunks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> 
     return -(-max(1, lookahead) // chunk_tokens)
 
 
-def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> Iterator[str]:
+def _unsupported(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     """The reasons why this engine is not supported."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -334,9 +332,7 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any, gpu: bool) -> Iterator[
             "all connectors: a failed load of kvass must be recomputed. Remove it, or set recompute"
         )
     kind = namespace.device_kind()
-    if kind in ON_REQUEST and not gpu:
-        yield f"device {kind!r} was never tried; to do that set kvass.gpu (docs/gpu.md)"
-    if kind not in DEVICES | ON_REQUEST:
+    if kind not in DEVICES:
         yield f"device {kind!r} is not supported yet; supported: {', '.join(sorted(DEVICES))}"
     # In vLLM before 0.32 this is a setting of the model.
     parts = [getattr(vllm_config, "aux_output_config", None), model]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvass.connectors.vllm import adapt, configuration, events, lora, rpcs, tiles
@@ -20,19 +21,21 @@ from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.connectors.vllm.logs import log_as_vllm
+from kvass.connectors.vllm.operations import vllm_operations
 from kvass.connectors.vllm.stats import PromMetrics, Stats
 from kvass.engine.boundary import Boundary, log, log_off
 from kvass.engine.copier import Copier
-from kvass.engine.memory import KVMemory
+from kvass.engine.memory import MakeMover, open_mover
 from kvass.engine.planner import Planner
 from kvass.engine.setup import Inert, log_naming
 from kvass.errors import ConfigError, UsageError
 from kvass.layout.spans import Table
-from kvass.transfer.base import Mover
 
 P = ParamSpec("P")
 H = TypeVar("H")
 R = TypeVar("R")
+
+_open_mover = partial(open_mover, find=vllm_operations)
 
 
 class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
@@ -125,7 +128,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self,
         setup: VllmSetup,
         vllm_config: Any,
-        make_mover: Callable[[KVMemory], Mover] | None = None,
+        make_mover: MakeMover = _open_mover,
     ) -> Copier:
         rank = configuration.worker_rank(vllm_config)
         held = lora.held_adapters(rank, self._boundary) if self._adapters else None
@@ -251,6 +254,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         ended = connector_output.finished_recving or ()
         if report is not None and report.adapters:
             self._run(self._planner, None, Planner.adapters_held, report.adapters)
+        if report is not None and report.wrong:
+            self._run(self._planner, None, Planner.copied_wrong, report.wrong)
         if report is not None or failed or ended:
             steps = report.steps if report is not None else {}
             self._run(self._planner, None, Planner.reported, steps, failed, ended)
@@ -358,14 +363,21 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """This rank's report: the steps whose stores have ended, and the adapters that are new.
-        None if there is nothing to report."""
+        """This rank's report: the steps whose stores have ended, the adapters that are new, and
+        what was compared or found wrong. None if there is nothing to report."""
         steps = self._run(self._copier, [], Copier.report)
         held = self._run(self._copier, {}, Copier.adapter_news) if self._adapters else {}
         compared = self._run(self._copier, [], Copier.compared)
-        if not (steps or held or compared):
+        wrong = self._run(self._copier, [], Copier.wrong_copies)
+        if not (steps or held or compared or wrong):
             return None
-        return StepReport(dict.fromkeys(steps, 1), held, compared)
+        return StepReport(dict.fromkeys(steps, 1), held, compared, wrong)
+
+    def unregister_kv_caches(self) -> None:
+        """Wait for the copies, before the engine's memory is taken away for a sleep. vLLM before
+        0.33 does not call this, and has waited for them already. After the sleep the pages are at
+        the same addresses."""
+        self._run(self._copier, None, Copier.wait)
 
     def shutdown(self) -> None:
         """End the copies, then the session with the daemon."""

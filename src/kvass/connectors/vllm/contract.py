@@ -53,6 +53,7 @@ per_engine_labelvalues)
     KVConnectorBase_V1.wait_for_save(self)
     KVConnectorBase_V1.get_transfer_results(self, finished_req_ids)
     KVConnectorBase_V1.build_connector_worker_meta(self)
+    KVConnectorBase_V1.unregister_kv_caches(self) [0.33]
     KVConnectorBase_V1.shutdown(self)
     KVConnectorMetadata
     KVConnectorRole.SCHEDULER
@@ -114,6 +115,17 @@ engine/arg_utils.py
     EngineArgs.create_engine_config(self, usage_context=None, headless=False)
     EngineArgs.kv_offloading_size = CacheConfig.kv_offloading_size
     EngineArgs.kv_transfer_config = None
+_custom_ops.py
+    swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any=False)
+v1/kv_offload/cpu/swap_blocks_triton.py
+    swap_blocks_batch(src_addrs, dst_addrs, sizes, is_src_access_order_any=False, *, \
+bytes_per_chunk)
+    THRESHOLD_BYTES
+v1/kv_offload/cpu/host_register.py
+    host_register(ptr, num_bytes) [0.32]
+    host_unregister(ptr) [0.32]
+compilation/monitor.py
+    validate_cudagraph_capturing_enabled()
 v1/engine/core.py
     EngineCore.model_executor
     EngineCore.vllm_config
@@ -275,6 +287,13 @@ platforms/interface.py
     Platform.device_name
     Platform.device_type
     Platform.get_device_capability(cls, device_id=0)
+    Platform.get_device_name(cls, device_id=0)
+    Platform.is_rocm(self)
+    Platform.is_xpu(self)
+triton_utils/importing.py
+    HAS_TRITON
+utils/platform_utils.py
+    is_pin_memory_available()
 utils/hashing.py
     get_hash_fn_by_name(hash_fn_name)
 """

@@ -177,17 +177,16 @@ def capability() -> tuple[int, int] | None:
 
 
 def _device() -> str:
-    """The device and the properties by which vLLM chooses kernels: a GPU's compute capability or a
-    CPU's instruction sets.
+    """The device and the properties by which vLLM chooses kernels: a GPU's compute capability or
+    name, or a CPU's instruction sets.
 
-    Different kernels may compute different KV for equal layouts. Raises ``identity.Indescribable``.
+    Different kernels may compute different KV for equal layouts.
     """
     from vllm.platforms import current_platform
 
     if (kind := device_kind()) != "cpu":
-        if (found := capability()) is None:
-            raise identity.Indescribable("the device's compute capability cannot be read")
-        # The device's name tells ROCm from CUDA.
+        # XPU has no compute capability. The platform's name tells ROCm from CUDA.
+        found = capability() or [current_platform.get_device_name()]
         return identity.canonical([current_platform.device_name, *found])
     sets = (torch.cpu._is_avx512_supported(), torch.cpu._is_amx_tile_supported())
     chosen = torch.backends.cpu.get_cpu_capability()

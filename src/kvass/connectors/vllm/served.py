@@ -15,16 +15,19 @@ from typing import Final
 
 from kvass._version import TESTED_VLLM, code_version
 from kvass.connectors.vllm import contract
+from kvass.engine.setup import Verification
 
 TESTED: Final = ", ".join(sorted(TESTED_VLLM))
+TRIAL: Final = Verification(trial_every=100, trial_loads=1000)
+"""How copies are verified with a version that was never tested."""
 
 
 class Served(Enum):
     """How a version of vLLM is served.
 
-    ``ON_TRIAL``: the version was never tested, but has everything that the connector relies on.
-    ``REFUSED``: the version was never tested and lacks something that the connector relies on. No
-    hook of the connector may run.
+    ``ON_TRIAL``: the version was never tested, but has everything that the connector relies on. Its
+    engines use the cache, and more copies are verified. ``REFUSED``: the version was never tested
+    and lacks something that the connector relies on. No hook of the connector may run.
     """
 
     TESTED = "tested"
@@ -36,44 +39,53 @@ class Served(Enum):
 class Verdict:
     """The decision for one version of vLLM.
 
-    ``caches``: whether its engines use the cache. ``message``: if they do, a line for the log, else
-    the reason why not. The message is empty for a tested version.
+    ``message``: if its engines use the cache, a line for the log, else the reason why not. It is
+    empty for a tested version.
     """
 
     served: Served
-    caches: bool
     message: str = ""
 
+    @property
+    def caches(self) -> bool:
+        """Whether its engines use the cache."""
+        return self.served is not Served.REFUSED
 
-def judge(version: str, differences: Sequence[str], allow_untested: bool = False) -> Verdict:
+    @property
+    def verification(self) -> Verification:
+        """How copies are verified, if the operator sets nothing."""
+        return TRIAL if self.served is Served.ON_TRIAL else Verification()
+
+
+def judge(version: str, differences: Sequence[str]) -> Verdict:
     """The decision for ``version``, which has the form that ``code_version`` returns.
 
     ``differences``: what ``contract.differences`` found; it matters for an untested version only.
-    ``allow_untested``: whether the operator set ``kvass.untested_vllm``.
     """
     if version in TESTED_VLLM:
-        return Verdict(Served.TESTED, True)
+        return Verdict(Served.TESTED)
     text = f"vLLM {version} was never tested (tested: {TESTED})"
     if differences:
         more = (
             f" and {len(differences) - 3} more; kvass doctor shows all" if differences[3:] else ""
         )
         text += f", and it differs where kvass relies on it: {'; '.join(differences[:3])}{more}"
-        return Verdict(Served.REFUSED, False, text)
-    text += "; it has all that kvass relies on"
-    if allow_untested:
-        return Verdict(Served.ON_TRIAL, True, f"{text}, and kvass.untested_vllm is set: caching")
-    return Verdict(Served.ON_TRIAL, False, f"{text}: to try it, set kvass.untested_vllm")
+        return Verdict(Served.REFUSED, text)
+    text += (
+        "; it has all that kvass relies on, so it is served. After the first copies, those of one "
+        f"in {TRIAL.trial_every} jobs are verified until {TRIAL.trial_loads} loads were right"
+    )
+    return Verdict(Served.ON_TRIAL, text)
 
 
-def verdict_on(package: Path, version: str, allow_untested: bool = False) -> Verdict:
+def verdict_on(package: Path, version: str) -> Verdict:
     """The decision for the vLLM whose Python package is the folder ``package``.
 
     Its sources are read only if ``version`` was never tested.
     """
     code = code_version(version)
     differences = () if code in TESTED_VLLM else _differences(package, code)
-    return judge(code, differences, allow_untested)
+    return judge(code, differences)
 
 
 @cache

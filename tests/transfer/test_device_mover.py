@@ -1,4 +1,4 @@
-"""CudaMover over the hostile fake: seeded histories, planted breaks, and its threads and errors.
+"""DeviceMover over the hostile fake: seeded histories, planted breaks, and its threads and errors.
 
 What it promises as every mover does: ``test_movers.py``.
 """
@@ -19,17 +19,19 @@ import pytest
 from kvass.errors import UsageError
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.transfer import cuda
+from kvass.transfer import device_mover
 from kvass.transfer.base import Job, Kind
-from kvass.transfer.cuda import CudaMover
-from kvass.transfer.runtime import MAX_DESCRIPTORS, Region
+from kvass.transfer.batch import MAX_DESCRIPTORS, Region
+from kvass.transfer.device_mover import DeviceMover
 from tests.support import processes
-from tests.support.gpu.fake_cuda import FakeCuda
+from tests.support.gpu.fake_device import Wait
+from tests.support.gpu.fake_gpu import FakeGpu
+from tests.support.gpu.fake_torch import FakeEvent
 from tests.support.mutants import TIMEOUT_S, UNBROKEN, Mutant
 from tests.support.waiting import eventually
-from tests.transfer.cuda_mutants import MUTANTS, notice
+from tests.transfer.device_mutants import MUTANTS, notice
 from tests.transfer.gpu_world import run_seed
-from tests.transfer.test_movers import PLANES, SLOT, CudaRig, plan
+from tests.transfer.test_movers import PLANES, SLOT, DeviceRig, plan
 
 
 @pytest.mark.parametrize("first", range(0, 600, 100))
@@ -58,12 +60,12 @@ def test_an_unbroken_mover_is_not_blamed(forked: Pool) -> None:
 
 
 @pytest.fixture
-def new_rig() -> Iterator[Callable[..., CudaRig]]:
+def new_rig() -> Iterator[Callable[..., DeviceRig]]:
     """Makes rigs, and sees to their ends."""
-    made: list[CudaRig] = []
+    made: list[DeviceRig] = []
 
-    def make(**more: Any) -> CudaRig:
-        made.append(CudaRig(**more))
+    def make(**more: Any) -> DeviceRig:
+        made.append(DeviceRig(**more))
         return made[-1]
 
     yield make
@@ -75,20 +77,30 @@ def new_rig() -> Iterator[Callable[..., CudaRig]]:
 
 
 @pytest.fixture
-def rig(new_rig: Callable[..., CudaRig]) -> CudaRig:
+def rig(new_rig: Callable[..., DeviceRig]) -> DeviceRig:
     return new_rig()
 
 
 def test_regions_on_two_devices_are_refused() -> None:
     with pytest.raises(UsageError, match="several devices"):
-        CudaMover(FakeCuda(1), [Region(0, 1 << 20, 0), Region(1 << 30, 1 << 20, 1)], [PLANES])
+        DeviceMover(
+            FakeGpu(1), [Region(0, 1 << 20, "cuda:0"), Region(1 << 30, 1 << 20, "cuda:1")], [PLANES]
+        )
+
+
+def test_the_copy_thread_uses_the_device_of_the_pages(rig: DeviceRig) -> None:
+    """Else it would make a context on device 0, of some 500 MB, in each worker."""
+    rig.fake._device = "fake:3"
+    rig.submit("store", 1)
+    assert rig.ends() == [((1,), "done")]
+    assert rig.fake.devices == [3]
 
 
 # ------------------------------------------------------------ pinning
 
 
 def test_what_has_no_memory_yet_is_not_pinned(
-    new_rig: Callable[..., CudaRig], caplog: pytest.LogCaptureFixture
+    new_rig: Callable[..., DeviceRig], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pinning would fault it in: charged to the worker, and waited for. Copies are right meanwhile,
     nothing is said of it, and it is pinned once the daemon has populated it."""
@@ -111,7 +123,7 @@ def test_what_has_no_memory_yet_is_not_pinned(
 
 
 def test_a_store_to_memory_that_cannot_be_had_fails_before_it_writes(
-    new_rig: Callable[..., CudaRig],
+    new_rig: Callable[..., DeviceRig],
 ) -> None:
     rig, asked = new_rig(), list[tuple[int, int]]()
 
@@ -128,7 +140,7 @@ def test_a_store_to_memory_that_cannot_be_had_fails_before_it_writes(
     assert not rig.arena[SLOT * 6]
 
 
-def test_the_arenas_last_window_may_be_shorter(new_rig: Callable[..., CudaRig]) -> None:
+def test_the_arenas_last_window_may_be_shorter(new_rig: Callable[..., DeviceRig]) -> None:
     rig = new_rig(window=48 * SLOT)
     rig.submit("store", 60, populated=64 * SLOT)
     rig.ends()
@@ -136,7 +148,7 @@ def test_the_arenas_last_window_may_be_shorter(new_rig: Callable[..., CudaRig]) 
 
 
 def test_a_job_pins_what_its_next_copies_touch_and_not_all_at_once(
-    new_rig: Callable[..., CudaRig], monkeypatch: pytest.MonkeyPatch
+    new_rig: Callable[..., DeviceRig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that its first copies do not wait for its last."""
     rig = new_rig(window=8 * SLOT)
@@ -157,10 +169,10 @@ def test_a_job_pins_what_its_next_copies_touch_and_not_all_at_once(
 
 
 def test_an_arenas_end_waits_for_the_driver_on_the_copy_thread(
-    rig: CudaRig, monkeypatch: pytest.MonkeyPatch
+    rig: DeviceRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the engine's thread be the last to use it; and the copy thread have nothing to do."""
-    monkeypatch.setattr(cuda, "IDLE_S", 0.01)
+    monkeypatch.setattr(device_mover, "IDLE_S", 0.01)
     rig.submit("store", 1)
     rig.ends()
     assert rig.fake.registered
@@ -173,7 +185,7 @@ def test_an_arenas_end_waits_for_the_driver_on_the_copy_thread(
 
 
 def test_what_a_dead_device_may_still_read_is_kept(
-    rig: CudaRig, monkeypatch: pytest.MonkeyPatch
+    rig: DeviceRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Table:
         pass
@@ -198,16 +210,16 @@ def test_what_a_dead_device_may_still_read_is_kept(
     gc.collect()
     assert tables
     assert all(table() is not None for table in tables)
-    arenas = [arena for kept in cuda._lost if isinstance(kept, list) for arena in kept]
+    arenas = [arena for kept in device_mover._lost if isinstance(kept, list) for arena in kept]
     assert any(arena is rig.arena for arena in arenas)
 
 
 @pytest.mark.parametrize("driver_hangs", [False, True])
 def test_close_ends_though_the_device_or_a_call_hangs(
-    rig: CudaRig, monkeypatch: pytest.MonkeyPatch, driver_hangs: bool
+    rig: DeviceRig, monkeypatch: pytest.MonkeyPatch, driver_hangs: bool
 ) -> None:
     """What runs then is never settled, and keeps its memory; unless it ends after all."""
-    monkeypatch.setattr(cuda, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(device_mover, "PATIENCE_S", 0.05)
     within, leave, copy = threading.Event(), threading.Event(), rig.fake.copy
 
     def hanging(*args: Any) -> Any:
@@ -233,7 +245,7 @@ def raising(*_: object) -> Any:
 
 
 def test_who_fails_twice_knows_nothing_any_more(
-    rig: CudaRig, monkeypatch: pytest.MonkeyPatch
+    rig: DeviceRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rig.fake, "mark", raising)
     monkeypatch.setattr(rig.fake, "idle", raising)
@@ -243,10 +255,28 @@ def test_who_fails_twice_knows_nothing_any_more(
     assert rig.ends() == [((2,), "failed")]
 
 
+def test_a_wait_that_does_nothing_is_noticed(
+    rig: DeviceRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy ends before the engine's work that it must wait for."""
+    monkeypatch.setattr(rig.fake, "wait", lambda *_: None)
+    never = FakeEvent(rig.fake)
+    rig.fake._events[never] = False
+    rig.fake.streams[rig.fake.compute].append(Wait(never))
+    with rig.fake.engine_thread():
+        rig.submit("store", 1)
+    assert rig.ends() == [((1,), "failed")]
+    rig.fake._events[never] = True
+    monkeypatch.undo()
+    with rig.fake.engine_thread():
+        rig.submit("store", 1)
+    assert rig.ends() == [((1,), "done")]
+
+
 # ------------------------------------------------------------ what is in flight
 
 
-def test_a_short_job_does_not_wait_for_a_long_one(new_rig: Callable[..., CudaRig]) -> None:
+def test_a_short_job_does_not_wait_for_a_long_one(new_rig: Callable[..., DeviceRig]) -> None:
     rig = new_rig(batch_bytes=1, flying_bytes=1)
     rig.hold()
     rig.submit("load", *range(1, 40, 2))  # runs of their own
@@ -258,9 +288,9 @@ def test_a_short_job_does_not_wait_for_a_long_one(new_rig: Callable[..., CudaRig
 
 def test_a_row_moves_in_as_few_descriptors_as_it_has_runs() -> None:
     planes = GroupPlanes(0, (Plane(0, 64, 64), Plane(4096, 64, 64)), blocks=40, chunk_blocks=16)
-    fake = FakeCuda(1)
+    fake = FakeGpu(1)
     region, _ = fake.allocate(8192)
-    mover = CudaMover(fake, [region], [planes])
+    mover = DeviceMover(fake, [region], [planes])
     one = plan_copy(planes, [[*range(1, 9), *range(20, 28)]], [0])
     mover.submit(Job("store", (one,), fake.map(4096)))
     assert mover.drain(10)
@@ -273,11 +303,11 @@ def test_what_flies_is_bounded_in_descriptors_for_each_direction(most: int) -> N
     """Behind an engine that is busy: a driver may block who gives it more than a stream takes. Two
     batches of at most as many as the runtime takes, and no third."""
     planes = GroupPlanes(0, (Plane(0, 64, 64),), blocks=40_000, chunk_blocks=100)
-    fake = FakeCuda(1, eager=4000)
+    fake = FakeGpu(1, eager=4000)
     fake.batch_runs = most
     region, _ = fake.allocate(64 * 40_000)
     tables = [np.arange(start, start + 19_800, 2).reshape(-1, 100) for start in (1, 20_000)]
-    mover = CudaMover(fake, [region], [planes])
+    mover = DeviceMover(fake, [region], [planes])
     kinds: list[Kind] = ["store", "load"]
     fake.stopped = True
     fake.queue(lambda: None)
@@ -302,7 +332,7 @@ def test_what_flies_is_bounded_in_descriptors_for_each_direction(most: int) -> N
     assert fake.violations == []
 
 
-def test_a_call_that_may_block_waits_for_all_that_its_stream_waits_for(rig: CudaRig) -> None:
+def test_a_call_that_may_block_waits_for_all_that_its_stream_waits_for(rig: DeviceRig) -> None:
     """A smaller job, submitted later, overtook it: the stream waits for that one's place, too."""
     rig.hold()
     rig.fake.queue(lambda: None)
@@ -324,7 +354,7 @@ def test_a_call_that_may_block_waits_for_all_that_its_stream_waits_for(rig: Cuda
 
 
 def test_who_waits_for_the_engine_long_looks_less_often(
-    rig: CudaRig, monkeypatch: pytest.MonkeyPatch
+    rig: DeviceRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each look takes the GIL; and once something is over, the next batch is soon over, too."""
     pauses, wait = list[float | None](), rig.mover._changed.wait
@@ -337,15 +367,15 @@ def test_who_waits_for_the_engine_long_looks_less_often(
     rig.hold()
     rig.submit("store", 1)
     assert eventually(lambda: len(pauses) > 5)
-    assert min(filter(None, pauses)) == cuda.POLL_S
+    assert min(filter(None, pauses)) == device_mover.POLL_S
     rig.now += 8 * 200e-6
     assert eventually(lambda: pytest.approx(200e-6) == pauses[-1])
     rig.now += 60
-    assert eventually(lambda: pauses[-1] == cuda.LONGEST_POLL_S)
+    assert eventually(lambda: pauses[-1] == device_mover.LONGEST_POLL_S)
     rig.let_go()
     rig.ends()
     rig.hold()
     pauses.clear()
     rig.submit("store", 2)
-    assert eventually(lambda: cuda.POLL_S in pauses)
-    assert cuda.LONGEST_POLL_S not in pauses
+    assert eventually(lambda: device_mover.POLL_S in pauses)
+    assert device_mover.LONGEST_POLL_S not in pauses

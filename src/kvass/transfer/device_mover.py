@@ -24,9 +24,10 @@ from typing import Final
 from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Job, Mover, Outcome
+from kvass.transfer.batch import Batch, Kind, Region, Way
 from kvass.transfer.descriptors import KERNEL_BELOW, job_batches
+from kvass.transfer.device import DeviceRuntime, Event, Fault, Stream
 from kvass.transfer.pins import WINDOW_BYTES, Pins
-from kvass.transfer.runtime import Batch, Event, Fault, Kind, Region, Runtime, Stream, Way
 
 BATCH_BYTES: Final = 16 << 20
 FLYING_BYTES: Final = 256 << 20
@@ -113,7 +114,7 @@ class Lane:
         return event, task, batch
 
 
-class CudaMover(Mover):
+class DeviceMover(Mover):
     """Copies between ``regions`` of one device's memory and arena slots.
 
     Shorter runs than ``kernel_below`` are moved by a kernel; if it is empty, nothing is ever
@@ -123,7 +124,7 @@ class CudaMover(Mover):
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: DeviceRuntime,
         regions: Sequence[Region],
         groups: Sequence[GroupPlanes],
         *,
@@ -165,6 +166,8 @@ class CudaMover(Mover):
 
     def _run(self) -> None:
         since = self._clock()
+        if (fault := self._runtime.enter_thread()) is not None:
+            self._end_all(fault)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unsettled or self._closed, IDLE_S)
@@ -178,8 +181,6 @@ class CudaMover(Mover):
                 self._changed.wait(min(max(POLL_S, idle), LONGEST_POLL_S))
         if not self._dead:
             self._pins.close()
-            for stream in self._streams():
-                self._runtime.close_stream(stream)
 
     def _turn(self) -> bool:
         """See what is over, give the device what it may have; whether anything changed."""
@@ -206,20 +207,24 @@ class CudaMover(Mover):
                 self._end_all(over)
             if over is not True:
                 break
-            event, task, batch = lane.land()
+            _, task, batch = lane.land()
             batch.keep.clear()
             self._settle_if_over(task)
-            self._runtime.forget(event)
         return len(lane.flying) < before
 
     def _settle_if_over(self, task: Task) -> None:
         if task.flying or task.queued:
             return
+        if task.outcome is None and not self._in_order(task):
+            task.end("failed", "its copies did not wait for the engine's work before them")
         if task.outcome is None:
             task.outcome = "done" if self._clock() < task.job.deadline_s else "late"
         self._settle(task.job, task.since, task.outcome, task.error)
-        if not isinstance(task.order, Fault):
-            self._runtime.forget(task.order)
+
+    def _in_order(self, task: Task) -> bool:
+        """Whether the engine's work before the job is done, now that its copies are. Nothing but a
+        wait that does not work makes this False."""
+        return not isinstance(task.order, Fault) and self._runtime.done(task.order) is True
 
     # ------------------------------------------------------------ what is given
 
@@ -299,15 +304,13 @@ class CudaMover(Mover):
 
     def _failed(self, task: Task, fault: Fault) -> bool:
         task.end("failed", fault.text)
-        if fault.dead:
-            self._end_all(fault)
         return True
 
     def _end_all(self, fault: Fault) -> None:
         """Give nothing to the device any more: later jobs fail, those there are end now. They fail,
         too, if the device has done what it was given; else they are lost."""
         self._useless = fault.text
-        self._dead = self._dead or fault.dead or not self._stopped()
+        self._dead = self._dead or not self._stopped()
         if self._dead:
             self._pins.abandon()
         _log.error("the GPU failed kvass, the engine runs uncached: %s", fault.text)
