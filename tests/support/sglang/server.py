@@ -74,7 +74,8 @@ def environment(version: str) -> dict[str, str]:
 
 class Server:
     """Use it as a context: it ends its processes. ``page``: tokens of a page. ``more``: further
-    flags. ``extra``: the extra config of the storage backend; None: none is named."""
+    flags. ``extra``: the extra config of the storage backend; None: none is named.
+    ``cache``: the flags that switch on HiCache, or the linker."""
 
     def __init__(
         self,
@@ -86,14 +87,17 @@ class Server:
         more: Sequence[str] = (),
         extra: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        cache: Sequence[str] = ("--enable-hierarchical-cache",),
     ) -> None:
         self.log = log
+        self._stored = "storage" if "--enable-hierarchical-cache" in cache else "host"
+        """How SGLang calls tokens from the daemon in its answers."""
         self.port = _free_port()
         flags = [*FLAGS.items(), ("--page-size", str(page)), ("--port", str(self.port))]
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
         command += [part for flag in flags for part in flag]
         command += ["--skip-tokenizer-init", "--enable-cache-report", "--skip-server-warmup"]
-        command += ["--enable-hierarchical-cache", *more]
+        command += [*cache, *more]
         more_env = dict(env or {})
         if "--tp-size" in more:  # SGLang wants to know the cores of each rank
             more_env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
@@ -142,7 +146,7 @@ class Server:
         found = json.loads(self.post("/generate", body))
         meta = found["meta_info"]
         details = meta.get("cached_tokens_details") or {}
-        return Answer(found["output_ids"], meta["cached_tokens"], details.get("storage") or 0)
+        return Answer(found["output_ids"], meta["cached_tokens"], details.get(self._stored) or 0)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         data = json.dumps(body or {}).encode()

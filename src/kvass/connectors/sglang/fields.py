@@ -92,7 +92,8 @@ hicache_storage_prefetch_retry_max_attempts hicache_storage_prefetch_retry_poll_
 hicache_write_policy radix_cache_backend radix_eviction_policy radix_eviction_policy_config
 mem_fraction_static max_total_tokens mamba_full_memory_ratio max_mamba_cache_size
 swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set int8_mamba_ckpt_size
-mamba_max_states_per_path
+mamba_max_states_per_path enable_unified_cache_external_linker
+unified_cache_external_linker_backend unified_cache_external_linker_config
 """
 """How much memory caches have, and what they evict. The layout of a page is a field of its own."""
 

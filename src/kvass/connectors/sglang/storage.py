@@ -84,7 +84,8 @@ class KvassStorage(HiCacheStorage):
             return
         self._name = str(settings.arguments.model_path)
         self._generation = Generation(self._options.fixed_weights)
-        if _backends > 1 or settings.arguments.hicache_storage_backend is None:
+        given = settings.arguments.hicache_storage_backend is not None
+        if _backends > 1 or not (given or settings("enable_unified_cache_external_linker")):
             # The weights may have been replaced before SGLang attached this backend.
             self._generation.attached_later()
         self.off = ""
