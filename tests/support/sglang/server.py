@@ -25,13 +25,15 @@ START_S: Final = 240.0
 ANSWER_S: Final = 120.0
 """How long an answer may take before a test fails: a request must never stay without one."""
 SHIMS: Final = Path(__file__).parent / "shims"
+# The share of memory is large, because SGLang also subtracts from it what other processes take
+# meanwhile. The tokens bound what is used.
 FLAGS: Final = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
     "--grammar-backend": "none",
     "--dtype": "bfloat16",
-    "--mem-fraction-static": "0.1",
+    "--mem-fraction-static": "0.5",
     "--max-total-tokens": "8192",
     "--hicache-ratio": "2.0",
     "--hicache-write-policy": "write_through",
