@@ -43,11 +43,13 @@ FLAGS: Final = {
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """``stored``: prompt tokens that came from the storage backend."""
+    """``stored``: prompt tokens that came from the storage backend. ``logprobs``: of the tokens, if
+    the request has ``return_logprob``."""
 
     tokens: list[int]
     cached: int
     stored: int
+    logprobs: list[float] = []
 
 
 def overlays() -> Path | None:
@@ -74,7 +76,8 @@ def environment(version: str) -> dict[str, str]:
 
 class Server:
     """Use it as a context: it ends its processes. ``page``: tokens of a page. ``more``: further
-    flags. ``extra``: the extra config of the storage backend; None: none is named."""
+    flags. ``extra``: the extra config of the storage backend; None: none is named. ``own_session``:
+    False leaves its processes in the group of this process, which must end soon, too."""
 
     def __init__(
         self,
@@ -86,8 +89,10 @@ class Server:
         more: Sequence[str] = (),
         extra: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        own_session: bool = True,
     ) -> None:
         self.log = log
+        self._own_session = own_session
         self.port = _free_port()
         flags = [*FLAGS.items(), ("--page-size", str(page)), ("--port", str(self.port))]
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
@@ -104,7 +109,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=own_session,
             )
 
     def __enter__(self) -> Self:
@@ -116,7 +121,10 @@ class Server:
     def end(self) -> None:
         """End the server and all processes that it started."""
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            if self._own_session:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:  # SGLang's processes end with their parent
+                self.process.kill()
         except ProcessLookupError:
             pass
         self.process.wait()
@@ -139,7 +147,9 @@ class Server:
         found = json.loads(self.post("/generate", body))
         meta = found["meta_info"]
         details = meta.get("cached_tokens_details") or {}
-        return Answer(found["output_ids"], meta["cached_tokens"], details.get("storage") or 0)
+        logprobs = [each[0] for each in meta.get("output_token_logprobs") or ()]
+        stored = details.get("storage") or 0
+        return Answer(found["output_ids"], meta["cached_tokens"], stored, logprobs)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         data = json.dumps(body or {}).encode()
