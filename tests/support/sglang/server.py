@@ -31,7 +31,7 @@ FLAGS: Final = {
     "--sampling-backend": "pytorch",
     "--grammar-backend": "none",
     "--dtype": "bfloat16",
-    "--mem-fraction-static": "0.1",
+    "--mem-fraction-static": "0.4",
     "--max-total-tokens": "8192",
     "--hicache-ratio": "2.0",
     "--hicache-write-policy": "write_through",
@@ -93,6 +93,7 @@ class Server:
     ) -> None:
         self.log = log
         self._own_session = own_session
+        self.headers = {"content-type": "application/json"}
         self.port = _free_port()
         flags = [*FLAGS.items(), ("--page-size", str(page)), ("--port", str(self.port))]
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
@@ -153,9 +154,7 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(
-            self._url(path), data, {"content-type": "application/json"}, method="POST"
-        )
+        request = urllib.request.Request(self._url(path), data, self.headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
                 answer: bytes = reply.read()
