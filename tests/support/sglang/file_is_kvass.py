@@ -15,6 +15,7 @@ from typing import Any
 
 VARIABLE = "KVASS_IS_FILE"
 _made: Counter[str] = Counter()
+_open: list[Any] = []
 
 
 def pytest_configure(config: object) -> None:
@@ -33,6 +34,7 @@ def pytest_configure(config: object) -> None:
             more["storage_backend_extra_config"] = extra | backend(socket)
         done = original(self, storage_backend, *args, **more)
         _made[type(self.storage_backend).__name__] += 1
+        _open.append(self.storage_backend)
         return done
 
     HiCacheController.attach_storage_backend = attach
@@ -50,6 +52,13 @@ def backend(socket: str) -> dict[str, Any]:
         "kvass.tag": str(envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()),
         "kvass.fixed_weights": True,
     }
+
+
+def pytest_runtest_logfinish() -> None:
+    """SGLang's fixtures leave their backends open, and a user may have 512 sessions."""
+    while _open:
+        if close := getattr(_open.pop(), "close", None):
+            close()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
