@@ -11,6 +11,8 @@ From the root of the repository, with what ``make setup`` installs:
                                             NVIDIA GPU with 6 GiB, 8 GiB of memory, torch, Triton
     python -m bench --engine                real vLLM engines: time to the first token, with kvass
                                             and without
+    python -m bench --sglang                real SGLang servers: a prompt that is found, with kvass
+                                            and with SGLang's own storage backend "file"
     python -m bench --blend                 transformers: prompts of shuffled documents, with blend
                                             and without; prints the table of docs/blend.md
     python -m bench --engine --blend        the same of vLLM engines
@@ -21,8 +23,9 @@ Each prints a table, or with ``--json`` one object. The exit status is 1 if any 
 from what was stored. Nothing is left behind on a disk or a server.
 
 What the names mean: those of ``--tier`` stand in ``bench.tiers``, those of ``--gpu`` in
-``bench.gpu``, those of ``--engine`` in ``bench.engine``, those of ``--blend`` in ``bench.blend``
-and ``bench.blend_engine``. Copies as DeepSeek-V3 makes them: ``kvass bench --model deepseek-v3``.
+``bench.gpu``, those of ``--engine`` in ``bench.engine``, those of ``--sglang`` in ``bench.sglang``,
+those of ``--blend`` in ``bench.blend`` and ``bench.blend_engine``. Copies as DeepSeek-V3 makes
+them: ``kvass bench --model deepseek-v3``.
 ``python -m bench`` alone has:
 
 - ``first_touch_gbps``: how fast the kernel hands out shared memory.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import engine, gpu, tiers
+from bench import engine, gpu, sglang, tiers
 from bench.core_time import measure_coverage, measure_longest
 from bench.footprint import first_touch_gbps, measure_footprint
 from bench.gpu import torch_device
@@ -37,6 +37,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--tier", metavar="URL", help="measure a tier instead: disk:PATH")
     parser.add_argument("--gpu", action="store_true", help="measure copies to and from this GPU")
     parser.add_argument("--engine", action="store_true", help="measure vLLM with and without kvass")
+    parser.add_argument("--sglang", action="store_true", help="measure SGLang with kvass and file")
     parser.add_argument(
         "--blend",
         action="store_true",
@@ -49,6 +50,8 @@ def run(argv: Sequence[str]) -> int:
 
         measure_one = blend_engine.measure_blend_engine if args.engine else blend.measure_blend
         figures, shown = measure_one(args.l1_size, args.rounds), blend.markdown
+    elif args.sglang:
+        figures = sglang.measure_sglang(args.l1_size, args.rounds)
     elif args.engine:
         figures = engine.measure_engine(args.l1_size, args.rounds)
     elif args.gpu:

@@ -136,8 +136,8 @@ def test_nothing_of_ours_raises_into_the_worker(
     for name in ("load", "store", "results", "report"):
         monkeypatch.setattr(Copier, name, lambda *_: 1 / 0)
     answer = a.ranks.run(StepWork())
-    nothing = {"reported": {}, "received": set(), "failed": set(), "adapters": {}, "wrong": []}
-    assert answer == nothing
+    assert not any(answer.values())
+    assert answer.keys() == {"reported", "received", "failed", "adapters", "wrong"}
     assert a.rank.connector._boundary.counters.total() == 4
 
 

@@ -69,13 +69,15 @@ class Gpu:
 
         return None if self.capability is None else DeviceCapability(*self.capability)
 
+    def get_device_name(self) -> str:
+        return "Data Center GPU"
+
 
 def test_each_generation_of_gpu_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its attention kernels and KV formats are chosen by compute capability. The CPU beside it does
     not matter: a tier may be shared by machines of different ones."""
     config, caches = make_configs()
     plain = read_setup(config, caches)
-    config.kv_transfer_config.kv_connector_extra_config["kvass.gpu"] = True
     found = set()
     for gpu in (Gpu((9, 0)), Gpu((10, 0)), Gpu((10, 3)), Gpu((9, 0), "rocm"), Gpu((9, 0))):
         monkeypatch.setattr("vllm.platforms.current_platform", gpu)
@@ -88,16 +90,18 @@ def test_each_generation_of_gpu_has_rows_of_its_own(monkeypatch: pytest.MonkeyPa
     assert one.identity["device"] == '["cuda",9,0]'
 
 
-def test_a_gpu_nobody_asked_for_or_of_no_known_generation_runs_uncached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_without_a_compute_capability_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XPU has none."""
+    config, caches = make_configs()
+    monkeypatch.setattr("vllm.platforms.current_platform", Gpu(None, "xpu"))
+    assert read_setup(config, caches).identity["device"] == '["xpu","Data Center GPU"]'
+
+
+def test_an_unknown_kind_of_device_runs_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
     config, caches = make_configs()
     monkeypatch.setattr("vllm.platforms.current_platform", Gpu((9, 0)))
-    assert "set kvass.gpu" in inert_reason(config, caches)
-    config.kv_transfer_config.kv_connector_extra_config["kvass.gpu"] = True
-    read_setup(config, caches)
-    monkeypatch.setattr("vllm.platforms.current_platform", Gpu(None))
-    assert "compute capability" in inert_reason(config, caches)
+    monkeypatch.setattr("kvass.connectors.vllm.namespace.device_kind", lambda: "tpu")
+    assert "device 'tpu' is not supported yet" in inert_reason(config, caches)
 
 
 def test_the_layout_of_convolution_states_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,21 +116,6 @@ def test_the_layout_of_convolution_states_is_in_it(monkeypatch: pytest.MonkeyPat
     get_conv_state_layout.cache_clear()
     assert found[None] == found["SD"]
     assert (found["SD"] != found["DS"]) is not before("0.31.0"), "0.30 knows but one on a CPU"
-
-
-@pytest.mark.parametrize(
-    ("options", "single"),
-    [({}, False), ({"kvass.gpu_copies": "batch"}, False), ({"kvass.gpu_copies": "single"}, True)],
-)
-def test_how_a_gpu_is_given_copies_is_no_part_of_the_namespace(
-    options: dict[str, object], single: bool
-) -> None:
-    config, caches = make_configs()
-    plain = read_setup(config, caches)
-    config.kv_transfer_config.kv_connector_extra_config.update(options)
-    found = read_setup(config, caches)
-    assert found.single_copies is single
-    assert found.identity == plain.identity
 
 
 def test_where_a_configuration_lay_is_no_part_of_it() -> None:

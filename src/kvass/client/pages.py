@@ -176,7 +176,7 @@ class PageClient:
             if generation != self.generation:
                 return None
             self._scheduler.new_step()
-            if self._scheduler.silent_s > ANSWER_S:
+            if not self._rank.connected or self._scheduler.silent_s > ANSWER_S:
                 return None
             reserving = self._scheduler.begin_reserve([item], len(keys[0]))
         while reserving is not None:

@@ -33,7 +33,7 @@ FLAGS: Final = {
     "--sampling-backend": "pytorch",
     "--grammar-backend": "none",
     "--dtype": "bfloat16",
-    "--mem-fraction-static": "0.5",
+    "--mem-fraction-static": "0.4",
     "--max-total-tokens": "8192",
     "--hicache-ratio": "2.0",
     "--hicache-write-policy": "write_through",
@@ -45,11 +45,13 @@ FLAGS: Final = {
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """``stored``: prompt tokens that came from the storage backend."""
+    """``stored``: prompt tokens that came from the storage backend. ``logprobs``: of the tokens, if
+    the request has ``return_logprob``."""
 
     tokens: list[int]
     cached: int
     stored: int
+    logprobs: list[float] = []
 
 
 def overlays() -> Path | None:
@@ -76,8 +78,9 @@ def environment(version: str) -> dict[str, str]:
 
 class Server:
     """Use it as a context: it ends its processes. ``page``: tokens of a page. ``more``: further
-    flags. ``extra``: the extra config of the storage backend; None: none is named.
-    ``cache``: the flags that switch on HiCache, or the linker."""
+    flags. ``extra``: the extra config of the storage backend; None: none is named. ``cache``: the
+    flags that switch on HiCache, or the linker. ``own_session``: False leaves its processes in the
+    group of this process, which must end soon, too."""
 
     def __init__(
         self,
@@ -90,8 +93,11 @@ class Server:
         extra: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         cache: Sequence[str] = ("--enable-hierarchical-cache",),
+        own_session: bool = True,
     ) -> None:
         self.log = log
+        self._own_session = own_session
+        self.headers = {"content-type": "application/json"}
         self._stored = "storage" if "--enable-hierarchical-cache" in cache else "host"
         """How SGLang calls tokens from the daemon in its answers."""
         self.port = _free_port()
@@ -113,7 +119,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=own_session,
             )
 
     def __enter__(self) -> Self:
@@ -125,7 +131,10 @@ class Server:
     def end(self) -> None:
         """End the server and all processes that it started."""
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            if self._own_session:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:  # SGLang's processes end with their parent
+                self.process.kill()
         except ProcessLookupError:
             pass
         self.process.wait()
@@ -148,13 +157,13 @@ class Server:
         found = json.loads(self.post("/generate", body))
         meta = found["meta_info"]
         details = meta.get("cached_tokens_details") or {}
-        return Answer(found["output_ids"], meta["cached_tokens"], details.get(self._stored) or 0)
+        logprobs = [each[0] for each in meta.get("output_token_logprobs") or ()]
+        stored = details.get(self._stored) or 0
+        return Answer(found["output_ids"], meta["cached_tokens"], stored, logprobs)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(
-            self._url(path), data, {"content-type": "application/json"}, method="POST"
-        )
+        request = urllib.request.Request(self._url(path), data, self.headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
                 answer: bytes = reply.read()

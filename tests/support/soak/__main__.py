@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import signal
+import sys
 import tempfile
 import time
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
@@ -27,7 +30,6 @@ from kvass.errors import KvassError
 from kvass.simulate.synth import KINDS, write
 from tests.support.soak.engine import Setup
 from tests.support.soak.record import HELD, Check, page, process_figures, sample, verdict
-from tests.support.soak.vllm_engine import write_answers
 from tests.support.soak.world import EARLY, MISCHIEF, PROGRAM, SELDOM, Mischief, SoakError, World
 
 GAP_S: Final = 4.0
@@ -43,6 +45,10 @@ REQUESTS_S: Final = 8
 """Of a made-up trace, which is played again and again: so many, and no more for each second."""
 QUIET_S: Final = 90.0
 """A tier that failed often is tried again after a minute."""
+SOAK: Final = "tests.support.soak"
+REAL: Final = ("vllm", "sglang", "transformers")
+QUOTAS: Final = {"sglang": "4MiB:2MiB", "transformers": "1MiB:1MiB"}
+"""The tenants of real engines: less than what they store."""
 _EVENTS: Final = 40
 
 
@@ -194,30 +200,22 @@ def soak(
     *,
     trace: Path | None = None,
     engines: int = 4,
-    vllm: int = 0,
+    real: Mapping[str, int] | None = None,
     rate: float = 5.0,
     gap: float = GAP_S,
     mischief: Mapping[str, tuple[str, Mischief]] = MISCHIEF,
     program: Sequence[str] = PROGRAM,
 ) -> list[Check]:
-    """The verdict of one run. ``rate``: requests a second of each engine. ``gap``: ``GAP_S``.
-    ``program``: as for ``Daemon``."""
+    """The verdict of one run. ``real``: how many real engines of each kind. ``rate``: requests a
+    second of each engine. ``gap``: ``GAP_S``. ``program``: as for ``Daemon``."""
     out.mkdir(parents=True, exist_ok=True)
     if trace is None:
         trace = out / "trace.jsonl"
         trace.unlink(missing_ok=True)
         write(trace, KINDS[seed % len(KINDS)], min(REQUESTS, int(REQUESTS_S * seconds)), seed)
     with tempfile.TemporaryDirectory(prefix="kvass-soak-") as folder:
-        socket, total = str(Path(folder) / "kvass.sock"), engines + vllm
-        answers = write_answers(trace, Path(folder)) if vllm else ""
-        base = Setup(socket, 0, total, str(trace), seed, rate=rate)
-        setups = [replace(base, number=n, answers=answers * (n >= engines)) for n in range(total)]
-        random = Random(seed)
-        daemon = {
-            "l1_size": "32MiB" if vllm else "16MiB",
-            "flush": random.choice(["write_through", "on_evict"]),
-            "keep_loaded": random.choice(["yes", "no"]),
-        }
+        setups = setups_of(Path(folder), trace, seed, engines, real or {}, rate)
+        daemon = options_of(seed, {setup.kind for setup in setups})
         with closing(World(Path(folder), setups, daemon, program)) as world:
             run = Soak(world, out, mischief)
             try:
@@ -242,6 +240,32 @@ def soak(
     return checks
 
 
+def setups_of(
+    folder: Path, trace: Path, seed: int, engines: int, real: Mapping[str, int], rate: float
+) -> list[Setup]:
+    """Of all engines. The answers of real ones are asked of an engine without kvass."""
+    kinds = [""] * engines + [kind for kind, count in real.items() for _ in range(count)]
+    base = Setup(str(folder / "kvass.sock"), 0, len(kinds), str(trace), seed, rate=rate)
+    answers = {"": ""}
+    for kind in sorted({*kinds} - {""}):
+        answers[kind] = import_module(f"{SOAK}.{kind}_engine").write_answers(trace, folder)
+    return [
+        replace(base, number=n, kind=kind, answers=answers[kind]) for n, kind in enumerate(kinds)
+    ]
+
+
+def options_of(seed: int, kinds: Collection[str]) -> dict[str, str | list[str]]:
+    """The daemon's."""
+    random = Random(seed)
+    quotas = [f"{kind}={quota}" for kind, quota in QUOTAS.items() if kind in kinds]
+    return {
+        "l1_size": "64MiB" if quotas else "32MiB" if "vllm" in kinds else "16MiB",
+        "flush": random.choice(["write_through", "on_evict"]),
+        "keep_loaded": random.choice(["yes", "no"]),
+        **({"quota": quotas} if quotas else {}),
+    }
+
+
 def main() -> int:
     parser = ArgumentParser(prog="python -m tests.support.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -249,7 +273,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(".cache/soak"))
     parser.add_argument("--trace", type=Path, help="as for kvass simulate; default: a made-up one")
     parser.add_argument("--engines", type=int, default=4, help="fake engines, 2 or more")
-    parser.add_argument("--vllm", type=int, default=0, help="real vLLM engines beside them")
+    for kind in REAL:
+        parser.add_argument(f"--{kind}", type=int, default=0, help=f"real {kind} engines, too")
     parser.add_argument("--rate", type=float, default=5.0, help="requests a second of each engine")
     parser.add_argument(
         "--gap", type=float, default=GAP_S, help="seconds from mischief to mischief"
@@ -257,6 +282,10 @@ def main() -> int:
     options = vars(parser.parse_args())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all processes are ended
     minutes = options.pop("minutes")
+    options["real"] = {kind: options.pop(kind) for kind in REAL}
+    os.environ.setdefault("SGLANG_OVERLAYS", str(Path(sys.prefix) / "overlays"))
+    if options["real"]["sglang"] and not import_module(f"{SOAK}.sglang_engine").installed():
+        parser.error("--sglang: SGLang is not installed: run make test-sglang once")
     print(f"seed {options['seed']}: {minutes:g} minutes, into {options['out']}", flush=True)
     checks = soak(seconds=minutes * 60, **options)
     for check in checks:

@@ -44,7 +44,8 @@ WORLDS: Final = (ParallelStrategy(tp=2, pp=2), ParallelStrategy(tp=2, replicas=2
 
 class Setup(msgspec.Struct):
     """Plays the requests ``number``, ``number + engines``... of ``trace`` from ``first`` on, in a
-    circle, ``rate`` a second on average. ``answers``: of a real engine (``vllm_engine``)."""
+    circle, ``rate`` a second on average. ``kind``: of a real engine, which module it is
+    (``vllm_engine``); ``answers``: the file with its right answers."""
 
     socket: str
     number: int
@@ -54,6 +55,7 @@ class Setup(msgspec.Struct):
     first: int = 0
     rate: float = 5.0
     answers: str = ""
+    kind: str = ""
 
 
 class Line(msgspec.Struct, omit_defaults=True):

@@ -94,6 +94,11 @@ def sample(world: World, at_s: float) -> Sample:
         status = world.client.status(0.3)
         taken |= {name: status[name] for name in HELD}
         taken["tiers"] = {t["tier"][:5]: t.get("loaded_rows", 0) for t in status["tiers"]}
+        taken["tenants"] = {
+            t["tenant"]: (t["l1_bytes"], t["cap_bytes"])
+            for t in status["tenants"]
+            if t["cap_bytes"] is not None
+        }
     return taken
 
 
@@ -145,7 +150,20 @@ def verdict(samples: Sequence[Sample], tally: Mapping[str, int], log: str) -> li
         Check(disk <= DISK_BYTES, f"disk: at most {disk:,} of {DISK_BYTES:,} bytes"),
         Check(not never, f"mischief that never happened: {', '.join(never) or 'none'}"),
         Check(not traces, f"tracebacks in the daemon's log: {traces}"),
+        *caps(samples),
         *growth(samples),
+    ]
+
+
+def caps(samples: Sequence[Sample]) -> list[Check]:
+    """No tenant has more of L1 than its cap, and each had some."""
+    most: dict[str, tuple[int, int]] = {}
+    for one in samples:
+        for tenant, now in one.get("tenants", {}).items():
+            most[tenant] = max(most.get(tenant, now), now)
+    return [
+        Check(0 < taken <= cap, f"L1 of {tenant}: at most {taken:,} of {cap:,} bytes")
+        for tenant, (taken, cap) in most.items()
     ]
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -40,10 +40,11 @@ class Engine:
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         self.setup = setup
-        self.name = f"{'vllm' if setup.answers else 'engine'} {setup.number}"
+        self.name = f"{setup.kind or 'engine'} {setup.number}"
         self.total = Counter[str]()
         self.longest_s = 0.0
-        self._module = f"tests.support.soak.{'vllm_engine' if setup.answers else 'engine'}"
+        module = f"{setup.kind}_engine" if setup.kind else "engine"
+        self._module = f"tests.support.soak.{module}"
         self._log = folder / f"{self.name.replace(' ', '-')}.log"
         self.start()
 
@@ -102,7 +103,11 @@ class World:
     """All of it, from a folder of its own. ``program``: as for ``Daemon``."""
 
     def __init__(
-        self, folder: Path, setups: list[Setup], options: dict[str, str], program: Sequence[str]
+        self,
+        folder: Path,
+        setups: list[Setup],
+        options: Mapping[str, str | list[str]],
+        program: Sequence[str],
     ) -> None:
         self.folder = folder
         self.socket = str(folder / "kvass.sock")
@@ -199,7 +204,7 @@ def engine_suspended(world: World, number: int) -> Iterator[None]:
 
 
 def rank_killed(world: World, number: int) -> Iterator[None]:
-    fake = [engine for engine in world.engines if engine.serves and not engine.setup.answers]
+    fake = [engine for engine in world.engines if engine.serves and not engine.setup.kind]
     if fake:
         fake[number % len(fake)].process.send_signal(signal.SIGUSR1)
         yield

@@ -7,6 +7,7 @@ versions of torch (``kv_copies.py``) or by no-ops. Everything else of SGLang run
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -16,11 +17,30 @@ from types import ModuleType
 from typing import Any
 
 
+def _unpinned(_: Any) -> None:
+    """Pinned memory for copies to a GPU, which SGLang's file backend and LoRA ask for."""
+    torch: Any = importlib.import_module("torch")
+
+    def without(function: Any) -> Any:
+        @functools.wraps(function)
+        def made(*args: Any, **options: Any) -> Any:
+            options.pop("pin_memory", None)
+            return function(*args, **options)
+
+        return made
+
+    for name in ("empty", "full", "ones", "tensor", "zeros"):
+        if not hasattr(getattr(torch, name), "__wrapped__"):
+            setattr(torch, name, without(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self
+
+
 def _copies(module: Any) -> None:
     """``sgl_kernel.kvcacheio``'s copies between device and host pools; pinning of host memory; the
     10 GiB that SGLang leaves free, which a machine for tests may not have."""
     kv_copies: Any = importlib.import_module("kv_copies")
 
+    _unpinned(module)
     for name in kv_copies.NAMES:
         setattr(module, name, getattr(kv_copies, name))
     for name in ("_cuda_host_register", "_cuda_host_unregister"):
@@ -48,6 +68,8 @@ def _hook(name: str) -> Any:
         return _patient
     if name == "sglang.kernels.ops.memory.allocator":
         return _allocator
+    if name == "sglang.srt.lora.layers":
+        return _unpinned
     pools = name.startswith("sglang.srt.mem_cache.pool_host.")
     return _copies if pools or name == "sglang.srt.mem_cache.memory_pool_host" else None
 
