@@ -3,8 +3,7 @@
 Real SGLang servers on this machine's CPU, one thread each, with saved random weights; bfloat16,
 pages of 64 tokens, host pools of layout ``page_first_direct``. ``make test-sglang`` installs
 SGLang. ``none`` has no storage backend, ``file`` has SGLang's own of that name, whose files are in
-the page cache, ``kvass`` has kvass. One request at a time, the servers in turn. LMCache's connector
-does not run here: LMCache 0.5.6 has no transfers by handles for a CPU.
+the page cache, ``kvass`` has kvass. One request at a time, the servers in turn.
 
 What the names mean. Times are of requests for one token; a ratio is the median over rounds.
 
