@@ -55,6 +55,7 @@ class Rank:
         self.verifier = Verifier(memory, setting, self.boundary)
         self.mover = HostMover(self.regions, PLANES)
         self.holds = True
+        _made.append(self)
 
     def run(
         self,
@@ -79,11 +80,20 @@ class Rank:
         return self.regions[plane.region][plane.base + block * plane.block_stride :][: plane.run]
 
 
+_made: list[Rank] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Ends the threads of all movers."""
+    yield
+    while _made:
+        _made.pop().mover.close()
+
+
 @pytest.fixture(params=[True, False], ids=["torch", "numpy"])
-def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
-    made = Rank(request.param)
-    yield made
-    made.mover.close()
+def rank(request: pytest.FixtureRequest) -> Rank:
+    return Rank(request.param)
 
 
 @pytest.mark.parametrize("kind", ["store", "load"])
@@ -130,7 +140,6 @@ def test_one_flipped_byte_anywhere_is_found(
             assert rank.verifier.take_counts()["verify_failed"] == 1
             other: Kind = "store" if kind == "load" else "load"
             assert rank.run(other)[0] == "failed", "nothing is trusted any more"
-            rank.mover.close()
 
 
 def test_the_line_says_what_is_expected_and_what_was_found(rank: Rank) -> None:
