@@ -1,6 +1,6 @@
 #!/bin/bash
 # The tested versions of SGLang, for make test-sglang: each in a folder of its own, $1/overlays/sglang-VERSION,
-# to be put in front on PYTHONPATH, then $1/overlays/sglang-deps (sglang.txt) and $1/triton. They use torch and
+# to be put in front on PYTHONPATH, then $1/overlays/sglang-deps (sglang.txt). They use torch and
 # transformers of .venv. tests/support/sglang/shims has what a machine without a GPU lacks.
 # $1: .venv; after it the versions
 set -euo pipefail

@@ -64,7 +64,7 @@ def environment(version: str) -> dict[str, str]:
     """What a process of this version runs with."""
     folder = overlays()
     assert folder is not None
-    first = [SHIMS, folder / f"sglang-{version}", folder / "sglang-deps", folder.parent / "triton"]
+    first = [SHIMS, folder / f"sglang-{version}", folder / "sglang-deps"]
     own = {key: value for key, value in os.environ.items() if not key.startswith("KVASS")}
     return own | {
         "PYTHONPATH": ":".join(map(str, [*first, Path.cwd()])),
