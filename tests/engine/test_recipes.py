@@ -94,13 +94,16 @@ def test_a_prefill_is_one_token_of_any_request() -> None:
 
 
 def test_a_later_job_loads_the_prefix_of_an_earlier_one(daemon: Daemon) -> None:
-    shown, whole = [line for line in SHOWN if line.startswith("job ")], whole_blocks(2001)
-    assert cached_each(shown[1]) == [whole] * 8
-    outputs = [run("offline_batch", daemon, "--questions", str(job))[1] for job in (1, 2)]
-    assert shown[0] in outputs[0].splitlines()
-    second = cached_each(outputs[1])
-    assert len(second) == 8
-    assert all(2000 // 256 * 256 <= cached <= whole for cached in second)  # a busy machine: a miss
+    """On a busy machine a process's first lookup may time out, so more than one job may follow."""
+    shown, whole = [line for line in SHOWN if line.startswith("job ")], [whole_blocks(2001)] * 8
+    assert cached_each(shown[0]) == [0, *whole[1:]]
+    assert cached_each(shown[1]) == whole
+    assert sorted(cached_of_job(1, daemon)) == cached_each(shown[0])
+    assert any(cached_of_job(later, daemon) == whole for later in (2, 3, 4))
+
+
+def cached_of_job(job: int, daemon: Daemon) -> list[int]:
+    return cached_each(run("offline_batch", daemon, "--questions", str(job))[1])
 
 
 def cached_each(output: str) -> list[int]:
