@@ -49,6 +49,7 @@ ENGINE_OPTIONS: Final = (
     "tag",
     "blend",
     "blend_oracle",
+    "generated",
     "model_id",
     "kv_layout",
     "fixed_weights",

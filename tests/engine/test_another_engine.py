@@ -47,6 +47,7 @@ class Prompt:
     trace: str = ""
     adapter: Adapter | None = None
     salt: str = ""
+    most_stored_tokens: int | None = None
 
     def first_tokens(self, count: int) -> bytes:
         return struct.pack(f"{count}I", *self.tokens[:count]) if count <= len(self.tokens) else b""

@@ -29,6 +29,7 @@ VALUES = {
     "tag": "a",
     "blend": "all",
     "blend_oracle": True,
+    "generated": "off",
     "model_id": "m",
     "kv_layout": "BLNHC",
     "fixed_weights": True,

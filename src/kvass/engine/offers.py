@@ -6,6 +6,7 @@ hashed. It is offered again only if the daemon did not answer, not if the daemon
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -106,15 +107,23 @@ class OfferMaker:
             offered.tail, offered.chunks * self._blocks_per_chunk
         ):
             return 0
-        return (offered.chunks + 1) * self._setup.chunk_tokens
+        following = (offered.chunks + 1) * self._setup.chunk_tokens
+        most = state.request.most_stored_tokens
+        return following if most is None or following <= most else sys.maxsize
 
     def of_running(self, state: RequestState, step: Step, computed: int) -> tuple[list[Offer], int]:
         """The offers of a request of ``step`` of which ``computed`` tokens are computed, and the
         width of a hash in bytes."""
         name, offered = state.request.name, state.offered
+        most = state.request.most_stored_tokens
+        if most is not None and computed > most:
+            computed = most
         ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
         states = self._boundary_states(step.boundary_states.get(name, ()), state.request)
-        if not offered.prefilled and computed >= state.request.known_tokens:
+        wanted = (
+            state.request.known_tokens if most is None else min(most, state.request.known_tokens)
+        )
+        if not offered.prefilled and computed >= wanted:
             offered.prompt_computed(self.tail(state, self.blocks(state, computed)))
         tail = (
             self.tail(state, offered.due) if offered.due // self._blocks_per_chunk == ready else 0
@@ -135,8 +144,11 @@ class OfferMaker:
         return self._offers(table, state, ready, {}, named, tail)
 
     def blocks(self, state: RequestState, computed: int) -> int:
-        """How many blocks are computed and hashed. 0 if hits cannot end inside a chunk."""
+        """How many blocks are computed and hashed, and may be stored. 0 if hits cannot end inside a
+        chunk."""
         each = self._setup.chunk_blocks
+        if (most := state.request.most_stored_tokens) is not None:
+            computed = min(computed, most)
         if not each:
             return 0
         return min(computed * each // self._setup.chunk_tokens, state.request.hashed_blocks)

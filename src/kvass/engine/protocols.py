@@ -62,6 +62,10 @@ class Request(Protocol):
         """How many tokens the request has: prompt and output so far."""
 
     @property
+    def most_stored_tokens(self) -> int | None:
+        """How many of its first tokens may be stored; None: all. It does not change."""
+
+    @property
     def computed_tokens(self) -> int:
         """How many tokens have KV, or KV that is being loaded. The step that is being planned does
         not count. Draft tokens may count; they have no hash yet."""

@@ -44,12 +44,12 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.contract import release
+from kvass.connectors.vllm.hints import read_hints
 from kvass.engine.boundary import log
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import Adapter
 from kvass.engine.step_work import Compared, StepWork
 from kvass.layout.spans import Table
-from kvass.types import is_tenant_name
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -65,8 +65,6 @@ __all__ = [
     "SupportsHMA",
 ]
 
-TENANT: Final = "kvass.tenant"
-"""The key of a request's ``kv_transfer_params`` that names its tenant."""
 TAGGED_HASHES: Final = release(vllm_version) >= (0, 31)
 """Whether block hashes tag their texts: as an adapter's name, an adapter's path or a salt."""
 MAX_TEXTS: Final = 10_000
@@ -154,6 +152,7 @@ class VllmRequest:
         self._texts = texts
         self.exact_blocks: int | None = None
         """The number of blocks with exact KV (``blend_planner.py``); None: all."""
+        self.hints = read_hints(request.kv_transfer_params)
         if texts is not None:
             texts.note(request)
 
@@ -176,9 +175,8 @@ class VllmRequest:
 
     @property
     def tenant(self) -> str:
-        named = (self._request.kv_transfer_params or {}).get(TENANT)
-        if isinstance(named, str) and named:
-            return named if is_tenant_name(named) else "other"
+        if self.hints.tenant:
+            return self.hints.tenant
         salt = self._request.cache_salt
         return f"salt-{hashlib.sha256(salt.encode()).hexdigest()[:16]}" if salt else ""
 
@@ -203,6 +201,14 @@ class VllmRequest:
     @property
     def known_tokens(self) -> int:
         return int(self._request.num_tokens)
+
+    @property
+    def most_stored_tokens(self) -> int | None:
+        most = self.hints.most_tokens
+        if self._setup.generated:
+            return most
+        prompt = int(self._request.num_prompt_tokens)
+        return prompt if most is None else min(most, prompt)
 
     @property
     def computed_tokens(self) -> int:

@@ -58,6 +58,9 @@ class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
     tag: str = ""
     blend: str = ""
     blend_oracle: bool = False
+    generated: Literal["auto", "on", "off"] = "auto"
+    """Whether KV of generated tokens is stored. ``auto``: unless the engine has a reasoning
+    parser."""
     model_id: Annotated[str, Meta(min_length=1)] = ""
     kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
     """``blocks`` chooses the one of the other two layouts that the device's kernels need."""
@@ -101,12 +104,14 @@ class VllmSetup(EngineSetup):
 
     ``hash_tokens``: the number of tokens of one block hash. ``global_media_ids``: whether an id
     that a client gives to an image or other media item means the same content in all engines.
+    ``generated``: whether KV of generated tokens is stored.
     ``blend``: which tokens of segments are computed again; None if segments are not reused.
     ``blend_oracle``: whether the engine computes all tokens but answers as blend would.
     """
 
     hash_tokens: int
     global_media_ids: bool = False
+    generated: bool = True
     blend: Choice | None = None
     blend_oracle: bool = False
 
@@ -187,6 +192,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         one_queue=release(vllm.__version__) < (0, 31),
         adapters=adapters,
         global_media_ids=options.global_media_ids,
+        generated=_stores_generated(options, vllm_config),
         blend=blend,
         blend_oracle=options.blend_oracle,
         shadow=float(options.shadow),
@@ -194,6 +200,14 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         model=options.model_id or source,
         weights=weights_name,
     )
+
+
+def _stores_generated(options: Options, vllm_config: Any) -> bool:
+    """Whether KV of generated tokens is stored. Chat templates leave the reasoning of earlier turns
+    out of the next prompt, so with a reasoning parser no later prompt begins with that KV."""
+    if options.generated != "auto":
+        return options.generated == "on"
+    return not vllm_config.structured_outputs_config.reasoning_parser
 
 
 def wants_blend(vllm_config: Any) -> bool:

@@ -211,7 +211,10 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         """Begin to track a request that was added to the scheduler."""
         if self._setup is not None:
-            self._track(adapt.VllmRequest(request, self._setup, self._texts))
+            tracked = adapt.VllmRequest(request, self._setup, self._texts)
+            for key in tracked.hints.bad:
+                self._boundary.count("bad_hint", "%s in kv_transfer_params: ignored", key)
+            self._track(tracked)
 
     def _track(self, request: adapt.VllmRequest) -> None:
         self._run(self._planner, None, Planner.track, request)

@@ -1,0 +1,149 @@
+"""What a request says of its own KV, with vLLM's real schedulers: how much of it is stored."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from kvass.connectors.vllm.hints import MOST_TOKENS, NO_HINTS, SKIP_SAVE, TENANT, Hints, read_hints
+from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.scheduler import (
+    BLOCK,
+    CHUNK,
+    SchedulerHarness,
+    make_configs,
+    read_setup,
+    rig,
+)
+
+PROMPT = 100
+
+
+def stored_tokens(client: FakeClient) -> int:
+    """How many first tokens of the only request were offered, by the hashes of its blocks."""
+    items = [item for items in client.reserves for item in items]
+    return max((item.first * CHUNK + len(item.blocks) // 32 * BLOCK for item in items), default=0)
+
+
+def after(params: dict[str, Any] | None, answer: int = 1, **options: Any) -> int:
+    """How many tokens of a prompt with these ``kv_transfer_params`` and its answer are stored."""
+    client, world = rig(tails=True, **options)
+    world.add("a", range(PROMPT), max_tokens=answer, params=params)
+    world.run(client)
+    return stored_tokens(client)
+
+
+@pytest.mark.parametrize("batched", [512, 48])
+@pytest.mark.parametrize("most", [0, 15, 16, 31, 32, 33, 48, 64, 95, 96, 100, 1000])
+def test_the_first_tokens_are_stored_to_the_block(most: int, batched: int) -> None:
+    assert after({MOST_TOKENS: most}, batched=batched) == min(most, PROMPT) // BLOCK * BLOCK
+
+
+def test_an_answer_counts() -> None:
+    assert after(None, answer=61) == 160
+    assert after({MOST_TOKENS: 140}, answer=61) == 128
+    assert after({MOST_TOKENS: 50}, answer=61) == 48
+
+
+def test_what_may_not_be_stored_costs_later_steps_nothing() -> None:
+    """The planner knows it for all steps, as it does between two chunks."""
+    client, world = rig(tails=True)
+    world.add("a", range(PROMPT), max_tokens=100, params={MOST_TOKENS: 40})
+    for _ in range(4):
+        world.step()
+    planner = world.connector._planner._stores
+    assert planner._quiet_steps > 100
+    world.run(client)
+    assert stored_tokens(client) == 32
+
+
+def test_lmcaches_word_for_no_store_is_known() -> None:
+    assert after({SKIP_SAVE: True}) == 0
+    assert after({SKIP_SAVE: False}) == 96
+
+
+def test_a_bad_value_is_ignored_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client, world = rig(tails=True)
+    world.tolerant = True
+    with caplog.at_level(logging.WARNING, logger="kvass"):
+        for name in "ab":
+            world.add(name, range(PROMPT), max_tokens=1, params={MOST_TOKENS: "many"})
+    world.run(client)
+    assert stored_tokens(client) == 96
+    assert world.connector._boundary.counters == {"bad_hint": 2}
+    assert [r.getMessage() for r in caplog.records if "ignored" in r.getMessage()] == [
+        "max_offload_tokens in kv_transfer_params: ignored"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("params", "hints"),
+    [
+        (None, NO_HINTS),
+        ({}, NO_HINTS),
+        ({"do_remote_decode": False}, NO_HINTS),
+        ({MOST_TOKENS: 7, TENANT: "a"}, Hints("a", 7)),
+        ({MOST_TOKENS: 7, SKIP_SAVE: True}, Hints("", 0)),
+        ({MOST_TOKENS: -1}, Hints(bad=(MOST_TOKENS,))),
+        ({MOST_TOKENS: True}, Hints(bad=(MOST_TOKENS,))),
+        ({MOST_TOKENS: 1.5}, Hints(bad=(MOST_TOKENS,))),
+        ({SKIP_SAVE: 1}, Hints(bad=(SKIP_SAVE,))),
+        ({TENANT: ["a"]}, Hints(bad=(TENANT,))),
+        ({TENANT: "not a name"}, Hints("other", bad=(TENANT,))),
+    ],
+)
+def test_what_is_read(params: dict[str, Any] | None, hints: Hints) -> None:
+    assert read_hints(params) == hints
+
+
+# ---------------------------------------------------------------- generated tokens
+
+
+def of_engine(parser: str, **options: Any) -> tuple[FakeClient, SchedulerHarness]:
+    configs = make_configs(options=options)
+    configs[0].structured_outputs_config.reasoning_parser = parser
+    return rig(tails=True, configs=configs)
+
+
+@pytest.mark.parametrize(
+    ("option", "parser", "stored"),
+    [
+        ("auto", "", 160),
+        ("auto", "qwen3", 96),
+        ("on", "qwen3", 160),
+        ("off", "", 96),
+    ],
+)
+def test_answers_are_not_stored_where_no_prompt_repeats_them(
+    option: str, parser: str, stored: int
+) -> None:
+    client, world = of_engine(parser, **{"kvass.generated": option})
+    world.add("a", range(PROMPT), max_tokens=61)
+    world.run(client)
+    assert stored_tokens(client) == stored
+
+
+def test_the_smaller_of_both_limits_counts() -> None:
+    client, world = of_engine("qwen3")
+    world.add("a", range(PROMPT), max_tokens=61, params={MOST_TOKENS: 130})
+    world.add("b", range(500, 600), max_tokens=61, params={MOST_TOKENS: 33})
+    world.run(client)
+    ends: dict[str, int] = {}
+    for item in (item for items in client.reserves for item in items):
+        end = item.first * CHUNK + len(item.blocks) // 32 * BLOCK
+        ends[item.request] = max(end, ends.get(item.request, 0))
+    assert ends == {"a": 96, "b": 32}
+
+
+def test_what_is_stored_is_no_part_of_the_key() -> None:
+    """Engines with and without a reasoning parser share rows."""
+    config, caches = make_configs()
+    before = read_setup(config, caches)
+    config.structured_outputs_config.reasoning_parser = "qwen3"
+    now = read_setup(config, caches)
+    assert (before.generated, now.generated) == (True, False)
+    assert before.identity == now.identity
