@@ -26,7 +26,16 @@ from kvass.core.state import CoreConfig
 from kvass.core.tiers import epochs, flush, load, plan
 from kvass.daemon import last_events
 from kvass.daemon.tier_process.supervisor import Periods
-from kvass.engine import adapters, copier, held_blocks, planner, row_events, setup, weights
+from kvass.engine import (
+    adapters,
+    copier,
+    held_blocks,
+    planner,
+    prefill_speed,
+    row_events,
+    setup,
+    weights,
+)
 from kvass.simulate import report, traces
 from kvass.tiers.options import DiskOptions, MooncakeOptions, ObjectStoreOptions, RedisOptions
 from kvass.tiers.redis import PIECE_BYTES
@@ -130,7 +139,7 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ),
     ("docs/vllm.md", "the smallest multiple >= {};", (setup.MIN_CHUNK_TOKENS,)),
     ("docs/vllm.md", "`--lookup-budget-ms` and at most {} s", (MAX_PATIENCE_S,)),
-    ("docs/vllm.md", "measured in steps of {} tokens and more", (planner.MIN_SAMPLE_TOKENS,)),
+    ("docs/vllm.md", "measured in steps of {} tokens and more", (prefill_speed.MIN_SAMPLE_TOKENS,)),
     ("docs/vllm.md", "{} tokens per second are assumed", (GUESS_TOKENS_S,)),
     ("docs/vllm.md", "waits for the copy, {} ms at most", (1e3 * copier.COPY_WAIT_S,)),
     ("docs/vllm.md", "has not ended {} s after its deadline", (held_blocks.HUNG_S,)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvass.engine.planner import SAMPLES, PrefillSpeed
+from kvass.engine.prefill_speed import SAMPLES, PrefillSpeed
 
 
 def paced(*steps: tuple[int, float]) -> float:

@@ -6,7 +6,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from examples import disaggregated_prefill, two_replicas
@@ -49,6 +51,23 @@ def test_the_second_replica_hits_what_the_first_one_computed(
     assert [first.server, second.server] == servers
     assert [first.cached, second.cached] == [0, whole_blocks(1000)]
     assert first.tokens == second.tokens
+
+
+def test_a_server_tells_a_client_that_asks_what_kvass_did(servers: list[str]) -> None:
+    prompt = some_prompt(1000, seed=30)
+    told = [told_by(url, prompt, {"kvass.report": True}) for url in servers]
+    assert told == [
+        {"kvass": {"hit_tokens": 0, "missed_because": "absent"}},
+        {"kvass": {"hit_tokens": whole_blocks(1000), "missed_because": ""}},
+    ]
+    assert told_by(servers[0], prompt, {}) is None
+
+
+def told_by(url: str, prompt: list[int], params: dict[str, Any]) -> Any:
+    """``kv_transfer_params`` of the answer to a prompt that has ``params``."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=100, trust_env=False)
+    return reply.raise_for_status().json().get("kv_transfer_params")
 
 
 def test_a_server_says_once_what_the_variable_configured(servers: list[str], folder: Path) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm.hints import MOST_TOKENS, NO_HINTS, SKIP_SAVE, TENANT, Hints, read_hints
+from kvass.connectors.vllm.hints import (
+    MOST_TOKENS,
+    NO_HINTS,
+    REPORT,
+    SKIP_SAVE,
+    TENANT,
+    Hints,
+    read_hints,
+)
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import (
     BLOCK,
@@ -91,7 +99,9 @@ def test_a_bad_value_is_ignored_counted_and_logged_once(
         ({MOST_TOKENS: -1}, Hints(bad=(MOST_TOKENS,))),
         ({MOST_TOKENS: True}, Hints(bad=(MOST_TOKENS,))),
         ({MOST_TOKENS: 1.5}, Hints(bad=(MOST_TOKENS,))),
-        ({SKIP_SAVE: 1}, Hints(bad=(SKIP_SAVE,))),
+        ({SKIP_SAVE: "yes"}, Hints(bad=(SKIP_SAVE,))),
+        ({REPORT: True}, Hints(report=True)),
+        ({REPORT: "yes", TENANT: ""}, Hints(bad=(REPORT,))),
         ({TENANT: ["a"]}, Hints(bad=(TENANT,))),
         ({TENANT: "not a name"}, Hints("other", bad=(TENANT,))),
     ],
@@ -147,3 +157,28 @@ def test_what_is_stored_is_no_part_of_the_key() -> None:
     now = read_setup(config, caches)
     assert (before.generated, now.generated) == (True, False)
     assert before.identity == now.identity
+
+
+# ---------------------------------------------------------------- what the client is told
+
+
+def test_the_answer_says_what_kvass_did_if_it_is_asked() -> None:
+    client, world = rig(tails=True)
+    told: list[Any] = []
+    real = world.connector.request_finished_all_groups
+
+    def finished(*args: Any) -> Any:
+        told.append(real(*args))
+        return told[-1]
+
+    world.connector.request_finished_all_groups = finished
+    for name, params in (("a", {REPORT: True}), ("b", {REPORT: True}), ("c", None)):
+        world.add(name, range(PROMPT), max_tokens=1, params=params)
+        world.run(client)
+        world.pool.reset_prefix_cache()
+    assert [held for held, _ in told] == [False] * 3
+    assert [report for _, report in told] == [
+        {"kvass": {"hit_tokens": 0, "missed_because": "absent"}},
+        {"kvass": {"hit_tokens": 96, "missed_because": ""}},
+        None,
+    ]

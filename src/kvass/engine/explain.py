@@ -125,6 +125,7 @@ class Explainer:
         """A lookup ended. ``hit``: tokens that can be loaded after the ``local`` ones. ``why``:
         ``SchedulerClient.ended_by``. Returns why it was not more; empty if nothing more could
         match."""
+        state.missed_because = why
         if why in CLIENTS:
             self.note(state, local, why)
         log.debug("%s: %d tokens match, ended by %s", state.request.name, hit, why or "the prompt")
@@ -141,7 +142,7 @@ class Explainer:
         is noted once."""
         if state.noted == why:
             return
-        state.noted = why
+        state.noted = state.missed_because = why
         name, tokens = state.request.name, state.request.known_tokens
         self._notes.pop(name, None)
         self._notes[name] = LookupNote(name, why, time.monotonic(), tokens, local)

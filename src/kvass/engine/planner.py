@@ -13,7 +13,6 @@ Laws of this file:
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -27,6 +26,7 @@ from kvass.engine.changes import OwnCache, WeightChanges
 from kvass.engine.explain import Explainer
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
+from kvass.engine.prefill_speed import PrefillSpeed
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import Answer, LoadState, RequestState
 from kvass.engine.reserves import OfferAnswered
@@ -39,10 +39,6 @@ from kvass.layout.spans import Spans, Table
 
 CLEAR_TIMEOUT_S: Final = 0.2
 """How long the engine may wait for a clear. Without an answer by then, later steps continue it."""
-MIN_SAMPLE_TOKENS: Final = 512
-"""Steps that compute fewer tokens are not used to estimate the speed of prefill."""
-SAMPLES: Final = 16
-"""How many of the last measurements the estimate uses."""
 
 
 class Planner:
@@ -132,6 +128,12 @@ class Planner:
             self._tracing.forget(name)
         if state is not None and table:
             self._stores.request_ended(state, table)
+
+    def outcome(self, name: str) -> tuple[int, str]:
+        """How many tokens of a live request kvass has brought, and why it were not more
+        (``explain.py``); empty if nothing more could match."""
+        state = self._requests[name]
+        return state.loaded_tokens, state.missed_because
 
     def match(self, name: str, local: int) -> int | None:
         """How many tokens can be loaded after the ``local`` tokens of the engine's own cache. None:
@@ -267,6 +269,7 @@ class Planner:
             elif match.first == 0:
                 state.offered.loaded(match.chunks)
             if load.lease:
+                state.loaded_tokens = external
                 self._expect_events(state, match)
         self._loads.append(load)
 
@@ -480,32 +483,3 @@ class Planner:
     def close(self) -> None:
         """End the session."""
         self._client.close()
-
-
-class PrefillSpeed:
-    """An estimate of how many tokens the engine computes per second. It is measured from the times
-    at which steps are planned.
-
-    The estimate errs on the high side. If it were too low, a request would wait for loads that
-    take longer than computing. The duration of a step is the longer of the two intervals that
-    follow it, because with asynchronous scheduling the next step is planned at once. Idle time
-    makes a sample too slow, so the estimate is the fastest of the last ``SAMPLES`` samples.
-    """
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[float, int]] = deque(maxlen=3)
-        self._samples: deque[float] = deque([0.0], maxlen=SAMPLES)
-
-    @property
-    def tokens_s(self) -> float:
-        """Tokens per second; 0: unknown."""
-        return max(self._samples)
-
-    def step(self, tokens: int, now_s: float) -> None:
-        """A step of ``tokens`` is planned at ``now_s`` (CLOCK_MONOTONIC)."""
-        self._steps.append((now_s, tokens))
-        if len(self._steps) == 3:
-            (first, computed), (second, _), (third, _) = self._steps
-            took_s = max(second - first, third - second)
-            if computed >= MIN_SAMPLE_TOKENS and took_s > 0:
-                self._samples.append(computed / took_s)

@@ -166,6 +166,10 @@ class RequestState:
     """``if_absent`` and ``absent_chunk`` of its lookups; None: they are not determined yet."""
     noted: str = ""
     """The reason in its last note (``explain.py``)."""
+    missed_because: str = ""
+    """Why its last lookup matched no more; empty if nothing more could match."""
+    loaded_tokens: int = 0
+    """How many tokens its load brings or has brought."""
 
     @property
     def may_load(self) -> bool:
@@ -201,6 +205,7 @@ class RequestState:
     def load_failed(self) -> None:
         """A load of the request failed. If the planner did not begin that load, it begins no load
         of this request later."""
+        self.loaded_tokens = 0
         if self.may_load:
             self._move(LoadState.LOADED if self.state is LoadState.COMPUTING else LoadState.LOADING)
 

@@ -19,7 +19,8 @@ from typing import Final
 import msgspec
 
 from kvass.engine.boundary import log
-from kvass.engine.planner import SAMPLES, Planner
+from kvass.engine.planner import Planner
+from kvass.engine.prefill_speed import SAMPLES
 from kvass.engine.protocols import Step
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Compared, GroupCompared, StepWork
@@ -54,7 +55,7 @@ class SpeedByLength:
     """An estimate of how long the engine takes to compute tokens, from the times at which steps are
     planned. Tokens late in a long prompt take longer. Of each range of positions the fastest of the
     last samples counts, because idle time makes a sample too slow: the estimate errs on the low
-    side (``planner.PrefillSpeed`` says how a step's duration is found)."""
+    side (``prefill_speed.PrefillSpeed`` says how a step's duration is found)."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=3)

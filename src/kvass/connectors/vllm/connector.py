@@ -19,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kvass.connectors.vllm import adapt, configuration, events, lora, rpcs, tiles
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.configuration import VllmSetup
+from kvass.connectors.vllm.hints import read_hints
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.connectors.vllm.logs import log_as_vllm
 from kvass.connectors.vllm.operations import vllm_operations
@@ -273,9 +274,13 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Returns False: vLLM may free its blocks at once, because the planner
-        holds the blocks that are being stored."""
+        holds the blocks that are being stored. The dict is a part of the answer to the client."""
+        report = None
+        if read_hints(request.kv_transfer_params).report:
+            tokens, why = self._run(self._planner, (0, ""), Planner.outcome, request.request_id)
+            report = {"kvass": {"hit_tokens": tokens, "missed_because": why}}
         self._run(self._planner, None, Planner.forget, request.request_id, block_ids)
-        return False, None
+        return False, report
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for stores would free blocks, so that vLLM need not preempt."""

@@ -24,13 +24,19 @@ key."""
 SKIP_SAVE: Final = "lmcache.skip_save"
 """LMCache's key: ``true`` stores nothing."""
 
+REPORT: Final = "kvass.report"
+"""``true``: the answer says what kvass did for the request."""
+FLAGS: Final = (None, True, False)
+
 
 class Hints(msgspec.Struct, frozen=True):
     """What a request asks for. ``tenant``: empty without one. ``most_tokens``: how many first
-    tokens may be stored; None: all. ``bad``: the keys whose values were ignored."""
+    tokens may be stored; None: all. ``report``: whether the answer says what kvass did. ``bad``:
+    the keys whose values were ignored."""
 
     tenant: str = ""
     most_tokens: int | None = None
+    report: bool = False
     bad: tuple[str, ...] = ()
 
 
@@ -42,20 +48,12 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
     if not params:
         return NO_HINTS
     bad = []
-    tenant = params.get(TENANT)
-    if not isinstance(tenant, str):
-        bad += [TENANT] if tenant is not None else []
-        tenant = ""
-    elif tenant and not is_tenant_name(tenant):
+    tenant, most, skip, report = map(params.get, (TENANT, MOST_TOKENS, SKIP_SAVE, REPORT))
+    if not (tenant is None or (isinstance(tenant, str) and is_tenant_name(tenant or "default"))):
         bad.append(TENANT)
-        tenant = "other"
-    most = params.get(MOST_TOKENS)
-    if most is not None and (type(most) is not int or most < 0):
+        tenant = "other" if isinstance(tenant, str) else ""
+    if not (most is None or (type(most) is int and most >= 0)):
         bad.append(MOST_TOKENS)
         most = None
-    skip = params.get(SKIP_SAVE)
-    if skip is True:
-        most = 0
-    elif skip not in (None, False):
-        bad.append(SKIP_SAVE)
-    return Hints(tenant, most, tuple(bad))
+    bad += [key for key, flag in ((SKIP_SAVE, skip), (REPORT, report)) if flag not in FLAGS]
+    return Hints(tenant or "", 0 if skip is True else most, report is True, tuple(bad))
