@@ -155,6 +155,8 @@ def running_pair(
                     folder / f"{name}.log",
                     socket=Path(daemon.socket),
                     args={**ARGS, **model.args, **args},
+                    # gpt-oss has a reasoning parser: "auto" would not store its answers
+                    options={"kvass.generated": "on"},
                     patient=True,
                     late=True,
                     gpu=name in gpus,

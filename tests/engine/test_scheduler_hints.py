@@ -67,6 +67,15 @@ def test_what_may_not_be_stored_costs_later_steps_nothing() -> None:
     assert stored_tokens(client) == 32
 
 
+@pytest.mark.parametrize("tails", [False, True])
+def test_what_may_not_be_stored_does_not_count_as_lost(tails: bool) -> None:
+    client, world = rig(tails=tails)
+    world.add("a", range(PROMPT), max_tokens=100, params={MOST_TOKENS: 40})
+    world.run(client)
+    assert client.reserves
+    assert world.connector._planner.traffic.take().get("unstored_requests", 0) == 0
+
+
 def test_lmcaches_word_for_no_store_is_known() -> None:
     assert after({SKIP_SAVE: True}) == 0
     assert after({SKIP_SAVE: False}) == 96

@@ -115,9 +115,7 @@ class OfferMaker:
         """The offers of a request of ``step`` of which ``computed`` tokens are computed, and the
         width of a hash in bytes."""
         name, offered = state.request.name, state.offered
-        most = state.request.most_stored_tokens
-        if most is not None and computed > most:
-            computed = most
+        most, computed = state.request.most_stored_tokens, self.may_be_stored(state, computed)
         ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
         states = self._boundary_states(step.boundary_states.get(name, ()), state.request)
         wanted = (
@@ -143,12 +141,15 @@ class OfferMaker:
         tail, ready = self.tail(state, blocks), blocks // self._blocks_per_chunk
         return self._offers(table, state, ready, {}, named, tail)
 
+    def may_be_stored(self, state: RequestState, computed: int) -> int:
+        """How many of the ``computed`` tokens the request's hints and the options let it store."""
+        most = state.request.most_stored_tokens
+        return computed if most is None else min(computed, most)
+
     def blocks(self, state: RequestState, computed: int) -> int:
         """How many blocks are computed and hashed, and may be stored. 0 if hits cannot end inside a
         chunk."""
-        each = self._setup.chunk_blocks
-        if (most := state.request.most_stored_tokens) is not None:
-            computed = min(computed, most)
+        each, computed = self._setup.chunk_blocks, self.may_be_stored(state, computed)
         if not each:
             return 0
         return min(computed * each // self._setup.chunk_tokens, state.request.hashed_blocks)

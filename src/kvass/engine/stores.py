@@ -148,6 +148,7 @@ class StorePlanner:
         if not self._stores or offered.never:
             return
         computed = min(request.computed_tokens, request.known_tokens - 1) if state.computed else 0
+        computed = self._offers.may_be_stored(state, computed)
         blocks = self._offers.blocks(state, computed)
         if not blocks or min(map(len, table), default=0) < blocks:
             if min(computed // self._setup.chunk_tokens, request.hashed_chunks) > offered.chunks:
