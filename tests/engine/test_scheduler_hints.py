@@ -70,7 +70,7 @@ def test_what_may_not_be_stored_costs_later_steps_nothing() -> None:
 @pytest.mark.parametrize("tails", [False, True])
 def test_what_may_not_be_stored_does_not_count_as_lost(tails: bool) -> None:
     client, world = rig(tails=tails)
-    world.add("a", range(PROMPT), max_tokens=100, params={MOST_TOKENS: 40})
+    world.add("a", range(PROMPT), max_tokens=60, params={MOST_TOKENS: 40})
     world.run(client)
     assert client.reserves
     assert world.connector._planner.traffic.take().get("unstored_requests", 0) == 0
