@@ -39,6 +39,7 @@ from kvass.types import (
     RankLayout,
     Ranks,
     Seconds,
+    SessionTag,
     ShortBytes,
     Slots,
     Text,
@@ -49,10 +50,12 @@ PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
 CLEAR_TENANT: Final = "clear_tenant"
 PRESENT: Final = "present"
-FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT, PRESENT)
+END_SESSION: Final = "end_session"
+FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION)
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
-``clear_tenant``: ``ClearTenant``. ``present``: ``Present``."""
+``clear_tenant``: ``ClearTenant``. ``present``: ``Present``.
+``end_session``: ``EndSession``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -163,6 +166,8 @@ class Lookup(Message, tag="lookup"):
     cache has; for ``Explain`` only. ``if_absent``: the reason that the engine knows in case that
     the match ends at chunk ``absent_chunk`` and the daemon knows no other reason: ``other_salt``,
     ``other_adapter`` or ``engine_busy``.
+
+    ``session``: the tag of the client's session (``types.session_tag``); 0: it is not known.
     """
 
     request: Name
@@ -182,6 +187,7 @@ class Lookup(Message, tag="lookup"):
     local_tokens: Int64 = 0
     if_absent: Name = ""
     absent_chunk: Int32 = 0
+    session: SessionTag = 0
 
 
 class Promoting(Message, tag="promoting"):
@@ -346,6 +352,8 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     ``blocks``: the block hashes of chunks ``[first, n)``, and those of the first blocks of chunk
     ``n`` if these are to be stored as a *tail*. The tail is chunk ``n`` of the grant, unless a row
     already has these blocks. Ignored where hits end with a chunk (``Lookup.blocks``).
+
+    ``session``: as in ``Lookup``.
     """
 
     request: Name
@@ -354,6 +362,7 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     groups: Int64 = 1
     tenant: Name = ""
     blocks: Digests = b""
+    session: SessionTag = 0
 
 
 class Reserve(Message, tag="reserve"):
@@ -528,6 +537,22 @@ class QuotaSet(Message, tag="quota_set"):
     """The answer to ``SetQuota``."""
 
 
+class EndSession(Message, tag="end_session"):
+    """The client's session with the tag ``session`` ended. The rows that its requests stored and no
+    other session used are the next to be evicted, and are not queued for tiers any more. They
+    match until then. ``tenant``: who pays for them, as in ``Lookup``. A later ``Lookup`` of the
+    session revokes it for the rows that it uses. Feature ``END_SESSION``."""
+
+    session: SessionTag
+    tenant: Name = ""
+
+
+class SessionEnded(Message, tag="session_ended"):
+    """Answer to ``EndSession``: how many rows these are."""
+
+    rows: int = 0
+
+
 class Removals(Message, tag="removals"):
     """A scheduler's question: which rows of its namespace left L1 since ``since``, and which of the
     digests in ``present`` (by group) are in L1? ``since``: the last answer's ``upto``; 0: none yet.
@@ -629,6 +654,7 @@ Request = (
     | ClearTenant
     | EmptyTier
     | SetQuota
+    | EndSession
     | Removals
     | Present
     | Status
@@ -648,6 +674,7 @@ FromDaemon = (
     | Pong
     | Cleared
     | QuotaSet
+    | SessionEnded
     | Removed
     | Presence
     | StatusReply

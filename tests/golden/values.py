@@ -225,6 +225,12 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         seq=5, items=[m.ReserveItem(request="r-1", digests=b"", tenant="team-a")]
     ),
     "clear_tenant": m.ClearTenant(seq=12, tenant="team-a"),
+    "lookup.session": m.Lookup(seq=3, request="r-1", digests=b"", session=(1 << 32) - 1),
+    "reserve.session": m.Reserve(
+        seq=5, items=[m.ReserveItem(request="r-1", digests=b"", session=(1 << 32) - 1)]
+    ),
+    "end_session": m.EndSession(seq=13, session=(1 << 32) - 1, tenant="team-a"),
+    "session_ended": m.SessionEnded(seq=13, rows=65536),
     "empty_tier": m.EmptyTier(seq=11, tier="disk:/var/cache/kvass"),
     "set_quota": m.SetQuota(seq=10, quota=Quota("team-a", 1 << 33, 1 << 30), remove=True),
     "quota_set": m.QuotaSet(seq=10),

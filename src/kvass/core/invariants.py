@@ -220,6 +220,7 @@ def _rows(state: State) -> None:
     free, readable, failed = table.state == FREE, table.state >= READY, table.state == FAILED
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
     assert not table.key[free].any(), "a FREE row keeps a key"
+    assert not state.classes.tags.of(np.flatnonzero(free)).any(), "a FREE row keeps a session"
     home = np.full(len(table), NOBODY)
     for extent_set in state.classes.extents.sets.values():
         home[extent_set.first_row : extent_set.end_row] = extent_set.id

@@ -20,6 +20,7 @@ from kvass.core.effects import Effect, Event, SessionId
 from kvass.core.handlers import (
     admission,
     clearing,
+    ending,
     explaining,
     reading,
     segments,
@@ -55,6 +56,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.ClearTenant: clearing.clear_tenant,
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
+    messages.EndSession: ending.end_session,
     messages.Removals: reading.removals,
     messages.Present: reading.present,
     messages.LookupNotes: explaining.lookup_notes,

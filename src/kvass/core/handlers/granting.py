@@ -54,7 +54,7 @@ def grant(
     state.counters["chunks_wanted"] += within
     wanted, rows = _allocate(state, item, wanted, until, protect)
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
-    _touch_new(state, ns, used, new)
+    _touch_new(state, ns, used, new, item.session)
     parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
     if not parts:
         state.counters["not_granted_no_room"] += within
@@ -99,6 +99,8 @@ def _allocate(
         state.rows.discard(rows[i][n:])
         state.rows.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
+    for r in rows:
+        state.classes.tags.stored(r, item.session)
     if item.prints is not None:
         for c, w, r in zip(item.classes, wanted, rows, strict=True):
             ends = len(w) > 0 and w[-1] == len(item.keys) - 1
@@ -115,7 +117,7 @@ def touch(state: State, ns: Namespace, item: Item) -> list[Found]:
     """
     used = find(ns, item)
     for c, (_, found) in zip(ns.classes, used, strict=True):
-        state.rows.touch(c, found[found != ABSENT])
+        state.rows.touch(c, found[found != ABSENT], item.session)
     return used
 
 
@@ -129,7 +131,11 @@ def find(ns: Namespace, item: Item) -> list[Found]:
 
 
 def _touch_new(
-    state: State, ns: Namespace, used: list[Found], new: dict[int, tuple[I64Array, I64Array]]
+    state: State,
+    ns: Namespace,
+    used: list[Found],
+    new: dict[int, tuple[I64Array, I64Array]],
+    session: int,
 ) -> None:
     """Mark the rows of the prompt as used once more, together with the ``new`` ones.
 
@@ -141,7 +147,7 @@ def _touch_new(
         if c.id in new:
             chunks, rows = new[c.id]
             found[chunks - begin] = rows
-        state.rows.touch(c, found[found != ABSENT])
+        state.rows.touch(c, found[found != ABSENT], session)
 
 
 def _lacking(ns: Namespace, item: Item, until: int, used: list[Found]) -> npt.NDArray[np.bool_]:

@@ -119,9 +119,10 @@ class PrefixView:
         row = max([rows.item(end - 1) for rows in self.found])
         return 0.0 if row == ABSENT else self._rows.uses.age(self._rows.table.stamp.item(row))
 
-    def use(self, end: int, there: bool = False) -> Hit:
+    def use(self, end: int, there: bool = False, session: int | None = None) -> Hit:
         """Record a use of the rows of a hit of ``end`` chunks, and of the rows of the chunks that
-        the engine has itself. Returns the hit. ``there``: no row of the hit is missing."""
+        the engine has itself. Returns the hit. ``there``: no row of the hit is missing.
+        ``session``: as of ``RowStates.touch``."""
         tokens, parts, spares = self.ns.chunk_tokens, [], []
         blocks, last = self._partial_chunk(end)
         for c, rows, row, (begin, upto) in zip(
@@ -134,7 +135,7 @@ class PrefixView:
                 used = np.concatenate([used, row]) if self._first else hit
             if self._first or not there:
                 used = used[used != ABSENT]
-            self._rows.touch(c, used)
+            self._rows.touch(c, used, session)
             parts.append(ClassRows(c.id, hit))
             spares.append(ClassRows(c.id, rows[end:upto]))
         return Hit(end, blocks, tuple(parts), tuple(spares))

@@ -1,4 +1,4 @@
-"""The order of eviction: exact LRU over the rows of a row class.
+"""The order of eviction: rows of ended sessions, then exact LRU over the rows of a row class.
 
 In a ``full`` group a chunk is never older than the chunks that follow it in its prefix, because
 each use of a prefix stamps all of it, the deepest chunk first. So the deeper chunk is evicted
@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from kvass.core.rows.row_list import RowList
 from kvass.core.rows.row_table import RowTable
 from kvass.types import I64Array
 
@@ -37,6 +38,8 @@ class UseLog:
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
+        self.ended = RowList(table)
+        """Rows of sessions that have ended. They are evicted before those of the log."""
         self._segments: list[_LogSegment] = []
         """The full segments; the oldest is first."""
         self._tidied = 0

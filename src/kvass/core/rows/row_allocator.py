@@ -5,9 +5,9 @@ rows of cleared sets are not evicted, but forgotten.
 
 A class without a free slot gets a new extent set from the arena's free space. If there is no free
 space, rows are evicted: rows of the class itself, or whole extent sets of other classes, whichever
-were used longer ago. So no layout can starve another. With quotas (``tenants``) the sets of tenants
-that have more than their share go first. A tenant that has no more than is reserved for it loses no
-set to another tenant.
+were used longer ago. So no layout can starve another. Rows of ended sessions go before other rows
+of their class. With quotas (``tenants``) the sets of tenants that have more than their share go
+first. A tenant that has no more than is reserved for it loses no set to another tenant.
 """
 
 from __future__ import annotations
@@ -117,6 +117,9 @@ class RowAllocator:
         """Make ``count`` slots of a class free, or as many as possible."""
         while (lacking := count - len(row_class.free)) > 0:
             if self._add_set(row_class):
+                continue
+            if len(ended := row_class.log.ended.oldest(lacking, protect)):
+                self._evict(row_class, ended, "ended", not row_class.within_cap)
                 continue
             victims = row_class.log.oldest(lacking, protect)
             oldest = int(self._table.stamp[victims[0]]) if len(victims) else protect

@@ -26,6 +26,7 @@ from kvass.core.rows.left import LeftRows, origin
 from kvass.core.rows.removed import RemovedRows
 from kvass.core.rows.row_table import NEVER, READY, STATE_NAMES, RowTable
 from kvass.core.rows.segment_index import SegmentIndex
+from kvass.core.rows.session_tags import SessionTags
 from kvass.core.rows.sets import CLEARED, FreeSlots, SetTable
 from kvass.messages import Register
 from kvass.types import I64Array, U64Array
@@ -148,6 +149,7 @@ class RowClasses:
         self.by_id: dict[int, RowClass] = {}
         self.removed = RemovedRows()
         self.left = LeftRows(seed)
+        self.tags = SessionTags(self.table)
         self.of_namespace: dict[int, list[RowClass]] = {}
         self._counters = counters
         self._extent_bytes = extent_bytes

@@ -24,7 +24,7 @@ def pin_hit(state: State, promotion: Promotion, least: int) -> None:
         answer(state, promotion)
         return
     before, view, table = promotion.pinned, promotion.view(state.rows), state.rows.table
-    promotion.hit = view.use(view.longest(view.there(least)))
+    promotion.hit = view.use(view.longest(view.there(least)), session=promotion.client_session)
     promotion.awaits = set()
     for part in promotion.pinned:
         state.rows.pin(part.rows)
