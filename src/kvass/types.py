@@ -229,9 +229,12 @@ DEFAULT_TENANT: Final = "default"
 _TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def session_tag(session: str, tenant: str) -> int:
-    """The tag of a client's session: 1 to 2**32 - 1. Sessions of two tenants differ."""
-    text = f"{tenant or DEFAULT_TENANT}\0{session}".encode(errors="surrogatepass")
+def session_tag(
+    name: str, tenant: str = "", kind: Literal["session", "request"] = "session"
+) -> int:
+    """The tag of a client's session: 1 to 2**32 - 1. Sessions of two tenants differ. A request
+    without a session has one of its own, by its id."""
+    text = f"{tenant or DEFAULT_TENANT}\0{kind}\0{name}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") or 1
 
 

@@ -20,7 +20,7 @@ from kvass.engine.boundary import Boundary
 from kvass.engine.copier import Copier
 from kvass.engine.memory import KVMemory
 from kvass.engine.planner import Planner
-from kvass.engine.protocols import Adapter
+from kvass.engine.protocols import NO_USE, Adapter, Use
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
@@ -48,6 +48,7 @@ class Prompt:
     adapter: Adapter | None = None
     salt: str = ""
     most_stored_tokens: int | None = None
+    use: Use = NO_USE
 
     def first_tokens(self, count: int) -> bytes:
         return struct.pack(f"{count}I", *self.tokens[:count]) if count <= len(self.tokens) else b""

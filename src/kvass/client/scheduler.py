@@ -35,7 +35,9 @@ from kvass.client.session import DaemonSession
 from kvass.client.step_budget import StepBudget
 from kvass.errors import Unavailable
 from kvass.messages import (
+    END_SESSION,
     Abort,
+    EndSession,
     Error,
     FromDaemon,
     Granted,
@@ -140,6 +142,7 @@ class SchedulerClient(Endpoint):
         tenant: str = "",
         blocks: BlockHashes | None = None,
         facts: LookupFacts = NO_FACTS,
+        session: int = 0,
     ) -> Match | Pending | None:
         """The match of ``request`` from chunk ``first`` on. None: a miss. ``PENDING``: call again.
 
@@ -148,11 +151,12 @@ class SchedulerClient(Endpoint):
         time left, it is released and looked up again. ``prefill_tokens_s``: what the engine
         computes per second, or 0; loading has to be faster. With ``blocks`` a match may end inside
         of a chunk. If it ends between chunk ``first`` and the last one, that takes a second lookup.
-        ``facts``: for the explanation of a miss.
+        ``facts``: for the explanation of a miss. ``session``: the tag of the client's session.
         """
         if self._reset.pending:
             return None
         message = Lookup(request=request, digests=digests, width=width, first=first, tenant=tenant)
+        message.session = session
         message.prefill_tokens_s = bounded(prefill_tokens_s)
         message.prompt_tokens, message.local_tokens = facts.prompt_tokens, facts.local_tokens
         message.if_absent, message.absent_chunk = facts.if_absent, facts.absent_chunk
@@ -207,6 +211,16 @@ class SchedulerClient(Endpoint):
             budget_ms=bounded(budget_s * 1000),
         )
         if seq := self.submit(message):
+            self.discard(seq)
+        return bool(seq)
+
+    def end_session(self, session: int, tenant: str = "") -> bool:
+        """Send that a client's session ended: the rows that it alone used are the next to be
+        evicted. False: there is no daemon, or it is older than this message."""
+        connection = self.session
+        if connection is None or END_SESSION not in connection.welcome.features:
+            return False
+        if seq := self.submit(EndSession(session=session, tenant=tenant)):
             self.discard(seq)
         return bool(seq)
 

@@ -128,6 +128,8 @@ class Planner:
             self._tracing.forget(name)
         if state is not None and table:
             self._stores.request_ended(state, table)
+        if state is not None and state.request.use.ends:
+            self._client.end_session(state.request.use.session, state.request.tenant)
 
     def outcome(self, name: str) -> tuple[int, str]:
         """How many tokens of a live request kvass has brought, and why it were not more
@@ -187,7 +189,10 @@ class Planner:
         if self._tracing is not None and state.state is not LoadState.ANSWERED:
             self._tracing.lookup_began(name)
         facts = self._explain.facts(state, local, chunks)
-        found = self._client.match(name, hashes, width, first, speed, tenant, blocks, facts)
+        session = state.request.use.session
+        found = self._client.match(
+            name, hashes, width, first, speed, tenant, blocks, facts, session
+        )
         if isinstance(found, Pending):
             if self._tracing is not None and self._client.promoting(name):
                 self._tracing.promotion_began(name)

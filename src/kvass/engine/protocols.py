@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvass.layout.spans import Table
 
@@ -23,6 +23,17 @@ class Adapter:
     path: str
     text: str
     in_place: bool = False
+
+
+class Use(NamedTuple):
+    """What a request's client says of the request's KV. ``session``: the tag of its session
+    (``types.session_tag``); 0: it has none. ``ends``: the session ends with the request."""
+
+    session: int = 0
+    ends: bool = False
+
+
+NO_USE: Final = Use()
 
 
 class Request(Protocol):
@@ -40,6 +51,10 @@ class Request(Protocol):
     def tenant(self) -> str:
         """The tenant that pays for the rows that the request stores (``types.is_tenant_name``).
         Empty: the default tenant."""
+
+    @property
+    def use(self) -> Use:
+        """What its client says of its KV. It does not change."""
 
     @property
     def trace(self) -> str:

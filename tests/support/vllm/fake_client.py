@@ -57,6 +57,10 @@ class FakeClient:
         self.notes: list[LookupNote] = []
         self.tenants: list[str] = []
         """Of the lookups."""
+        self.sessions: list[int] = []
+        """Of the lookups."""
+        self.ended: list[tuple[int, str]] = []
+        """The sessions that ended, and their tenants."""
         self.writing: dict[int, list[bytes]] = {}
         self.held: dict[str, Match] = {}
         self.taken: dict[int, str] = {}
@@ -87,6 +91,11 @@ class FakeClient:
         """Whether a daemon is there, and no answer overdue."""
         return self.connected and not self._overdue
 
+    def end_session(self, session: int, tenant: str = "") -> bool:
+        """Note that it ended."""
+        self.ended.append((session, tenant))
+        return True
+
     def match(
         self,
         request: str,
@@ -97,6 +106,7 @@ class FakeClient:
         tenant: str = "",
         blocks: object = None,
         facts: LookupFacts = NO_FACTS,
+        session: int = 0,
     ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
         held = self.held.get(request)
@@ -106,6 +116,7 @@ class FakeClient:
         self.lookups.append((request, first))
         self.facts[request] = facts
         self.tenants.append(tenant)
+        self.sessions.append(session)
         if self.pending:
             self.pending -= 1
             return PENDING

@@ -29,7 +29,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -47,9 +47,10 @@ from kvass.connectors.vllm.contract import release
 from kvass.connectors.vllm.hints import read_hints
 from kvass.engine.boundary import log
 from kvass.engine.held_adapters import News
-from kvass.engine.protocols import Adapter
+from kvass.engine.protocols import NO_USE, Adapter, Use
 from kvass.engine.step_work import Compared, StepWork
 from kvass.layout.spans import Table
+from kvass.types import session_tag
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -153,6 +154,7 @@ class VllmRequest:
         self.exact_blocks: int | None = None
         """The number of blocks with exact KV (``blend_planner.py``); None: all."""
         self.hints = read_hints(request.kv_transfer_params)
+        self.use = self._use()
         if texts is not None:
             texts.note(request)
 
@@ -179,6 +181,14 @@ class VllmRequest:
             return self.hints.tenant
         salt = self._request.cache_salt
         return f"salt-{hashlib.sha256(salt.encode()).hexdigest()[:16]}" if salt else ""
+
+    def _use(self) -> Use:
+        """``Request.use``. A request that ends no session and has none has no tag."""
+        name = self.hints.session or self._request.session_id
+        if not name and not self.hints.ends:
+            return NO_USE
+        kind: Literal["session", "request"] = "session" if name else "request"
+        return Use(session_tag(name or self.name, self.tenant, kind), self.hints.ends)
 
     @property
     def trace(self) -> str:

@@ -1,7 +1,7 @@
 """The hints of a request: the keys of its ``kv_transfer_params`` that kvass reads.
 
-Law of this file: a hint changes what is stored and who pays for it, never what a key stands for. A
-bad value counts as absent.
+Law of this file: a hint changes what is stored, for how long and who pays for it, never what a key
+stands for. A bad value counts as absent.
 
 ``kv_transfer_params`` is a field of vLLM's HTTP requests (completions, chat completions, responses,
 messages), and of ``SamplingParams.extra_args`` in Python.
@@ -24,6 +24,13 @@ key."""
 SKIP_SAVE: Final = "lmcache.skip_save"
 """LMCache's key: ``true`` stores nothing."""
 
+SESSION: Final = "kvass.session"
+"""Names the session of the request: a text. It wins over the ``session_id`` of vLLM's own."""
+TTL: Final = "kvass.ttl"
+"""0: the session ends with this request."""
+MOST_NAME: Final = 1024
+"""The most characters of a session's name."""
+
 REPORT: Final = "kvass.report"
 """``true``: the answer says what kvass did for the request."""
 FLAGS: Final = (None, True, False)
@@ -31,12 +38,15 @@ FLAGS: Final = (None, True, False)
 
 class Hints(msgspec.Struct, frozen=True):
     """What a request asks for. ``tenant``: empty without one. ``most_tokens``: how many first
-    tokens may be stored; None: all. ``report``: whether the answer says what kvass did. ``bad``:
-    the keys whose values were ignored."""
+    tokens may be stored; None: all. ``report``: whether the answer says what kvass did.
+    ``session``: the session's name; empty without one. ``ends``: the session ends with the request.
+    ``bad``: the keys whose values were ignored."""
 
     tenant: str = ""
     most_tokens: int | None = None
     report: bool = False
+    session: str = ""
+    ends: bool = False
     bad: tuple[str, ...] = ()
 
 
@@ -56,4 +66,12 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
         bad.append(MOST_TOKENS)
         most = None
     bad += [key for key, flag in ((SKIP_SAVE, skip), (REPORT, report)) if flag not in FLAGS]
-    return Hints(tenant or "", 0 if skip is True else most, report is True, tuple(bad))
+    session, ttl = params.get(SESSION), params.get(TTL)
+    if not (session is None or (isinstance(session, str) and 0 < len(session) <= MOST_NAME)):
+        bad.append(SESSION)
+        session = None
+    ends = type(ttl) is int and ttl == 0
+    if not (ttl is None or ends):
+        bad.append(TTL)
+    most = 0 if skip is True else most
+    return Hints(tenant or "", most, report is True, session or "", ends, tuple(bad))
