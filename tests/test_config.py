@@ -106,7 +106,8 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
     values = {
         "socket": "/s",
         "daemon_uid": "9",
-        "l1_size": "1MiB",
+        "l1_size": "2MiB",
+        "huge_pages": "2MiB",
         "allow_uid": "9",
         "socket_group": "g",
         "lease_s": "1",
@@ -137,7 +138,7 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
     file = tmp_path / "printed.yaml"
     file.write_text(to_yaml(by_env))  # what --print-config prints is a config file
     assert by_env == by_flag == load({}, {}, str(file))
-    assert "l1_size: 1MiB" in file.read_text()
+    assert "l1_size: 2MiB" in file.read_text()
     assert (by_env.tier, by_env.flush, by_env.stop_s) == ([values["tier"]], "on_evict", 5)
     assert (by_env.keep_loaded, by_env.skip_slow_loads) == (False, False)
 

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origi
 import msgspec
 from msgspec import Meta, field
 
+from kvass.arena.huge import HugePages, page_bytes
 from kvass.arena.room import room
 from kvass.errors import ConfigError
 from kvass.tiers.options import DiskOptions
@@ -60,9 +61,14 @@ ENGINE_OPTIONS: Final = (
 """The options of an engine's connector, without their prefix ``kvass.``."""
 
 
+def physical_bytes() -> int:
+    """The memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def memory_bytes() -> int:
     """The memory that this process may use: all of the machine's, or less if a cgroup limits it."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    physical = physical_bytes()
     return min(physical, room().limit or physical)
 
 
@@ -102,6 +108,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             extra={"default": "a quarter of the memory that this process may use"},
         ),
     ] = field(default_factory=_quarter_of_memory)
+    huge_pages: Annotated[
+        HugePages,
+        Meta(
+            description="pages of L1: transparent (huge ones where the kernel has them), or 2MiB "
+            "or 1GiB, which root must have reserved"
+        ),
+    ] = "transparent"
     allow_uid: Annotated[
         list[Uid],
         Meta(description="another user whose engines may connect, by name or id (repeatable)"),
@@ -326,9 +339,12 @@ def _check(config: Config, where: Mapping[str, str]) -> None:
             "in a folder of this user alone: choose another --socket"
         )
     size = f"{where.get('l1_size', 'l1_size')} {config.l1_size}"
-    if config.l1_size < PAGE:
-        raise ConfigError(f"{size}: smaller than one row; use {PAGE} or more")
-    if config.l1_size > (have := memory_bytes()):
+    page = page_bytes(config.huge_pages)
+    if config.l1_size < page:
+        what = "one row" if page == PAGE else f"a page of {config.huge_pages}"
+        raise ConfigError(f"{size}: smaller than {what}; use {Size(page)} or more")
+    have = physical_bytes() if page > PAGE else memory_bytes()  # limits do not count reserved pages
+    if config.l1_size > have:
         raise ConfigError(f"{size}: more than the {Size(have).rounded()} there are")
     try:
         for url in config.tier:

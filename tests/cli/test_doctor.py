@@ -57,6 +57,13 @@ FILES = {
 """No GPU; everything is installed; no daemon yet."""
 CGROUP, LIMITS = "sys/fs/cgroup", "proc/self/limits"
 HUGE, KERNEL = "sys/kernel/mm/transparent_hugepage/shmem_enabled", "proc/sys/kernel/osrelease"
+POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
+RESERVED = {
+    "huge_pages": "2MiB",
+    f"{POOL}/nr_hugepages": "5000",
+    f"{POOL}/free_hugepages": "4096",
+    "proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 1 kB\n",
+}
 GROUP = {
     f"{CGROUP}/pod/memory.max": f"{16 * GIB}\n",
     f"{CGROUP}/pod/memory.current": f"{12 * GIB}\n",
@@ -206,6 +213,16 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
         ),
     ),
     ({HUGE: ""}, "huge pages", "note", "unknown"),
+    (RESERVED, "huge pages", "ok", "2MiB: 5000 reserved, 4096 of them free; 4096 of them, from"),
+    (RESERVED, "memory", "ok", "8 GiB, of huge pages that are reserved"),
+    (
+        RESERVED | {f"{POOL}/resv_hugepages": "1"},
+        *("huge pages", "error", "4095 of them free; cannot serve; echo 5001 > /sys/kernel"),
+    ),
+    (
+        RESERVED | {f"{POOL}/free_hugepages": "0", "daemon": {}},
+        *("huge pages", "note", "0 of them free; what the daemon that answers has"),
+    ),
     # Limits.
     ({}, "descriptors", "ok", "ulimit -n 1024; 1048576; 1024 sessions"),
     (limits(files="unlimited"), "descriptors", "ok", "hard limit unlimited"),

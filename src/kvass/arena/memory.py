@@ -38,7 +38,9 @@ class Arena:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
-        self._fd = fd
+        self.page_bytes: int = max(PAGE, os.fstatvfs(fd).f_bsize)
+        """More than ``PAGE`` if the pages are huge ones that root has reserved (hugetlb)."""
+        self._fd = self._file = fd
         import numpy as np  # imported late: a client that only asks for a status maps no arena
 
         self._buffer: npt.NDArray[np.uint8] | None = np.frombuffer(
@@ -82,12 +84,18 @@ class Arena:
 
     def has_page(self, at: int) -> bool:
         """Whether the page at offset ``at``, a multiple of ``PAGE``, is in memory. Any process may
-        have faulted it in."""
+        have faulted it in. Of reserved huge pages: whether as many are in memory as lie up to
+        there."""
+        if self.page_bytes > PAGE:  # mincore would see those that this process has mapped
+            return os.fstat(self._file).st_blocks * 512 > at
         there = ctypes.create_string_buffer(1)
         return _libc.mincore(self._address + at, PAGE, there) == 0 and bool(there.raw[0] & 1)
 
     def advise_huge(self) -> bool:
-        """Ask the kernel for huge pages. Returns whether it can use them for shared memory."""
+        """Ask the kernel for transparent huge pages. Returns whether it can use them for shared
+        memory. Reserved huge pages stay what they are."""
+        if self.page_bytes > PAGE:
+            return False
         try:
             setting = _SHMEM_HUGE.read_text()
         except OSError:  # a kernel without huge pages, or a sandbox that hides the setting
@@ -109,21 +117,28 @@ class Arena:
         bytes (madvise(2)).
         """
         buffer, self._buffer = self._buffer, None
-        for lo in range(0, self.size if buffer is not None else 0, SLICE_BYTES):
-            _madvise(self._address + lo, min(SLICE_BYTES, self.size - lo), mmap.MADV_DONTNEED)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        step = max(SLICE_BYTES, self.page_bytes)
+        for lo in range(0, self.size if buffer is not None else 0, step):
+            _madvise(self._address + lo, min(step, self.size - lo), mmap.MADV_DONTNEED)
+        if self._file >= 0:
+            os.close(self._file)
+            self._fd = self._file = -1
 
 
-def create(size: int) -> Arena:
-    """A new arena of ``size`` bytes (a multiple of ``PAGE``), all zero, with no page populated.
+def create(size: int, page_bytes: int = PAGE) -> Arena:
+    """A new arena of ``size`` bytes (a multiple of ``page_bytes``), all zero, with no page
+    populated.
 
-    Raises ``UsageError`` for any other size, ``OSError`` if the kernel has no memory for it.
+    Other pages than those of ``PAGE`` are huge ones that root has reserved; from here on they are
+    reserved for this arena. Raises ``UsageError`` for any other size, ``OSError`` if the kernel has
+    no memory for it.
     """
-    if size <= 0 or size % PAGE:
-        raise UsageError(f"arena of {size} bytes: use a positive multiple of {PAGE}")
-    fd = os.memfd_create("kvass-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    if size <= 0 or size % page_bytes:
+        raise UsageError(f"arena of {size} bytes: use a positive multiple of {page_bytes}")
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if page_bytes != PAGE:
+        flags |= os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
+    fd = os.memfd_create("kvass-arena", flags)
     try:
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -134,10 +149,12 @@ def create(size: int) -> Arena:
 
 
 def attach(fd: int, size: int) -> Arena:
-    """The arena of the daemon, mapped from its descriptor ``fd``, which is closed. Touches no page.
+    """The arena of the daemon, mapped from its descriptor ``fd``, which belongs to it from now on.
+    Touches no page.
 
     Raises ``RemoteError`` if ``fd`` is not an arena of ``size`` bytes that keeps its size.
     """
+    arena = None
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         if os.fstat(fd).st_size != size or not sealed:
@@ -146,6 +163,9 @@ def attach(fd: int, size: int) -> Arena:
     except (OSError, ValueError) as error:
         raise RemoteError(f"cannot map the daemon's arena: {error}") from error
     finally:
-        os.close(fd)
+        if arena is None or arena.page_bytes == PAGE:
+            os.close(fd)
     arena._fd = -1
+    if arena.page_bytes == PAGE:
+        arena._file = -1
     return arena

@@ -19,7 +19,7 @@ from typing import Final
 import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a request
 
 from kvass._version import __version__
-from kvass.arena import memory
+from kvass.arena import huge, memory
 from kvass.arena.room import SAFE_SHARE, committable, room
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
@@ -51,20 +51,15 @@ def serve(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
     _raise_descriptor_limit()
     _return_freed_memory()
-    _check_memory(config.l1_size)
     access = Access(config)
     with listening(config.socket, access) as listener:
-        size = config.l1_size // PAGE * PAGE
-        try:
-            arena = memory.create(size)
-        except OSError as error:
-            raise ConfigError(f"no arena of {config.l1_size}: {error.strerror}") from error
-        huge = arena.advise_huge()
+        arena = _make_arena(config)
+        size, pages = arena.size, _pages(arena)
         core = core_config(config, size)
         tiers = TierSet(config.tier, arena.fileno(), size, config.log_format)
         ready = (
             f"ready socket={config.socket} l1={Size(size).rounded()} l1_bytes={size}"
-            f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
+            f" pages={pages}{f' tiers={len(tiers)}' if tiers else ''}"
             f" boot={core.boot.hex()}"
         )
         live = LiveConfig(config, access, read_again)
@@ -114,6 +109,29 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         weigh_loads=config.skip_slow_loads,
         quotas=quotas(config),
     )
+
+
+def _make_arena(config: Config) -> memory.Arena:
+    """The arena, of whole pages. Raises ``ConfigError`` if the kernel has no memory for it."""
+    page = huge.page_bytes(config.huge_pages)
+    if page == PAGE:
+        _check_memory(config.l1_size)
+    try:
+        return memory.create(config.l1_size // page * page, page)
+    except OSError as error:
+        why = "" if page == PAGE else huge.lacking(page, config.l1_size // page * page)
+        raise ConfigError(
+            f"huge_pages {config.huge_pages}: {why}"
+            if why
+            else f"no arena of {config.l1_size}: {error.strerror}"
+        ) from error
+
+
+def _pages(arena: memory.Arena) -> str:
+    """What the pages of the arena are, for the ``ready`` line. Asks for transparent huge pages."""
+    if arena.page_bytes > PAGE:
+        return Size(arena.page_bytes).rounded()
+    return "huge" if arena.advise_huge() else "4KiB"
 
 
 def _check_memory(l1_bytes: Size) -> None:

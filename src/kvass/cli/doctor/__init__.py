@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
         description="Check what this machine can serve. Run it as the user, in the container and "
         "with the environment of the daemon, or of an engine.",
     )
-    add_flags(parser, "l1_size")
+    add_flags(parser, "l1_size", "huge_pages")
     add_daemon(parser)
     parser.add_argument(
         "--model",
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     as_json, model = options.pop("json"), options.pop("model")
     config = load(options, os.environ)
     path = config.socket or likely_socket()
-    machine = examine(config.l1_size, path, os.environ, config.daemon_uid, model)
+    machine = examine(config.l1_size, path, os.environ, config.daemon_uid, model, config.huge_pages)
     findings = {name: check(machine) for name, check in CHECKS.items()}
     serves = all(finding.level != "error" for finding in findings.values())
     if as_json:

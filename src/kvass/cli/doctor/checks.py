@@ -15,6 +15,7 @@ from functools import partial
 from typing import Final
 
 from kvass._version import __version__, code_version
+from kvass.arena.huge import lacking, page_bytes, pool
 from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.beside import beside_an_engine
 from kvass.cli.doctor.devices import run_python
@@ -70,6 +71,8 @@ def memory(m: Machine) -> Finding:
         f"{shown(total)} in the machine, container's limit "
         f"{shown(limit) if limit or not known else 'none'}, {shown(available)} available"
     )
+    if m.huge_pages != "transparent":
+        return ok(found, f"an arena of {size}, of huge pages that are reserved, not of these")
     if limit is not None and m.l1_bytes > limit:
         return error(
             f"{found}: l1_size {size} is more than the container may use",
@@ -107,7 +110,22 @@ def shared_memory(m: Machine) -> Finding:
     return ok(f"a memfd of {size} was made, sealed and mapped", used)
 
 
+def _reserved_pages(m: Machine) -> Finding:
+    """The huge pages that root has reserved, for ``huge_pages``."""
+    page = page_bytes(m.huge_pages)
+    there = pool(page, m.root)
+    found = f"pages of {m.huge_pages}: {there.total} reserved, {there.free} of them free"
+    missing = lacking(page, m.l1_bytes // page * page, m.root)
+    if not missing:
+        return ok(found, f"{m.l1_bytes // page} of them, from the start")
+    if m.daemon is not None:
+        return note(found, "what the daemon that answers has", do=f"for another daemon: {missing}")
+    return error(found, NOTHING, do=missing)
+
+
 def huge_pages(m: Machine) -> Finding:
+    if m.huge_pages != "transparent":
+        return _reserved_pages(m)
     setting = re.search(r"\[(\w+)\]", m.text(HUGE))
     found = f"shmem_enabled: {setting[1] if setting else 'unknown'}"
     page = os.sysconf("SC_PAGE_SIZE")

@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from kvass.arena import memory
+from kvass.arena.huge import HugePages
 from kvass.cli.doctor.devices import DeviceReport, ask_torch
 from kvass.client.client import Client
 from kvass.errors import ConfigError, KvassError, UsageError
@@ -54,6 +55,8 @@ class Machine(msgspec.Struct, frozen=True):
     """Bytes of the weights of the engine's model; None if no model was named."""
     vllm: Path | None = None
     """The folder of vLLM's Python package."""
+    huge_pages: HugePages = "transparent"
+    """The option of that name."""
 
     def text(self, path: str) -> str:
         """A file's text; empty if it cannot be read."""
@@ -87,6 +90,7 @@ def examine(
     environment: Mapping[str, str],
     daemon_uid: int | None = None,
     model: Path | None = None,
+    huge_pages: HugePages = "transparent",
 ) -> Machine:
     """Look at this machine. Raises ``ConfigError`` if ``model`` is no folder with weights."""
     model_bytes = None if model is None else weights_bytes(model)
@@ -102,6 +106,7 @@ def examine(
         packages={name: version for name in PACKAGES if (version := installed(name))},
         model_bytes=model_bytes,
         vllm=next((Path(file).parent for file in _found("vllm")), None),
+        huge_pages=huge_pages,
     )
 
 
