@@ -168,6 +168,7 @@ class Lookup(Message, tag="lookup"):
     ``other_adapter`` or ``engine_busy``.
 
     ``session``: the tag of the client's session (``types.session_tag``); 0: it is not known.
+    ``keep_s``: retain the chunks of the match for so many seconds, at most a day; 0: do not.
     """
 
     request: Name
@@ -188,6 +189,7 @@ class Lookup(Message, tag="lookup"):
     if_absent: Name = ""
     absent_chunk: Int32 = 0
     session: SessionTag = 0
+    keep_s: Seconds = 0.0
 
 
 class Promoting(Message, tag="promoting"):
@@ -230,7 +232,7 @@ class Matched(Message, tag="matched"):
     ``first``.
 
     ``why``: why no more matched; empty if all did, or to a lookup ``again``. docs/explain.md has
-    the reasons.
+    the reasons. ``kept``: how many first chunks of the prompt are retained (``Lookup.keep_s``).
     """
 
     boot: bytes = b""
@@ -243,6 +245,7 @@ class Matched(Message, tag="matched"):
     spare: int = 0
     blocks: int = 0
     why: str = ""
+    kept: int = 0
 
 
 class LookupNote(msgspec.Struct, omit_defaults=True):
@@ -353,7 +356,7 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     ``n`` if these are to be stored as a *tail*. The tail is chunk ``n`` of the grant, unless a row
     already has these blocks. Ignored where hits end with a chunk (``Lookup.blocks``).
 
-    ``session``: as in ``Lookup``.
+    ``session``, ``keep_s``: as in ``Lookup``. All chunks of the item that have rows are retained.
     """
 
     request: Name
@@ -363,6 +366,7 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     tenant: Name = ""
     blocks: Digests = b""
     session: SessionTag = 0
+    keep_s: Seconds = 0.0
 
 
 class Reserve(Message, tag="reserve"):
@@ -387,6 +391,8 @@ class Grant(msgspec.Struct, omit_defaults=True):
     ``refused``: the chunks for which there was no room, or which exceed the instance's share. All
     other chunks that were decided exist or are being written. If there was no room for any chunk,
     those after the last of ``refused`` were not decided. None: the daemon is older than this field.
+
+    ``kept``: how many first chunks are retained (``ReserveItem.keep_s``).
     """
 
     reservation: int = 0
@@ -395,6 +401,7 @@ class Grant(msgspec.Struct, omit_defaults=True):
     which: tuple[tuple[int, ...], ...] = ()
     later: int = -1
     refused: tuple[int, ...] | None = None
+    kept: int = 0
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """The granted chunks of each group of the mask, parallel to ``slots``."""

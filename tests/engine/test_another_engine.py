@@ -15,12 +15,13 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from kvass.client.lookups import NO_USE, Use
 from kvass.client.parallel import ParallelStrategy
 from kvass.engine.boundary import Boundary
 from kvass.engine.copier import Copier
 from kvass.engine.memory import KVMemory
 from kvass.engine.planner import Planner
-from kvass.engine.protocols import NO_USE, Adapter, Use
+from kvass.engine.protocols import Adapter
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table

@@ -226,6 +226,12 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     ),
     "clear_tenant": m.ClearTenant(seq=12, tenant="team-a"),
     "lookup.session": m.Lookup(seq=3, request="r-1", digests=b"", session=(1 << 32) - 1),
+    "lookup.keep": m.Lookup(seq=3, request="r-1", digests=b"", keep_s=300.0),
+    "matched.kept": m.Matched(seq=3, first=1, chunks=1, kept=1),
+    "reserve.keep": m.Reserve(
+        seq=5, items=[m.ReserveItem(request="r-1", digests=b"", keep_s=86_400.0)]
+    ),
+    "granted.kept": m.Granted(seq=5, grants=[m.Grant(kept=4)]),
     "reserve.session": m.Reserve(
         seq=5, items=[m.ReserveItem(request="r-1", digests=b"", session=(1 << 32) - 1)]
     ),

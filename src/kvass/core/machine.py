@@ -135,7 +135,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.EpochIs: _epoch_is,
     effects.Emptied: epochs.emptied,
     effects.TierReport: _tier_report,
-    effects.QuotasAre: lambda state, event: state.tenants.replace(event.quotas),
+    effects.QuotasAre: lambda state, event: clearing.replace_quotas(state, event.quotas),
     effects.TiersAre: tier_changes.change,
     effects.Stopping: lambda state, _: flush.stop(state),
 }

@@ -49,6 +49,7 @@ def status(state: State) -> dict[str, Any]:
         "quarantined_bytes": sum(r.size_bytes for r in reservations if r.discarded),
         "l1_used_bytes": sum(g["used_bytes"] for g in groups) + cleared_bytes,
         "l1_cleared_bytes": cleared_bytes,
+        "l1_kept_bytes": sum(t.kept_bytes for t in state.tenants.all.values()),
         "l1_capacity_bytes": state.config.arena_bytes,
         "l1_populated_bytes": state.populated_bytes,
         "indexed_chunks": sum(m.count for m in matchers),
@@ -117,6 +118,7 @@ def _tenant(tenant: Tenant, now: float) -> dict[str, Any]:
         "miss_tokens": traffic["miss_tokens"],
         "evicted_bytes": tenant.evicted_bytes,
         "l1_bytes": tenant.taken_bytes,
+        "kept_bytes": tenant.kept_bytes,
         "cap_bytes": None if tenant.cap_bytes == NO_CAP else tenant.cap_bytes,
         "reserved_bytes": tenant.reserved_bytes,
     }

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from kvass.client.lookups import Use
 from kvass.layout.spans import Table
 
 
@@ -23,17 +24,6 @@ class Adapter:
     path: str
     text: str
     in_place: bool = False
-
-
-class Use(NamedTuple):
-    """What a request's client says of the request's KV. ``session``: the tag of its session
-    (``types.session_tag``); 0: it has none. ``ends``: the session ends with the request."""
-
-    session: int = 0
-    ends: bool = False
-
-
-NO_USE: Final = Use()
 
 
 class Request(Protocol):

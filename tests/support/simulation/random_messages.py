@@ -90,7 +90,9 @@ class _Maker:
 
     def fields(self, kind: type[msgspec.Struct]) -> dict[str, Any]:
         names = [
-            name for name in kind.__struct_fields__ if name not in ("seq", "tenant", "session")
+            name
+            for name in kind.__struct_fields__
+            if name not in ("seq", "tenant", "session", "keep_s")
         ]
         return {name: self.value(name, kind) for name in names}
 

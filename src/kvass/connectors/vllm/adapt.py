@@ -42,12 +42,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from kvass.client.lookups import NO_USE, Use
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.contract import release
 from kvass.connectors.vllm.hints import read_hints
 from kvass.engine.boundary import log
 from kvass.engine.held_adapters import News
-from kvass.engine.protocols import NO_USE, Adapter, Use
+from kvass.engine.protocols import Adapter
 from kvass.engine.step_work import Compared, StepWork
 from kvass.layout.spans import Table
 from kvass.types import session_tag
@@ -186,9 +187,11 @@ class VllmRequest:
         """``Request.use``. A request that ends no session and has none has no tag."""
         name = self.hints.session or self._request.session_id
         if not name and not self.hints.ends:
-            return NO_USE
+            return NO_USE._replace(keep_s=self.hints.keep_s)
         kind: Literal["session", "request"] = "session" if name else "request"
-        return Use(session_tag(name or self.name, self.tenant, kind), self.hints.ends)
+        return Use(
+            session_tag(name or self.name, self.tenant, kind), self.hints.ends, self.hints.keep_s
+        )
 
     @property
     def trace(self) -> str:

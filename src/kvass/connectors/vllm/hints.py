@@ -9,6 +9,7 @@ messages), and of ``SamplingParams.extra_args`` in Python.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -27,7 +28,11 @@ SKIP_SAVE: Final = "lmcache.skip_save"
 SESSION: Final = "kvass.session"
 """Names the session of the request: a text. It wins over the ``session_id`` of vLLM's own."""
 TTL: Final = "kvass.ttl"
-"""0: the session ends with this request."""
+"""0: the session ends with this request. Seconds up to a day, or a text like ``5m`` or ``1h``: its
+rows are retained for so long."""
+_TIME: Final = re.compile(r"([1-9][0-9]{0,4})([smh])", re.ASCII)
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600}
+_LONGEST_S: Final = 86_400
 MOST_NAME: Final = 1024
 """The most characters of a session's name."""
 
@@ -40,6 +45,7 @@ class Hints(msgspec.Struct, frozen=True):
     """What a request asks for. ``tenant``: empty without one. ``most_tokens``: how many first
     tokens may be stored; None: all. ``report``: whether the answer says what kvass did.
     ``session``: the session's name; empty without one. ``ends``: the session ends with the request.
+    ``keep_s``: for how long its rows are retained; 0: they are not.
     ``bad``: the keys whose values were ignored."""
 
     tenant: str = ""
@@ -47,6 +53,7 @@ class Hints(msgspec.Struct, frozen=True):
     report: bool = False
     session: str = ""
     ends: bool = False
+    keep_s: float = 0.0
     bad: tuple[str, ...] = ()
 
 
@@ -70,8 +77,19 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
     if not (session is None or (isinstance(session, str) and 0 < len(session) <= MOST_NAME)):
         bad.append(SESSION)
         session = None
-    ends = type(ttl) is int and ttl == 0
-    if not (ttl is None or ends):
+    seconds = _seconds(ttl)
+    if seconds is None and ttl is not None:
         bad.append(TTL)
     most = 0 if skip is True else most
-    return Hints(tenant or "", most, report is True, session or "", ends, tuple(bad))
+    return Hints(
+        tenant or "", most, report is True, session or "", seconds == 0, seconds or 0.0, tuple(bad)
+    )
+
+
+def _seconds(ttl: Any) -> float | None:
+    """The seconds that a value of ``TTL`` stands for. None: it has no such meaning."""
+    if isinstance(ttl, str) and (match := _TIME.fullmatch(ttl)):
+        ttl = int(match[1]) * _SECONDS[match[2]]
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 <= ttl <= _LONGEST_S:
+        return None
+    return float(ttl)

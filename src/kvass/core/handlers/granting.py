@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvass.core.clients.registry import Instance
 from kvass.core.handlers.reserve_items import Item
 from kvass.core.matching.coverage import first_chunk
+from kvass.core.matching.keeping import Found
 from kvass.core.rows.index import ABSENT, repeated
 from kvass.core.rows.row_classes import Namespace, RowClass
 from kvass.core.rows.row_table import ClassRows
@@ -24,10 +25,6 @@ from kvass.types import I64Array
 ROWS_A_STEP: Final = 512
 """The most rows of an item that one step grants or refuses, but at least those of one chunk. Later
 steps decide the others."""
-
-Found = tuple[int, I64Array]
-"""The rows that one class has of a prompt: the number of a chunk, and the row (or ``ABSENT``) of
-each chunk from that one on."""
 
 
 def grant(

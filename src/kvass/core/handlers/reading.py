@@ -114,6 +114,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         )
     matched = state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
     matched.why = ended_by
+    matched.kept = state.keep(ns, view.to_keep(chunks), msg.keep_s, msg.tenant)
     return matched
 
 
@@ -239,6 +240,7 @@ def _promotion(
         tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
         about=_about(msg) if isinstance(msg, Lookup) else NOTHING,
         client_session=msg.session if isinstance(msg, Lookup) else None,
+        keep_s=msg.keep_s if isinstance(msg, Lookup) else 0.0,
     )
 
 

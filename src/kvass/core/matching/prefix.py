@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvass.core.matching.coverage import BoolArray, checked_groups, first_chunk, longest_hit
+from kvass.core.matching.keeping import Found
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_states import RowStates
@@ -139,6 +140,13 @@ class PrefixView:
             parts.append(ClassRows(c.id, hit))
             spares.append(ClassRows(c.id, rows[end:upto]))
         return Hit(end, blocks, tuple(parts), tuple(spares))
+
+    def to_keep(self, end: int) -> list[Found]:
+        """By row class, the rows of whole chunks that a hit of ``end`` chunks needs, also of those
+        chunks that the engine has itself."""
+        tokens = self.ns.chunk_tokens
+        begins = [first_chunk(group, end, tokens) for group in self._groups]
+        return [(begin, rows[begin:end]) for begin, rows in zip(begins, self.found, strict=True)]
 
     def _partial_chunk(self, end: int) -> tuple[int, list[I64Array]]:
         """The first blocks of the chunk after ``end`` chunks that all classes have: their number,

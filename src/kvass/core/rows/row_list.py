@@ -1,4 +1,4 @@
-"""Lists of rows beside the log of uses: those that are evicted before all others.
+"""Lists of rows beside the log of uses: those that are evicted before all others, or after them.
 
 Law of this file: an entry names a row until the row is used again or freed. So whoever adds a row
 need not remove it.
@@ -9,9 +9,11 @@ changes the row's stamp.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvass.core.rows.row_table import RowTable
 from kvass.types import I64Array
@@ -58,10 +60,20 @@ class RowList:
         del self._parts[:stale]
         return _once(np.concatenate(found)) if len(found) > 1 else _NO_ROWS
 
+    def take_out(self, stays: Callable[[I64Array], npt.NDArray[np.bool_]]) -> I64Array:
+        """Remove the rows for which ``stays`` is False, and return them."""
+        self._compact()
+        rows = np.concatenate([_NO_ROWS, *[rows for rows, _ in self._parts]])
+        stay = stays(rows)
+        self._parts, self._size = [], 0
+        self.add(rows[stay])
+        gone: I64Array = rows[~stay]
+        return gone
+
     def _compact(self) -> None:
         """Drop the entries that are not valid."""
-        rows = np.concatenate([rows for rows, _ in self._parts])
-        stamps = np.concatenate([stamps for _, stamps in self._parts])
+        rows = np.concatenate([_NO_ROWS, *[rows for rows, _ in self._parts]])
+        stamps = np.concatenate([_NO_ROWS, *[stamps for _, stamps in self._parts]])
         valid = self._table.stamp[rows] == stamps
         rows = _once(rows[valid])
         self._parts, self._size, self._most = [], 0, 2 * len(rows) + _SLACK

@@ -77,7 +77,10 @@ class RowStates:
             else:
                 self._touch_each(oldest_first, stamps)
             self._sets.newest[self.table.set_of[rows]] = self.table.clock - 1
-            if session is not None and self.classes.tags.any:
+            if session is None:
+                return
+            self.classes.kept.used(rows, self.uses.now)
+            if self.classes.tags.any:
                 self.classes.tags.used(rows, session)
                 if self.classes.tags.has_ended(session):
                     self._evict_first(rows[self.of_ended(rows)])
@@ -111,6 +114,7 @@ class RowStates:
     def _evict_first(self, rows: I64Array) -> None:
         """Have ``rows`` evicted before all others of their classes, the least recently used
         first."""
+        self.classes.kept.drop(rows)
         owners = self._sets.owner[self.table.set_of[rows]]
         for owner in np.unique(owners).tolist():
             if (row_class := self.classes.by_id.get(owner)) is not None:
@@ -213,6 +217,7 @@ class RowStates:
         """Forget readable ``rows`` of one class. No lookup finds them from now on. Those that are
         pinned are freed at their last unpin."""
         pinned = self.table.pins[rows] > 0
+        self.classes.kept.drop(rows)
         self.free(rows[~pinned])
         kept = rows[pinned]
         self._note_removed(kept)
@@ -266,6 +271,7 @@ class RowStates:
         if after == FREE:
             self._sets.newest[sets[self._sets.used[sets] == 0]] = NEVER
             self.classes.tags.freed(rows)
+            self.classes.kept.drop(rows)
         self._leaving += len(rows) * ((after in _LEAVING) - (before in _LEAVING))
         owner = self.class_of(rows)
         if owner is not None:

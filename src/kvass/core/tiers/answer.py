@@ -86,6 +86,8 @@ def answer(state: State, promotion: Promotion) -> None:
             promotion.spare,
         )
         matched.why, reply = why, matched
+        to_keep = promotion.view(state.rows).to_keep(promotion.hit.chunks)
+        matched.kept = state.keep(promotion.namespace, to_keep, promotion.keep_s, promotion.tenant)
     reply.seq = promotion.seq
     state.send(promotion.session, reply)
     _end(state, promotion)
