@@ -114,6 +114,8 @@ class Register(Message, tag="register"):
 
     ``counted``: False for a measurement and for an engine in shadow mode. The figures of models and
     tenants leave out their lookups.
+
+    ``cache_bytes``: the memory of a worker's own KV cache; 0: not told. For advice only.
     """
 
     instance: Name
@@ -128,6 +130,7 @@ class Register(Message, tag="register"):
     generation: ShortBytes = b""
     model: Name = ""
     counted: bool = True
+    cache_bytes: Int64 = 0
 
 
 class Registered(Message, tag="registered"):

@@ -90,6 +90,11 @@ _UNITS: Final = {"": 1, "b": 1} | {
 }
 
 
+L1_OF_CACHES: Final = 2
+"""L1 should have this many times the size of the engines' own KV caches together. L1 and they hold
+what was used last, so an L1 of their size has nothing that they have not: it never hits."""
+
+
 class Size(int):
     """A number of bytes, written ``8GiB``, ``8Gi``, ``512 mib``, ``1.5GB``, ``2G`` or as a plain
     number. ``G`` is a power of 1000, and ``Gi`` is a power of 1024."""

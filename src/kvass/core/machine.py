@@ -196,6 +196,10 @@ class CacheMachine:
             return None
         return self.state.namespace_of(self.state.instances[terms.instance])
 
+    def engine_cache_bytes(self) -> int:
+        """The size of the engines' own KV caches together, as far as they told it."""
+        return self.state.engine_cache_bytes
+
     def owes(self, session: SessionId) -> bool:
         """Whether the session is of a worker that may still read or write the arena."""
         terms = self.registered(session)

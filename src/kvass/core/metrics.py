@@ -99,6 +99,7 @@ GAUGES: Final[dict[str, str]] = {
     "l1_capacity_bytes": "Size of L1.",
     "l1_populated_bytes": "Part of L1 that is populated (resident).",
     "l1_kept_bytes": "Retained rows (`kvass.ttl`).",
+    "engine_cache_bytes": "The engines' own KV caches together, as far as engines tell their size.",
     "indexed_chunks": "Chunks that are indexed by their tokens.",
     "indexed_bytes": "Memory of these in the daemon.",
     "promotions": "Lookups and prefetches that wait for a tier or a store.",

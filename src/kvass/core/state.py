@@ -218,6 +218,11 @@ class State:
         return sum(tier.speed.loading_bytes for tier in self.tiers.all)
 
     @property
+    def engine_cache_bytes(self) -> int:
+        """The size of the engines' own KV caches together, as far as they told it."""
+        return sum(instance.cache_bytes for instance in self.instances.values())
+
+    @property
     def quota(self) -> int:
         """The most bytes that one instance may have reserved or quarantined (law 12)."""
         return int(self.config.arena_bytes * self.config.limits.instance_write_share)
