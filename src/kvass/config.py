@@ -115,6 +115,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "or 1GiB, which root must have reserved"
         ),
     ] = "transparent"
+    numa: Annotated[
+        str,
+        Meta(
+            description="NUMA nodes whose memory L1 takes, like 0 or 0,2-3; its pages are spread "
+            "evenly over them",
+            extra={"default": "all"},
+        ),
+    ] = ""
     allow_uid: Annotated[
         list[Uid],
         Meta(description="another user whose engines may connect, by name or id (repeatable)"),

@@ -64,6 +64,12 @@ RESERVED = {
     f"{POOL}/free_hugepages": "4096",
     "proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 1 kB\n",
 }
+_NODE = "sys/devices/system/node"
+NODES = {
+    f"{_NODE}/has_memory": "0-1",
+    f"{_NODE}/node0/meminfo": "Node 0 MemFree: 5242880 kB\nNode 0 Inactive(file): 1048576 kB\n",
+    f"{_NODE}/node1/meminfo": f"Node 1 MemFree: {5 << 20} kB\n",
+}
 GROUP = {
     f"{CGROUP}/pod/memory.max": f"{16 * GIB}\n",
     f"{CGROUP}/pod/memory.current": f"{12 * GIB}\n",
@@ -241,6 +247,21 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
         RESERVED | {f"{POOL}/free_hugepages": "0", "daemon": {}},
         *("huge pages", "note", "0 of them free; what the daemon that answers has"),
     ),
+    ({}, "NUMA", "ok", "one NUMA node"),
+    (NODES, "NUMA", "ok", "0: 6 GiB, 1: 5 GiB; spread evenly; --numa"),
+    (
+        NODES | {"l1_bytes": 11 * GIB},
+        *(
+            "NUMA",
+            "note",
+            "its part of L1, 5.5 GiB, does not fit on 1; lies on other nodes; --numa",
+        ),
+    ),
+    (
+        NODES | {"daemon": {"l1_node_bytes": {"0": 3 * GIB, "1": 5 * GIB}}},
+        *("NUMA", "ok", "L1 of the daemon that answers: 0: 3 GiB, 1: 5 GiB"),
+    ),
+    (NODES | {"daemon": {}}, "NUMA", "ok", "that answers: unknown"),
     # Limits.
     ({}, "descriptors", "ok", "ulimit -n 1024; 1048576; 1024 sessions"),
     (limits(files="unlimited"), "descriptors", "ok", "hard limit unlimited"),

@@ -16,6 +16,7 @@ import pytest
 
 from bench.rows import Rows, flushed, wait_tier
 from kvass.cli.bench.rig import WIDTH
+from kvass.cli.detail import detail
 from kvass.cli.main import main
 from kvass.cli.report import WIDTH as COLUMNS
 from kvass.cli.report import percent, report, size, span
@@ -115,6 +116,14 @@ def test_an_engine_in_shadow_mode_says_what_kvass_would_save(own_fields: dict[st
     ) in text
     rows = [line.split() for line in report(own_fields) if line.startswith("e  ")]
     assert [row[-2] for row in rows] == ["shadow", "-"], "its hits are none"
+
+
+def test_where_l1_lies_on_several_nodes(own_fields: dict[str, Any]) -> None:
+    own_fields["l1_node_bytes"] = {"0": 12 << 20, "1": 4 << 20}
+    assert "on nodes 0: 12.0 MiB, 1: 4.0 MiB" in list(report(own_fields))
+    assert any("l1_node_bytes" in x and x.endswith("1: 4.0 MiB") for x in detail(own_fields))
+    own_fields["l1_node_bytes"] = {"0": 16 << 20}
+    assert not [line for line in report(own_fields) if "nodes" in line]
 
 
 def test_an_engine_that_waits_for_a_rank_and_a_tier_without_room(

@@ -10,7 +10,7 @@ from kvass.cli.report import WIDTH, printable, size
 from kvass.core import metrics
 
 _MEANINGS: Final[dict[str, dict[str, str]]] = {
-    "": metrics.GAUGES | {"messages": metrics.MESSAGES},
+    "": metrics.GAUGES | {"messages": metrics.MESSAGES, "l1_node_bytes": metrics.NODES},
     "counters": metrics.COUNTERS,
     "histograms": metrics.HISTOGRAMS | metrics.LOOP_HISTOGRAMS,
     "namespaces": metrics.NAMESPACE_COUNTERS | metrics.NAMESPACE_GAUGES,
@@ -64,6 +64,8 @@ def _value(name: str, value: Any) -> str:
     if isinstance(value, dict) and "counts" in value:  # a histogram
         times = sum(value["counts"])
         return f"{times:,} times, {value['sum'] / times:.3g} s on average"
+    if isinstance(value, dict) and name.endswith("_bytes"):
+        return ", ".join(f"{key}: {size(number)}" for key, number in value.items())
     if isinstance(value, dict):
         return ", ".join(f"{key} {number:,}" for key, number in value.items() if number)
     if isinstance(value, list):

@@ -39,6 +39,8 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
         f"memory   {size(used)} of {size(capacity)} used ({percent(used, capacity)}), "
         f"{fields['rows']:,} rows, {evicted:,} evicted{populating}"
     )
+    if len(nodes := fields.get("l1_node_bytes", {})) > 1:
+        yield f"on nodes {', '.join(f'{node}: {size(n)}' for node, n in nodes.items())}"
     namespaces = fields["namespaces"]
     counted = [*namespaces, *fields.get("forgotten", [])]
     input_tokens, hit_tokens, recent_tokens, recent_hit_tokens = (

@@ -127,6 +127,8 @@ NAMESPACE_COUNTERS: Final[dict[str, str]] = {
     "saved_prefill_s": "Time to compute the hit tokens, at the prefill speed that engines report.",
 }
 
+NODES: Final = "L1 on each NUMA node once all of it is populated, from a sample of its pages."
+
 MISSES: Final[dict[str, str]] = {
     "absent": "Neither L1 nor a tier that is up has them, and no other reason is known.",
     "evicted": "L1 evicted them to make room, and no tier that is up has them.",

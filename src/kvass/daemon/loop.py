@@ -16,13 +16,12 @@ import math
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from kvass.arena.memory import SLICE_BYTES, Arena
+from kvass.arena.memory import Arena
 from kvass.config import quotas
 from kvass.core import effects
 from kvass.core.effects import SessionId
@@ -36,6 +35,7 @@ from kvass.daemon.connection import Connection
 from kvass.daemon.last_events import LastEvents
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.peer_process import PeerProcess, process_behind
+from kvass.daemon.populate import Populating, thread_cpus
 from kvass.daemon.recording import Recorder
 from kvass.daemon.session_log import LOGGED, SessionLog
 from kvass.daemon.tier_process.supervisor import task
@@ -55,7 +55,6 @@ _ACCEPT_PAUSE_S: Final = 0.1
 _TICK_S: Final = 0.001
 _LAG_S: Final = 1.0
 """Seconds between two measurements of the loop's lag."""
-_POPULATE_NICE: Final = 5
 _log = logging.getLogger("kvass")
 
 
@@ -93,7 +92,7 @@ class Server:
         self._tiers = tiers
         self._draining = False
         """The daemon is stopping: only flushes go on."""
-        self._stopping = threading.Event()
+        self._populating = Populating(arena, self._tell_mark, self._tell_lack, thread_cpus())
         self._times = {name: Histogram() for name in LOOP_HISTOGRAMS}
 
     def run(self, on_ready: Callable[[], None]) -> None:
@@ -132,14 +131,12 @@ class Server:
         notify.feed_watchdog(self._loop)
         gc.freeze()  # what exists now lives as long as we do
         gc.set_threshold(*GC_THRESHOLD)
-        worker = threading.Thread(target=self._populate)
-        worker.start()
+        self._populating.start()
         try:
             await self._stopped
         finally:
             reloads.cancel()
-            self._stopping.set()
-            worker.join()
+            self._populating.stop()
             self._stop_listening()
             for connection in self._connections.values():
                 connection.close_now()
@@ -195,26 +192,14 @@ class Server:
             error = context.get("exception") or AssertionError(context["message"])
             self._stopped.set_exception(error)
 
-    def _populate(self) -> None:
-        """Fault in the pages of the arena. Runs in a thread of low priority, without the GIL.
+    def _tell_mark(self, populated: int) -> None:
+        """Pass the mark of a populating thread to the core."""
+        with suppress(RuntimeError):  # the loop closed meanwhile
+            self._loop.call_soon_threadsafe(self._handle, effects.PopulatedTo(populated))
 
-        A page is charged to the cgroup of the process that touches it first: here, of the daemon.
-        If the kernel has no memory for a page, the daemon ends, because a process that touches the
-        page later, such as an engine, would be killed (SIGBUS).
-        """
-        os.nice(_POPULATE_NICE)  # Linux: of this thread alone
-        for lo in range(0, self._arena.size, SLICE_BYTES):
-            if self._stopping.is_set():
-                return
-            hi = min(lo + SLICE_BYTES, self._arena.size)
-            try:
-                self._arena.populate(lo, hi)
-            except OSError as error:
-                with suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(self._lacks_memory, lo, error)
-                return
-            with suppress(RuntimeError):  # the loop closed while it was in the kernel
-                self._loop.call_soon_threadsafe(self._handle, effects.PopulatedTo(hi))
+    def _tell_lack(self, there: int, error: OSError) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._lacks_memory, there, error)
 
     def _lacks_memory(self, there: int, error: OSError) -> None:
         if not self._stopped.done():
@@ -318,6 +303,8 @@ class Server:
             if type(effect.message) is StatusReply:
                 times = {name: histogram.fields() for name, histogram in self._times.items()}
                 effect.message.fields["histograms"].update(times)
+                there = {str(node): n for node, n in self._populating.by_node.items()}
+                effect.message.fields["l1_node_bytes"] = there
             if (connection := self._connections.get(effect.session)) is not None:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode(effect.message), fd)

@@ -19,7 +19,7 @@ from typing import Final
 import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a request
 
 from kvass._version import __version__
-from kvass.arena import huge, memory
+from kvass.arena import huge, memory, nodes
 from kvass.arena.room import SAFE_SHARE, committable, room
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
@@ -54,6 +54,7 @@ def serve(
     access = Access(config)
     with listening(config.socket, access) as listener:
         arena = _make_arena(config)
+        _place(arena, config.numa)
         size, pages = arena.size, _pages(arena)
         core = core_config(config, size)
         tiers = TierSet(config.tier, arena.fileno(), size, config.log_format)
@@ -126,6 +127,29 @@ def _make_arena(config: Config) -> memory.Arena:
             if why
             else f"no arena of {config.l1_size}: {error.strerror}"
         ) from error
+
+
+def _place(arena: memory.Arena, numa: str) -> None:
+    """Spread the arena over the nodes that ``numa`` names, or over all. Nothing is done where there
+    is one node, and none is named. Raises ``ConfigError`` if the named ones cannot be used."""
+    there = nodes.nodes()
+    try:
+        named = nodes.numbers(numa)
+    except ValueError:
+        raise ConfigError(f"numa {numa}: give numbers of nodes, like 0 or 0,2-3") from None
+    if not named <= {*there}:
+        raise ConfigError(
+            f"numa {numa}: the nodes with memory here are {', '.join(map(str, there))}"
+        )
+    if not named and len(there) == 1:
+        return
+    try:
+        nodes.place(arena, named or there)
+    except OSError as error:
+        why = f"mbind: {error.strerror}; in a container add the capability SYS_NICE"
+        if named:
+            raise ConfigError(f"numa {numa}: {why}") from error
+        _log.warning("L1 is not spread evenly over the %d NUMA nodes: %s", len(there), why)
 
 
 def _pages(arena: memory.Arena) -> str:

@@ -96,8 +96,9 @@ def _ready(source: Source, _query: str) -> HttpReply:
     """200 if the daemon answers, the arena is populated and all tiers are up."""
     fields, trouble = source.status()
     if fields is not None:
-        if fields["l1_populated_bytes"] < fields["l1_capacity_bytes"]:
-            trouble = "the arena is not populated yet"
+        there, whole = fields["l1_populated_bytes"], fields["l1_capacity_bytes"]
+        if there < whole:
+            trouble = f"the arena is not populated yet: {100 * there // whole} % of it"
         down = [tier["tier"] for tier in used_tiers(fields["tiers"]) if not tier.get("up")]
         trouble = f"tiers down: {', '.join(down)}" if down else trouble
     if trouble:

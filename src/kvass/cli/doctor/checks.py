@@ -16,6 +16,7 @@ from typing import Final
 
 from kvass._version import __version__, code_version
 from kvass.arena.huge import lacking, page_bytes, pool
+from kvass.arena.nodes import nodes
 from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.beside import beside_an_engine
 from kvass.cli.doctor.caches import beside_their_caches
@@ -139,6 +140,37 @@ def huge_pages(m: Machine) -> Finding:
         do = f"as root, before kvass serve: echo advise > /{HUGE}"
         return note(found, f"pages of {shown(page)}", cost, do)
     return ok(found, f"huge pages where there are any, else {shown(page)}")
+
+
+def numa(m: Machine) -> Finding:
+    there = nodes(m.root)
+    if len(there) == 1:
+        return ok("one NUMA node")
+    free = {node: _free_on(node, m) for node in there}
+    found = "free on NUMA nodes: " + ", ".join(f"{n}: {shown(free[n])}" for n in there)
+    if m.daemon is not None:
+        has = m.daemon.get("l1_node_bytes") or {}
+        lies = ", ".join(f"{node}: {shown(n)}" for node, n in has.items()) or "unknown"
+        return ok(f"{found}; L1 of the daemon that answers: {lies}")
+    used, part = "L1 is spread evenly over all of them; --numa names others", m.l1_bytes / len(free)
+    if small := [str(n) for n, size in free.items() if size is not None and size < part]:
+        return note(
+            f"{found}; its part of L1, {shown(part)}, does not fit on {', '.join(small)}",
+            used,
+            "what does not fit lies on other nodes, so copies are slower for some engines",
+            "free memory there, a smaller L1, or --numa",
+        )
+    return ok(found, used)
+
+
+def _free_on(node: int, m: Machine) -> int | None:
+    """Bytes on a node that are free, or that the page cache would give back."""
+    file = f"sys/devices/system/node/node{node}/meminfo"
+    kib = [
+        m.number(file, rf"Node {node} {name}: +(\d+) kB")
+        for name in ("MemFree", "Inactive\\(file\\)")
+    ]
+    return None if kib[0] is None else (kib[0] + (kib[1] or 0)) << 10
 
 
 def descriptors(m: Machine) -> Finding:
@@ -306,6 +338,7 @@ CHECKS: Final[Mapping[str, Callable[[Machine], Finding]]] = {
     "engines' caches": beside_their_caches,
     "shared memory": shared_memory,
     "huge pages": huge_pages,
+    "NUMA": numa,
     "descriptors": descriptors,
     "daemon": daemon,
     "GPU": gpu,
