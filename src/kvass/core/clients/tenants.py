@@ -162,11 +162,11 @@ class Tenants:
     def least_share(self, tenant: Tenant) -> int:
         """The share of ``tenant`` when all tenants that may have extent sets have some. Only
         quotas change it. A tenant whose quota was removed has none."""
-        paying = [t for t in self.all.values() if t.listed or t is self.default]
-        if tenant not in paying:
+        may = [each for each in self.all.values() if each.listed or each is self.default]
+        if tenant not in may:
             return 0
-        spare = self._arena_bytes - sum(t.reserved_bytes for t in paying)
-        return min(tenant.cap_bytes, tenant.reserved_bytes + spare // len(paying))
+        spare = self._arena_bytes - sum(each.reserved_bytes for each in may)
+        return min(tenant.cap_bytes, tenant.reserved_bytes + spare // len(may))
 
     def taken(self) -> I64Array:
         """The size of each tenant's extent sets, by id."""
