@@ -113,6 +113,18 @@ def caches(l1: float, engines: float) -> dict[str, Any]:
     return {"daemon": sizes}
 
 
+def writes(up_s: float, **stored: float) -> dict[str, Any]:
+    """A daemon with tiers, each of which stored so many GiB."""
+    tiers = [
+        *(
+            {"tier": f"{kind}:/d", "up": True, "store_failures": 0, "stored_rows": 1}
+            | {"stored_bytes": int(size * GIB)}
+            for kind, size in stored.items()
+        )
+    ]
+    return {"daemon": {"up_s": up_s, "tiers": tiers}}
+
+
 KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     # GPUs.
     ({}, "GPU", "ok", "none; CPU"),
@@ -270,6 +282,14 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     ({}, "daemon", "note", "none at /; kvass serve --socket; --l1-size 8GiB"),
     ({"daemon_trouble": "no answer"}, "daemon", "warning", "no answer; uncached"),
     ({"daemon": {"version": "99"}}, "daemon", "note", "kvass 99; newer"),
+    # Wear.
+    ({}, "disk writes", "ok", "no daemon with a disk tier"),
+    (writes(3600, redis=1), "disk writes", "ok", "no daemon with a disk tier"),
+    (writes(60, disk=1), "disk writes", "note", "has run for 60 s; when the daemon has served"),
+    (
+        writes(3600, disk=10, redis=1000),
+        *("disk writes", "ok", "240 GiB a day to disk:/d, at the average; 3.84 TB"),
+    ),
     # What is installed.
     ({}, "vLLM", "ok", "torch 2.13.0+cu130; KvassConnector"),
     ({"packages": ALL | {"vllm": "0.99.1+cpu"}}, "vLLM", "note", "never tested"),

@@ -161,6 +161,34 @@ def test_a_killed_daemons_disk_serves_a_new_engine_and_the_old_one(
         daemon.wait_until(leases=0, reservations=0, pins=0, rows_loading=0, promotions=0)
 
 
+def test_a_request_for_one_token_brings_its_rows_to_l1(
+    place: Place, disk: Path, movables: Sequence[Movable], judge: Judge, prompt: Make
+) -> None:
+    """What docs/tiers.md says of it. The other prompt, of which nobody asked, is the control."""
+    tokens, others = prompt(1000), prompt(600)
+    with place.daemon(url(disk)) as daemon:
+        a = movables[0].goes_to(daemon)
+        awake(a, daemon, prompt)
+        for one in (tokens, others):
+            store(a, one)
+        flushed(daemon)
+        daemon.kill()
+        b = movables[1].goes_to(daemon)
+        daemon.start()
+        awake(a, daemon, prompt)
+        awake(b, daemon, prompt)
+        assert a.one(tokens, 1).external == 768
+        assert tier_of(daemon)["loaded_rows"] == 3
+        daemon.wait_until(reservations=0)
+        warm = b.one(tokens)
+        assert warm.external >= 768
+        assert tier_of(daemon)["loaded_rows"] == 3, "they are in L1"
+        judge.check(tokens, warm)
+        assert b.one(others).external == 512
+        assert tier_of(daemon)["loaded_rows"] == 3 + 2, "these were not"
+        assert all(one.engine.reset() for one in movables)
+
+
 def test_two_daemons_share_a_store(
     place: Place, movables: Sequence[Movable], judge: Judge, prompt: Make
 ) -> None:

@@ -26,6 +26,7 @@ from kvass.simulate.optimal import Best, optimal_hits
 from kvass.simulate.player import Model, Outcome, Player, Setting
 from kvass.simulate.report import Result, advice
 from kvass.simulate.traces import MOONCAKE_TOKENS, MOST_WRONG, Trace, TraceRequest, read
+from kvass.types import Size
 
 CHUNK = MOONCAKE_TOKENS
 MODEL = Model(CHUNK, layout((Layers(1, 8),), CHUNK))
@@ -542,6 +543,24 @@ def test_the_model_is_said_and_that_it_was_assumed(
     assert says in " ".join(html.read_text().split())
     assert main(["simulate", str(file), "--l1", "1GiB", "--json", *flags]) == 0
     assert says in json.loads(capsys.readouterr().out)[0]["geometry"]
+
+
+def test_what_a_day_writes_to_the_tier_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat.jsonl"
+    assert main(["simulate", "--synth", "chat", "--requests", "40", str(file)]) == 0
+    times = [json.loads(line)["timestamp"] / 1000 for line in file.read_text().splitlines()]
+    command = ["simulate", str(file), "--l1", "1MiB", "--token-bytes", "1024"]
+    capsys.readouterr()
+    assert main([*command, "--json", "--l2", "1GiB"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    day = one["l2_stored_bytes"] / (times[-1] - times[0]) * 86_400
+    assert one["l2_stored_bytes_a_day"] == pytest.approx(day)
+    assert main([*command, "--l2", "1GiB"]) == 0
+    assert f"written to L2 a day: {Size(day).rounded()}" in capsys.readouterr().out.splitlines()
+    assert main(command) == 0
+    assert "a day" not in capsys.readouterr().out, "control: nothing is written"
 
 
 def test_the_advice_names_the_least_size_that_has_most_of_the_hits() -> None:

@@ -13,6 +13,7 @@ from kvass.simulate.player import Outcome, Setting
 from kvass.simulate.traces import Trace
 from kvass.types import Size
 
+DAY_S: Final = 86_400.0
 KNEE: Final = 0.9
 """The recommended size has this share of the hits of a cache that evicts nothing."""
 _SLICES: Final = 60
@@ -48,6 +49,7 @@ class Result:
             "waited_for_l2_s": o.waited_s,
             "loads_not_worth_it": o.not_worth_it,
             "l2_stored_bytes": o.l2_stored_bytes,
+            "l2_stored_bytes_a_day": self.l2_bytes_a_day,
             "stored_rows": o.stored_rows,
             "stored_tokens": o.stored_tokens,
             "stored_tail_tokens": o.tail_tokens,
@@ -57,6 +59,13 @@ class Result:
             "saved_prefill_s": o.hit_tokens / s.prefill_tokens_s if s.prefill_tokens_s else None,
             "saved_s": self.saved_s if s.prefill_tokens_s else None,
         }
+
+    @property
+    def l2_bytes_a_day(self) -> float | None:
+        """The bytes that the tier would be written each day, if every hour were like this trace.
+        None if the trace takes no time."""
+        seconds = self.trace.requests[-1].time_s - self.trace.requests[0].time_s
+        return self.outcome.l2_stored_bytes / seconds * DAY_S if seconds > 0 else None
 
     @property
     def saved_s(self) -> float:
@@ -113,6 +122,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
             yield "  ".join(t.rjust(width) for t, width in zip(texts, widths, strict=True))
         yield f"a cache that evicts nothing: {max(r.infinite for r in of_trace):.2%}"
         yield advice(of_trace)
+        yield from _wear(of_trace)
 
 
 def _columns(result: Result, varying: Sequence[str]) -> dict[str, str]:
@@ -163,6 +173,19 @@ def advice(results: Sequence[Result]) -> str:
     return (
         f"L1 of {Size(s.l1_bytes).rounded()}{l2}{how} has {share:.0%} of the hits that are possible"
     )
+
+
+def _wear(results: Sequence[Result]) -> Iterator[str]:
+    """What is written to L2 each day, in one line; none without L2."""
+    days = [r.l2_bytes_a_day for r in results if r.outcome.setting.l2_bytes]
+    sizes = sorted({Size(day).rounded(): day for day in days if day is not None}.items(), key=_day)
+    if sizes:
+        least, most = sizes[0][0], sizes[-1][0]
+        yield f"written to L2 a day: {least if least == most else f'{least} to {most}'}"
+
+
+def _day(named: tuple[str, float]) -> float:
+    return named[1]
 
 
 def _price(result: Result) -> tuple[int, int, float]:

@@ -23,6 +23,7 @@ from kvass.cli.doctor.caches import beside_their_caches
 from kvass.cli.doctor.devices import run_python
 from kvass.cli.doctor.finding import Finding, error, note, ok, shown, warning
 from kvass.cli.doctor.machine import MOONCAKE, Machine
+from kvass.cli.doctor.wear import written_a_day
 from kvass.client.health import troubles
 from kvass.connectors.vllm.contract import differences
 from kvass.connectors.vllm.served import TESTED, Served, judge
@@ -341,6 +342,7 @@ CHECKS: Final[Mapping[str, Callable[[Machine], Finding]]] = {
     "NUMA": numa,
     "descriptors": descriptors,
     "daemon": daemon,
+    "disk writes": written_a_day,
     "GPU": gpu,
     "locked memory": locked_memory,
     "expandable segments": expandable_segments,
