@@ -125,13 +125,9 @@ class FakeClient:
         if self.pending:
             self.pending -= 1
             return PENDING
-        hashes = split(digests, width)
-        chunks = first
-        while chunks < len(hashes) and hashes[chunks] in self.rows:
-            chunks += 1
+        chunks = self.longest(split(digests, width), first)
         if chunks == first:
             return None
-        slots = (_slots(chunks - first),)
         match = Match(
             lease=self._number(),
             boot=self.boot,
@@ -139,10 +135,21 @@ class FakeClient:
             chunks=chunks,
             given_s=1e9,
             deadline_s=1e12,
-            slots=slots,
+            slots=self.matched_slots(first, chunks),
         )
         self.held[request] = match
         return match
+
+    def longest(self, hashes: Sequence[bytes], first: int) -> int:
+        """The chunk at which a match from ``first`` ends."""
+        chunks = first
+        while chunks < len(hashes) and hashes[chunks] in self.rows:
+            chunks += 1
+        return chunks
+
+    def matched_slots(self, first: int, chunks: int) -> tuple[Slots, ...]:
+        """The slots of a match of chunks ``[first, chunks)``, by group."""
+        return (slots_of(chunks - first),)
 
     def ended_by(self, request: str) -> str:
         """Of a match that is held, its end; else what the daemon would say."""
@@ -207,16 +214,24 @@ class FakeClient:
     def _grant(self, items: Sequence[ReserveItem], width: int) -> Granted:
         grants = []
         for item in items[: self.most_items]:
-            hashes = split(item.digests, width)
             busy = {hash_ for rows in self.writing.values() for hash_ in rows} | self.rows
-            wanted = range(item.first, len(hashes))
-            chunks = [] if self.refuse else [c for c in wanted if hashes[c] not in busy]
-            number = self._number() if chunks else 0
-            if chunks:
-                self.writing[number] = [hashes[c] for c in chunks]
-            grants.append(Grant(number, tuple(chunks), (_slots(len(chunks)),)))
+            grants.append(self.grant_item(item, split(item.digests, width), busy))
         grants += [Grant(later=item.first) for item in items[self.most_items :]]
         return Granted(boot=self.boot, given_s=1e9, deadline_s=self.deadline_s, grants=grants)
+
+    def grant_item(self, item: ReserveItem, hashes: Sequence[bytes], busy: set[bytes]) -> Grant:
+        """Grant what is not ``busy`` of one item."""
+        wanted = range(item.first, len(hashes))
+        chunks = [] if self.refuse else [c for c in wanted if hashes[c] not in busy]
+        number = self.write([hashes[c] for c in chunks])
+        return Grant(number, tuple(chunks), (slots_of(len(chunks)),))
+
+    def write(self, rows: list[bytes]) -> int:
+        """The reservation of ``rows``; 0 if there are none."""
+        number = self._number() if rows else 0
+        if rows:
+            self.writing[number] = rows
+        return number
 
     def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
         """From now on the ranks settle."""
@@ -261,5 +276,6 @@ def split(digests: bytes, width: int) -> list[bytes]:
     return [digests[i : i + width] for i in range(0, len(digests), width)]
 
 
-def _slots(rows: int) -> Slots:
+def slots_of(rows: int) -> Slots:
+    """Any slots of so many rows."""
     return Slots(((0,),), b"\0\0" * rows, b"".join(i.to_bytes(4, "little") for i in range(rows)))

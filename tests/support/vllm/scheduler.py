@@ -91,12 +91,16 @@ def make_multi_configs(
 ) -> tuple[Any, Any]:
     """Configurations in which our connector is the first of a ``MultiConnector``; ``others`` more
     load prompts of their own. ``more``: as for ``make_configs``."""
-    return make_configs(
-        kv_connector="MultiConnector",
-        kv_connector_module_path=None,
-        kv_connector_extra_config={"connectors": [_connector(options or {}), *[OTHER] * others]},
-        **more,
-    )
+    return make_configs(**multi_connector(options or {}, others), **more)
+
+
+def multi_connector(options: Mapping[str, object], others: int) -> dict[str, Any]:
+    """The options of ``make_configs`` for a ``MultiConnector`` as in ``make_multi_configs``."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": [_connector(options), *[OTHER] * others]},
+    }
 
 
 def _connector(options: Mapping[str, object]) -> dict[str, object]:
@@ -359,7 +363,7 @@ class SchedulerHarness:
         self,
         output: Any,
         *,
-        tokens: Sequence[int] = (7,),
+        tokens: Sequence[int] | Mapping[str, Sequence[int]] = (7,),
         reported: Iterable[int] | Mapping[int, int] = (),
         received: Iterable[str] = (),
         failed: Iterable[str] = (),
@@ -368,9 +372,9 @@ class SchedulerHarness:
         wrong: Sequence[str] = (),
     ) -> None:
         """Give the scheduler the model's answer to ``output`` (``tokens`` for each request that
-        samples) and the workers' reports: steps whose stores are settled (by one rank, or by so
-        many), loads that ended or failed, adapters (None: those of ``lora``), what shadow mode
-        ``compared``, and which copies are ``wrong``."""
+        samples, or by request) and the workers' reports: steps whose stores are settled (by one
+        rank, or by so many), loads that ended or failed, adapters (None: those of ``lora``), what
+        shadow mode ``compared``, and which copies are ``wrong``."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvass.connectors.vllm.adapt import StepReport
@@ -384,6 +388,7 @@ class SchedulerHarness:
         if adapters is None:
             adapters = self.lora.compute(self.loras(output), getattr(work, "number", 0))
         names, sampling = list(output.num_scheduled_tokens), self._sampling.pop(id(output))
+        answers = tokens if isinstance(tokens, Mapping) else dict.fromkeys(names, tokens)
         steps = dict(reported) if isinstance(reported, Mapping) else dict.fromkeys(reported, 1)
         self.open_steps = [step for step in self.open_steps if step not in steps]
         ended = set(received) | set(failed)
@@ -399,7 +404,9 @@ class SchedulerHarness:
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
-                sampled_token_ids=[list(tokens) if name in sampling else [] for name in names],
+                sampled_token_ids=[
+                    list(answers[name]) if name in sampling else [] for name in names
+                ],
                 logprobs=None,
                 prompt_logprobs_dict={},
                 pooler_output=[],
@@ -452,6 +459,12 @@ class SchedulerHarness:
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def planner(self) -> Any:
+        """Our connector's planner."""
+        ours = self.connector._connectors[self._ours] if self._multi else self.connector
+        return ours._planner
 
     @property
     def free_blocks(self) -> int:
