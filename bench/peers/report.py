@@ -1,6 +1,7 @@
 """A run as a page: Markdown for docs/benchmarks.md, and HTML in one file.
 
 The text of the page is ``page.md``, beside this file; what stands in braces there is filled in.
+Its section about SGLang has the figures of ``python -m bench --sglang``, written by hand.
 """
 
 from __future__ import annotations
