@@ -35,12 +35,13 @@ class Rows(EngineSessions):
             0, 1 << 63, row_bytes // 8, np.uint64
         )
 
-    def store(self, keys: Sequence[bytes], *, write: bool = True) -> None:
-        """Make rows READY. ``write=False``: with whatever lies there."""
+    def store(self, keys: Sequence[bytes], *, write: bool = True, session: int = 0) -> None:
+        """Make rows READY. ``write=False``: with whatever lies there. ``session``: the tag of the
+        client's session that stores them."""
         step = max(1, _STORE_BYTES // self.row_bytes)
         for first in range(0, len(keys), step):
             end = min(first + step, len(keys))
-            granted = self.reserve(b"".join(keys[:end]), first)
+            granted = self.reserve(b"".join(keys[:end]), first, session)
             if write:
                 slots = granted.grants[0].slots[0]
                 for key, row in zip(keys[first:end], self._words(slots), strict=True):

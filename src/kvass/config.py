@@ -175,6 +175,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         list[str],
         Meta(description="a tenant's part of L1, as NAME=CAP:RESERVED (repeatable)"),
     ] = []
+    keep_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="part of a tenant's share of L1 that its requests may have retained "
+            "(kvass.ttl)",
+        ),
+    ] = 0.25
     stop_s: Annotated[
         float,
         Meta(ge=0, le=86_400, description="seconds for flushing to tiers after SIGTERM"),

@@ -39,6 +39,7 @@ from kvass.types import (
     RankLayout,
     Ranks,
     Seconds,
+    SessionTag,
     ShortBytes,
     Slots,
     Text,
@@ -49,10 +50,12 @@ PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
 CLEAR_TENANT: Final = "clear_tenant"
 PRESENT: Final = "present"
-FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT, PRESENT)
+END_SESSION: Final = "end_session"
+FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION)
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
-``clear_tenant``: ``ClearTenant``. ``present``: ``Present``."""
+``clear_tenant``: ``ClearTenant``. ``present``: ``Present``.
+``end_session``: ``EndSession``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -111,6 +114,8 @@ class Register(Message, tag="register"):
 
     ``counted``: False for a measurement and for an engine in shadow mode. The figures of models and
     tenants leave out their lookups.
+
+    ``cache_bytes``: the memory of a worker's own KV cache; 0: not told. For advice only.
     """
 
     instance: Name
@@ -125,6 +130,7 @@ class Register(Message, tag="register"):
     generation: ShortBytes = b""
     model: Name = ""
     counted: bool = True
+    cache_bytes: Int64 = 0
 
 
 class Registered(Message, tag="registered"):
@@ -163,6 +169,9 @@ class Lookup(Message, tag="lookup"):
     cache has; for ``Explain`` only. ``if_absent``: the reason that the engine knows in case that
     the match ends at chunk ``absent_chunk`` and the daemon knows no other reason: ``other_salt``,
     ``other_adapter`` or ``engine_busy``.
+
+    ``session``: the tag of the client's session (``types.session_tag``); 0: it is not known.
+    ``keep_s``: retain the chunks of the match for so many seconds, at most a day; 0: do not.
     """
 
     request: Name
@@ -182,6 +191,8 @@ class Lookup(Message, tag="lookup"):
     local_tokens: Int64 = 0
     if_absent: Name = ""
     absent_chunk: Int32 = 0
+    session: SessionTag = 0
+    keep_s: Seconds = 0.0
 
 
 class Promoting(Message, tag="promoting"):
@@ -224,7 +235,7 @@ class Matched(Message, tag="matched"):
     ``first``.
 
     ``why``: why no more matched; empty if all did, or to a lookup ``again``. docs/explain.md has
-    the reasons.
+    the reasons. ``kept``: how many first chunks of the prompt are retained (``Lookup.keep_s``).
     """
 
     boot: bytes = b""
@@ -237,6 +248,7 @@ class Matched(Message, tag="matched"):
     spare: int = 0
     blocks: int = 0
     why: str = ""
+    kept: int = 0
 
 
 class LookupNote(msgspec.Struct, omit_defaults=True):
@@ -346,6 +358,8 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     ``blocks``: the block hashes of chunks ``[first, n)``, and those of the first blocks of chunk
     ``n`` if these are to be stored as a *tail*. The tail is chunk ``n`` of the grant, unless a row
     already has these blocks. Ignored where hits end with a chunk (``Lookup.blocks``).
+
+    ``session``, ``keep_s``: as in ``Lookup``. All chunks of the item that have rows are retained.
     """
 
     request: Name
@@ -354,6 +368,8 @@ class ReserveItem(msgspec.Struct, omit_defaults=True):
     groups: Int64 = 1
     tenant: Name = ""
     blocks: Digests = b""
+    session: SessionTag = 0
+    keep_s: Seconds = 0.0
 
 
 class Reserve(Message, tag="reserve"):
@@ -378,6 +394,8 @@ class Grant(msgspec.Struct, omit_defaults=True):
     ``refused``: the chunks for which there was no room, or which exceed the instance's share. All
     other chunks that were decided exist or are being written. If there was no room for any chunk,
     those after the last of ``refused`` were not decided. None: the daemon is older than this field.
+
+    ``kept``: how many first chunks are retained (``ReserveItem.keep_s``).
     """
 
     reservation: int = 0
@@ -386,6 +404,7 @@ class Grant(msgspec.Struct, omit_defaults=True):
     which: tuple[tuple[int, ...], ...] = ()
     later: int = -1
     refused: tuple[int, ...] | None = None
+    kept: int = 0
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """The granted chunks of each group of the mask, parallel to ``slots``."""
@@ -528,6 +547,22 @@ class QuotaSet(Message, tag="quota_set"):
     """The answer to ``SetQuota``."""
 
 
+class EndSession(Message, tag="end_session"):
+    """The client's session with the tag ``session`` ended. The rows that its requests stored and no
+    other session used are the next to be evicted, and are not queued for tiers any more. They
+    match until then. ``tenant``: who pays for them, as in ``Lookup``. A later ``Lookup`` of the
+    session revokes it for the rows that it uses. Feature ``END_SESSION``."""
+
+    session: SessionTag
+    tenant: Name = ""
+
+
+class SessionEnded(Message, tag="session_ended"):
+    """Answer to ``EndSession``: how many rows these are."""
+
+    rows: int = 0
+
+
 class Removals(Message, tag="removals"):
     """A scheduler's question: which rows of its namespace left L1 since ``since``, and which of the
     digests in ``present`` (by group) are in L1? ``since``: the last answer's ``upto``; 0: none yet.
@@ -629,6 +664,7 @@ Request = (
     | ClearTenant
     | EmptyTier
     | SetQuota
+    | EndSession
     | Removals
     | Present
     | Status
@@ -648,6 +684,7 @@ FromDaemon = (
     | Pong
     | Cleared
     | QuotaSet
+    | SessionEnded
     | Removed
     | Presence
     | StatusReply

@@ -5,6 +5,7 @@ Units are in the names: ``*_bytes``, ``*_tokens``, ``*_s`` (seconds).
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
@@ -71,6 +72,7 @@ Digests = Annotated[bytes, Meta(max_length=4 << 20)]
 GroupDigests = Annotated[tuple[Digests, ...], Meta(max_length=MAX_GROUPS)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=4096)]
 Ranks = Annotated[tuple[Int32, ...], Meta(max_length=4096)]
+SessionTag = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Many64 = Annotated[tuple[Int64, ...], Meta(max_length=4096)]
 
 
@@ -86,6 +88,11 @@ _UNITS: Final = {"": 1, "b": 1} | {
     for unit, factor in (_BINARY | _DECIMAL).items()
     for spelling in (unit.lower(), unit.lower().removesuffix("b"))
 }
+
+
+L1_OF_CACHES: Final = 2
+"""L1 should have this many times the size of the engines' own KV caches together. L1 and they hold
+what was used last, so an L1 of their size has nothing that they have not: it never hits."""
 
 
 class Size(int):
@@ -225,6 +232,15 @@ MOST_QUOTAS: Final = 64
 DEFAULT_TENANT: Final = "default"
 """The tenant that pays for the rows of all tenants without a quota."""
 _TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def session_tag(
+    name: str, tenant: str = "", kind: Literal["session", "request"] = "session"
+) -> int:
+    """The tag of a client's session: 1 to 2**32 - 1. Sessions of two tenants differ. A request
+    without a session has one of its own, by its id."""
+    text = f"{tenant or DEFAULT_TENANT}\0{kind}\0{name}".encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") or 1
 
 
 def is_tenant_name(name: str) -> bool:

@@ -107,6 +107,12 @@ def limits(locked: str = "unlimited", files: str = "1048576") -> dict[str, str]:
     return {LIMITS: f"Max locked memory {locked} {locked}\nMax open files 256 {files}\n"}
 
 
+def caches(l1: float, engines: float) -> dict[str, Any]:
+    """A daemon with so many GiB of L1, and engines with so many of their own KV caches."""
+    sizes = {"l1_capacity_bytes": int(l1 * GIB), "engine_cache_bytes": int(engines * GIB)}
+    return {"daemon": sizes}
+
+
 KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     # GPUs.
     ({}, "GPU", "ok", "none; CPU"),
@@ -207,6 +213,18 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
         "'4GiB' is no whole number",
     ),
     (CPU | {"proc/meminfo": ""}, "beside an engine", "note", "unknown; not checked"),
+    # L1, and what the engines cache themselves.
+    ({}, "engines' caches", "note", "no engine; not checked; while the engines are connected"),
+    (caches(l1=8, engines=0), "engines' caches", "note", "no engine"),
+    (caches(l1=8, engines=4), "engines' caches", "ok", "L1 8 GiB; together 4 GiB"),
+    (
+        caches(l1=8, engines=4.5),
+        *(
+            "engines' caches",
+            "warning",
+            "together 4.5 GiB: less than twice; few hits; 9GiB or more",
+        ),
+    ),
     ({}, "shared memory", "ok", "memfd of 8 GiB; /dev/shm is not"),
     ({"arena_trouble": "not permitted"}, "shared memory", "error", "permitted; seccomp"),
     ({}, "huge pages", "ok", "advise; huge pages where there are any"),

@@ -380,6 +380,31 @@ def test_pages_are_paid_by_the_tenant_that_stored_them(tmp_path: Path) -> None:
         one.store.close()
 
 
+def test_lookups_and_hits_are_the_tenants(tmp_path: Path) -> None:
+    """Of the store's tenant, and of one that a call names; who pays is the one that stored."""
+    asked = ("lookups", "lookup_tokens", "hit_tokens")
+    with running_daemon(tmp_path, "16MiB", quota=["a=:0", "b=:0"], **PATIENT) as daemon:
+        store = Engine(daemon, tenant="a").store
+
+        def figures() -> dict[str, tuple[int, ...]]:
+            listed = {each["tenant"]: each for each in daemon.status()["tenants"]}
+            return {name: tuple(listed[name][each] for each in asked) for name in listed}
+
+        assert all(store.put(KEYS, FIRST))
+        paid = {each["tenant"]: each["l1_bytes"] for each in daemon.status()["tenants"]}
+        assert paid["a"] >= len(KEYS) * store.row_bytes
+        assert paid["b"] == paid["default"] == 0
+        before = figures()["a"]
+        assert store.get([*KEYS, *keys_of(4, "?")], list(range(20, 40))) == len(KEYS)
+        assert store.has(KEYS[:3], tenant="b") == 3
+        assert store.get(KEYS[:5], FIRST[:5], tenant="b") == 5
+        now = figures()
+        assert [new - old for new, old in zip(now["a"], before, strict=True)] == [1, 20, 16]
+        assert now["b"] == (2, 8, 8)
+        assert now["default"] == (0, 0, 0)
+        store.close()
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -179,6 +179,7 @@ class World:
             m.SetQuota(seq=3, quota=Quota("t", 5, 1)),
             m.ClearTenant(seq=3, tenant="t"),
             m.EmptyTier(seq=3, tier="t"),
+            m.EndSession(seq=3, session=7, tenant="t"),
         ]
 
     def say(self, session: int, kind: type, fields: dict[str, Any]) -> list[Any]:

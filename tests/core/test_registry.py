@@ -108,6 +108,7 @@ def test_a_scheduler_whose_strategy_contradicts_its_workers(
         ),
         ({"layout": layout(1, 1)}, "contradiction", "layout: groups "),
         ({"layout": None}, "bad_value", "layout: every worker gives one"),
+        ({"cache_bytes": -1}, "bad_value", "cache_bytes: -1 is negative"),
     ],
 )
 def test_a_rank_that_cannot_be(rig: Rig, wrong: dict[str, Any], code: str, says: str) -> None:
@@ -130,6 +131,23 @@ def test_replicas_must_hold_the_same_bytes(rig: Rig) -> None:
     session = rig.open()
     assert refused(rig, session, wrong).text.startswith("layout: differs from rank 0's")
     assert rig.ask(session, terms(1, **mla, writer=False)).namespace
+
+
+def test_engines_tell_the_size_of_their_own_caches_and_replicas_count_once(rig: Rig) -> None:
+    mla = {"world_size": 1, "shard": 0, "cache_bytes": 100}
+    ranks = [rig.open(), rig.open()]
+    rig.ask(ranks[0], terms(0, **mla))
+    rig.ask(ranks[1], terms(1, **mla, writer=False))
+    rig.engine("dense", ranks=2, cache_bytes=30)
+    rig.engine("silent")
+    told = {engine["instance"]: engine["cache_bytes"] for engine in rig.status["engines"]}
+    assert told == {"e": 100, "dense": 60, "silent": 0}
+    assert rig.gauge("engine_cache_bytes") == (160,)
+    rig.lose(*ranks)
+    assert rig.gauge("engine_cache_bytes") == (60,)
+    namespaces = {engine["namespace"] for engine in rig.status["engines"]}
+    rig.engine("other size", ranks=2, cache_bytes=31)
+    assert {engine["namespace"] for engine in rig.status["engines"]} == namespaces
 
 
 # ---------------------------------------------------------------- a rank that comes back changed

@@ -9,6 +9,7 @@ import os
 import select
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from kvass.daemon import logs
 from kvass.messages import Clear, Cleared, Error, Ping, Pong, Register, Registered
 from kvass.testing.daemon import running_daemon
+from kvass.types import SCHEDULER
 from tests.daemon.test_process import as_user, open_folder, stranger, try_to_connect
 from tests.support.wire.raw_session import LAYOUT, RawSession
 
@@ -57,6 +59,26 @@ def test_who_registered_was_refused_cleared_and_went_is_said(
     assert (registered["engine"], registered["rank"], registered["pid"]) == ("e\n2", 0, os.getpid())
     probes = [line for line in lines if line["message"] == f"{mine} connected"]
     assert {line["level"] for line in probes} == {"debug"}
+
+
+def test_an_l1_that_is_too_small_for_an_engines_cache_is_warned_of_once(
+    tmp_path: Path,
+) -> None:
+    with running_daemon(tmp_path, "16MiB") as daemon, ExitStack() as sessions:
+        for name, size in (("fits", 5 << 20), ("fits too", 3 << 20), ("crosses", 1 << 20)):
+            scheduler, worker = (
+                sessions.enter_context(RawSession(daemon.socket).greet()) for _ in range(2)
+            )
+            scheduler.register(name, SCHEDULER)
+            worker.register(name, 0, cache_bytes=size)
+            for _ in range(2):
+                scheduler.register(name, SCHEDULER)
+        sessions.close()
+        assert daemon.stop() == 0
+        (line,) = [line for line in daemon.log().splitlines() if "less than twice" in line]
+    assert "WARNING engine crosses scheduler" in line
+    assert "L1 of 16MiB is less than twice the engines' own KV caches together (9MiB)" in line
+    assert "--l1-size 18MiB or more (docs/sizing.md)" in line
 
 
 def test_text_of_peers_makes_no_lines() -> None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from kvass.client.lookups import NO_USE, Use
 from kvass.client.parallel import ParallelStrategy
 from kvass.engine.boundary import Boundary
 from kvass.engine.copier import Copier
@@ -48,6 +49,7 @@ class Prompt:
     adapter: Adapter | None = None
     salt: str = ""
     most_stored_tokens: int | None = None
+    use: Use = NO_USE
 
     def first_tokens(self, count: int) -> bytes:
         return struct.pack(f"{count}I", *self.tokens[:count]) if count <= len(self.tokens) else b""

@@ -13,7 +13,7 @@ import pytest
 
 from kvass import Client
 from kvass.testing.daemon import Daemon
-from tests.engine.conftest import BLOCK, CHUNK, arena_of, store
+from tests.engine.conftest import ARGS, BLOCK, CHUNK, arena_of, store
 from tests.support.vllm.judge import Judge
 from tests.support.vllm.process import EngineProcess, Prompt, Settings
 
@@ -138,6 +138,14 @@ def test_reset_cache_forgets_for_everybody(
     cold = store(b, tokens, 8)
     assert cold.cached == 0
     judge.check(tokens, cold)
+
+
+def test_an_engine_tells_the_size_of_its_own_cache(
+    a: EngineProcess, b: EngineProcess, daemon: Daemon
+) -> None:
+    size = ARGS["num_gpu_blocks_override"] * sum(run for run, _ in a.groups()[0].pages)
+    told = [engine["cache_bytes"] for engine in daemon.status()["engines"]]
+    assert told.count(size) >= 2
 
 
 def zero_arena(daemon: Daemon) -> None:

@@ -12,11 +12,14 @@ from kvass.connectors.vllm.hints import (
     MOST_TOKENS,
     NO_HINTS,
     REPORT,
+    SESSION,
     SKIP_SAVE,
     TENANT,
+    TTL,
     Hints,
     read_hints,
 )
+from kvass.types import session_tag
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import (
     BLOCK,
@@ -114,12 +117,73 @@ def test_a_bad_value_is_ignored_counted_and_logged_once(
         ({SKIP_SAVE: "yes"}, Hints(bad=(SKIP_SAVE,))),
         ({REPORT: True}, Hints(report=True)),
         ({REPORT: "yes", TENANT: ""}, Hints(bad=(REPORT,))),
+        ({TTL: "5m"}, Hints(keep_s=300)),
+        ({TTL: "24h"}, Hints(keep_s=86_400)),
+        ({TTL: 90.5}, Hints(keep_s=90.5)),
+        ({TTL: "25h"}, Hints(bad=(TTL,))),
+        ({TTL: 86_401}, Hints(bad=(TTL,))),
+        ({TTL: "0m"}, Hints(bad=(TTL,))),
+        ({TTL: float("nan")}, Hints(bad=(TTL,))),
+        ({TTL: "5 m"}, Hints(bad=(TTL,))),
+        ({TTL: 0, SESSION: "s"}, Hints(session="s", ends=True)),
+        ({TTL: False, SESSION: ""}, Hints(bad=(SESSION, TTL))),
+        ({TTL: -1, SESSION: 7}, Hints(bad=(SESSION, TTL))),
         ({TENANT: ["a"]}, Hints(bad=(TENANT,))),
         ({TENANT: "not a name"}, Hints("other", bad=(TENANT,))),
     ],
 )
 def test_what_is_read(params: dict[str, Any] | None, hints: Hints) -> None:
     assert read_hints(params) == hints
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def tags(client: FakeClient) -> set[int]:
+    """Of all lookups and offers."""
+    return {
+        *(use.session for use in client.uses),
+        *(item.session for items in client.reserves for item in items),
+    }
+
+
+@pytest.mark.parametrize(
+    ("params", "session", "name", "kind"),
+    [
+        ({SESSION: "s"}, None, "s", "session"),
+        (None, "own", "own", "session"),
+        ({SESSION: "s", TENANT: "t"}, "own", "s", "session"),
+        ({TTL: 0}, None, "a", "request"),
+        ({TTL: 0}, "own", "own", "session"),
+    ],
+)
+def test_a_session_is_named_in_all_that_is_asked_and_ends_if_the_request_says_so(
+    params: dict[str, Any] | None, session: str | None, name: str, kind: Any
+) -> None:
+    client, world = rig(tails=True)
+    world.add("a", range(PROMPT), max_tokens=60, params=params, session=session)
+    world.run(client)
+    params = params or {}
+    tenant = params.get(TENANT, "")
+    tag = session_tag(name, tenant, kind)
+    assert tags(client) == {tag}
+    assert client.ended == ([(tag, tenant)] if TTL in params else [])
+
+
+def test_an_aborted_request_ends_its_session_too() -> None:
+    client, world = rig(tails=True)
+    world.add("a", range(PROMPT), max_tokens=60, params={TTL: 0}, session="s")
+    world.step()
+    assert not client.ended
+    world.abort("a")
+    assert client.ended == [(session_tag("s"), "")]
+
+
+def test_without_a_session_nothing_is_named() -> None:
+    client, world = rig(tails=True)
+    world.add("a", range(PROMPT), max_tokens=60)
+    world.run(client)
+    assert tags(client) == {0}
 
 
 # ---------------------------------------------------------------- generated tokens
@@ -190,7 +254,21 @@ def test_the_answer_says_what_kvass_did_if_it_is_asked() -> None:
         world.pool.reset_prefix_cache()
     assert [held for held, _ in told] == [False] * 3
     assert [report for _, report in told] == [
-        {"kvass": {"hit_tokens": 0, "missed_because": "absent"}},
-        {"kvass": {"hit_tokens": 96, "missed_because": ""}},
+        {"kvass": {"hit_tokens": 0, "kept_tokens": 0, "missed_because": "absent"}},
+        {"kvass": {"hit_tokens": 96, "kept_tokens": 0, "missed_because": ""}},
         None,
     ]
+
+
+@pytest.mark.parametrize(("chunks", "tokens"), [(0, 0), (2, 64), (9, 100)])
+def test_the_answer_says_how_much_is_retained(chunks: int, tokens: int) -> None:
+    """No more than the request has."""
+    client, world = rig(tails=True)
+    world.add("a", range(PROMPT), max_tokens=1, params={TTL: "5m"})
+    client.kept_chunks = chunks
+    planner = world.connector._planner
+    planner.match("a", 0)
+    assert planner.outcome("a")[1] == tokens
+    world.run(client)
+    assert {use.keep_s for use in client.uses} == {300.0}
+    assert {item.keep_s for items in client.reserves for item in items} == {300.0}

@@ -99,6 +99,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "register.counted": m.Register(
         seq=2, instance="engine-0", identity={"model": "m"}, chunk_tokens=256, counted=False
     ),
+    "register.cache_bytes": m.Register(
+        seq=2, instance="engine-0", identity={"model": "m"}, chunk_tokens=256, cache_bytes=1 << 40
+    ),
     "registered": m.Registered(seq=2, namespace=bytes(32), missing=(1, 127)),
     "lookup": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, first=2, readers=(0, 7)),
     "lookup.spare": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, spare=1),
@@ -225,6 +228,18 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         seq=5, items=[m.ReserveItem(request="r-1", digests=b"", tenant="team-a")]
     ),
     "clear_tenant": m.ClearTenant(seq=12, tenant="team-a"),
+    "lookup.session": m.Lookup(seq=3, request="r-1", digests=b"", session=(1 << 32) - 1),
+    "lookup.keep": m.Lookup(seq=3, request="r-1", digests=b"", keep_s=300.0),
+    "matched.kept": m.Matched(seq=3, first=1, chunks=1, kept=1),
+    "reserve.keep": m.Reserve(
+        seq=5, items=[m.ReserveItem(request="r-1", digests=b"", keep_s=86_400.0)]
+    ),
+    "granted.kept": m.Granted(seq=5, grants=[m.Grant(kept=4)]),
+    "reserve.session": m.Reserve(
+        seq=5, items=[m.ReserveItem(request="r-1", digests=b"", session=(1 << 32) - 1)]
+    ),
+    "end_session": m.EndSession(seq=13, session=(1 << 32) - 1, tenant="team-a"),
+    "session_ended": m.SessionEnded(seq=13, rows=65536),
     "empty_tier": m.EmptyTier(seq=11, tier="disk:/var/cache/kvass"),
     "set_quota": m.SetQuota(seq=10, quota=Quota("team-a", 1 << 33, 1 << 30), remove=True),
     "quota_set": m.QuotaSet(seq=10),

@@ -45,15 +45,18 @@ def flags(options: dict[str, object]) -> tuple[str, ...]:
 def linked(
     folder: Path, daemon: Daemon, page: int = 64, more: tuple[str, ...] = ()
 ) -> Iterator[tuple[Server, Server]]:
-    """Two servers. The weights of the second are fixed, so its cache can be flushed."""
+    """Two servers. The weights of the second are fixed, so its cache can be flushed, and ``KVASS``
+    tells it the socket."""
     model = build(folder.parent / "models", TINY)
-    given: dict[str, object] = {"kvass.socket": daemon.socket}
-    fixed = given | {"kvass.fixed_weights": True}
+    given = flags({"kvass.socket": daemon.socket})
+    fixed, told = flags({"kvass.fixed_weights": True}), {"KVASS": daemon.socket}
+    options: dict[str, Any] = {"page": page, "more": more}
     with (
-        Server(NEWEST, model, folder / "a.log", page=page, more=more, cache=flags(given)) as a,
-        Server(NEWEST, model, folder / "b.log", page=page, more=more, cache=flags(fixed)) as b,
+        Server(NEWEST, model, folder / "a.log", **options, cache=given) as a,
+        Server(NEWEST, model, folder / "b.log", **options, cache=fixed, env=told) as b,
     ):
         yield a.wait_ready(), b.wait_ready()
+        assert "has no effect" not in b.text()
 
 
 def test_two_linked_servers_share_and_outlive_the_daemon(tmp_path: Path) -> None:

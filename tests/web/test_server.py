@@ -26,6 +26,7 @@ from kvass.cli.main import main
 from kvass.client.client import Client
 from kvass.config import Config
 from kvass.testing.daemon import Daemon, running_daemon
+from kvass.types import session_tag
 from kvass.web import server
 from kvass.web import source as module_of_source
 from kvass.web.access import listen
@@ -198,6 +199,20 @@ def test_clear_and_prefetch(web: WebServer, daemon: Daemon) -> None:
             rows.store(keys)
             body = json.dumps(named).encode()
             assert ask(web, "POST", "/api/v1/clear", body, **WRITE) == (200, {"rows": 2})
+
+
+def test_a_session_is_forgotten(web: WebServer, daemon: Daemon) -> None:
+    with ExitStack() as ending:
+        rows = Rows(daemon.socket, "mine", 64 << 10, ending)
+        keys = [os.urandom(WIDTH) for _ in range(2)]
+        rows.store(keys, session=session_tag("s"))
+        for asked, found in (({"session": "s", "tenant": "t"}, 0), ({"session": "s"}, 2)):
+            body = json.dumps(asked).encode()
+            assert ask(web, "POST", "/api/v1/forget", body, **WRITE) == (200, {"rows": found})
+        assert rows.find(keys).chunks == 2
+        assert ask(web, "POST", "/api/v1/forget", body)[0] == 401
+    for wrong in ({}, {"session": 1}, {"session": "s", "tenant": 1}, {"session": "s", "x": 1}):
+        assert ask(web, "POST", "/api/v1/forget", json.dumps(wrong).encode(), **WRITE)[0] == 400
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "quota": "change the quotas of tenants",
     "blend": "store documents that prompts may have anywhere",
     "clear": "make a daemon forget all rows, or those of a model or tenant",
+    "forget": "say that a client's session ended: its rows are evicted first",
     "simulate": "say how much memory a recorded workload needs",
     "bench": "measure copies and lookups on this machine",
     "doctor": "check what this machine can serve",

@@ -21,6 +21,7 @@ from kvass.cli.geometry import (
 from kvass.config import Parser
 from kvass.core.pending.tier_state import FlushMode
 from kvass.errors import UsageError
+from kvass.simulate.hints import with_ends
 from kvass.simulate.models import Layers, layout
 from kvass.simulate.optimal import Best
 from kvass.simulate.player import Model, Player, Setting, recorded
@@ -43,10 +44,12 @@ _SWEPT: Final[dict[str, Any]] = {
         "keep_loaded",
         "skip_slow_loads",
         "tails",
+        "ends",
+        "wrong_ends",
     )
 }
 """The swept options except the sizes of chunks and of L1, and their defaults."""
-_OF_TIERS: Final = tuple(_SWEPT)[1:-1]
+_OF_TIERS: Final = ("l2_bytes_s", "flush", "keep_loaded", "skip_slow_loads")
 
 
 def run(argv: list[str]) -> int:
@@ -82,6 +85,8 @@ def _sweep(trace: Trace, options: Namespace, layers: tuple[Layers, ...]) -> Iter
         models = {number: recorded(engine) for number, engine in trace.engines.items()}
         if options.chunk_tokens or options.tails:
             raise UsageError("--chunk-tokens, --tails: a recording says that itself")
+        if options.ends:
+            raise UsageError("--ends: a recording does not say which requests are of one session")
         options = Namespace(**vars(options) | {"tails": [bool(trace.blocks)]})
         yield from _with(trace, options, models)
         return
@@ -104,7 +109,8 @@ def _with(trace: Trace, options: Namespace, models: dict[int, Model]) -> Iterato
                 prefill_tokens_s=options.prefill_tokens_s,
                 **dict(zip(swept, each, strict=True)),
             )
-            yield _play(trace, setting, models, best[setting.tails], geometry)
+            if setting.ends or setting.wrong_ends == swept["wrong_ends"][0]:
+                yield _play(trace, setting, models, best[setting.tails], geometry, options.seed)
 
 
 def _geometry(trace: Trace, options: Namespace) -> str:
@@ -130,10 +136,16 @@ def _sizes_of(best: Best) -> list[int]:
 
 
 def _play(
-    trace: Trace, setting: Setting, models: dict[int, Model], best: Best, geometry: str
+    trace: Trace,
+    setting: Setting,
+    models: dict[int, Model],
+    best: Best,
+    geometry: str,
+    seed: int,
 ) -> Result:
     player, size = Player(setting, models), Size(setting.l1_bytes).rounded()
-    for number, _ in enumerate(player.play(trace), 1):
+    hinted = with_ends(trace, setting.ends, setting.wrong_ends, seed)
+    for number, _ in enumerate(player.play(hinted), 1):
         if number % _EVERY == 0:
             done = number / len(trace.requests)
             _show(f"{trace.name}  L1 {size}  [{'#' * int(20 * done):20}] {done:4.0%}")
@@ -162,6 +174,8 @@ def _check(options: Namespace) -> None:
         if getattr(options, name) and not options.l2_bytes:
             flag = "l2-speed" if name == "l2_bytes_s" else name.replace("_", "-")
             raise UsageError(f"--{flag}: it says something of a tier: give --l2, too")
+    if options.wrong_ends and not options.ends:
+        raise UsageError("--wrong-ends: say how many sessions say that they end with --ends")
     if options.skip_slow_loads and not options.prefill_tokens_s:
         raise UsageError("--skip-slow-loads: say how fast is fast with --prefill-tokens-s")
 
@@ -184,6 +198,13 @@ def _words(*known: str) -> Callable[[str], list[str]]:
         return words
 
     return parse
+
+
+def _shares(text: str) -> list[float]:
+    shares = [float(each) for each in text.split(",")]
+    if not all(0 <= each <= 1 for each in shares):
+        raise ArgumentTypeError(f"{text!r}: shares from 0 to 1")
+    return shares
 
 
 def _switch(text: str) -> list[bool]:
@@ -231,6 +252,18 @@ def _parser() -> Parser:
         help="hits end at blocks of 16 tokens, and what ends inside of a chunk is stored",
     )
     parser.add_argument(
+        "--ends",
+        type=_shares,
+        metavar="SHARES",
+        help="the share of sessions whose last request says so (kvass.ttl: 0), like 0,0.25,1",
+    )
+    parser.add_argument(
+        "--wrong-ends",
+        type=_shares,
+        metavar="SHARES",
+        help="the share of these hints that are wrong: the session goes on; default: 0",
+    )
+    parser.add_argument(
         "--chunk-tokens", type=_counts, metavar="N", help="like 256,512; default: 256"
     )
     parser.add_argument(
@@ -254,6 +287,10 @@ def _parser() -> Parser:
         help="requests that --synth writes; default: 2000",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="random seed of --synth; default: 0"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="random seed of --synth and --ends; default: 0",
     )
     return parser

@@ -11,20 +11,23 @@ from kvass.client.explanation import is_request, sentence, users_id
 from kvass.errors import Incompatible, Refused, UnknownName
 from kvass.messages import (
     CLEAR_TENANT,
+    END_SESSION,
     MOST_EXPLAINED,
     Clear,
     Cleared,
     ClearTenant,
     EmptyTier,
+    EndSession,
     Explain,
     Explained,
     Prefetch,
     Prefetched,
+    SessionEnded,
     SetQuota,
     Status,
     StatusReply,
 )
-from kvass.types import MOST_SECONDS, Quota
+from kvass.types import MOST_SECONDS, Quota, session_tag
 
 
 def bounded(value: float) -> float:
@@ -122,18 +125,33 @@ class Client(Endpoint):
         ``Refused`` if the tenant's rows count for the default tenant; ``Incompatible`` if the
         daemon is older than this message.
         """
-        welcome = self.connect(5.0)
-        if CLEAR_TENANT not in welcome.features:
-            raise Incompatible(
-                f"the daemon (kvass {welcome.version}) cannot clear a tenant; nothing was cleared; "
-                "upgrade it"
-            )
+        self._require(CLEAR_TENANT, "clear a tenant; nothing was cleared")
         tenants = [each["tenant"] for each in self.status()["tenants"]]
         if tenant not in tenants:
             raise unknown("tenant", tenant, tenants)
         reply = self.call(ClearTenant(tenant=tenant), timeout_s)
         assert isinstance(reply, Cleared)
         return reply.rows
+
+    def end_session(self, session: str, tenant: str = "", *, timeout_s: float = 5.0) -> int:
+        """End a session of a tenant's client, named as in its requests (docs/hints.md): the rows
+        that it alone used are the next to be evicted. Returns how many these are; 0 also if the
+        daemon knows no such session.
+
+        Raises what ``call`` raises; ``Incompatible`` if the daemon is older than this message.
+        """
+        self._require(END_SESSION, "end a session")
+        message = EndSession(session=session_tag(session, tenant), tenant=tenant)
+        reply = self.call(message, timeout_s)
+        assert isinstance(reply, SessionEnded)
+        return reply.rows
+
+    def _require(self, feature: str, what: str) -> None:
+        """Raise ``Incompatible`` if the daemon does not know ``feature`` and so cannot do
+        ``what``."""
+        welcome = self.connect(5.0)
+        if feature not in welcome.features:
+            raise Incompatible(f"the daemon (kvass {welcome.version}) cannot {what}; upgrade it")
 
     def empty_tier(self, tier: str, *, timeout_s: float = 30.0) -> None:
         """Forget all records of the tier with the name ``tier`` (as in ``kvass status``).

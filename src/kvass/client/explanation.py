@@ -54,6 +54,8 @@ CAUSES: Final[dict[str, str]] = {
     "unfinished": "An engine computed {rest}, but its store did not finish{ago}.",
     "refused": "An engine computed {rest}, but L1 had no room for it{ago}.",
     "load_failed": "A tier had {rest}, but could not load it{ago}.",
+    "kept": "{Rest} was evicted{ago} although it was retained, because nothing else could go.",
+    "ended": "{Rest} was evicted{ago} before others, because its client had ended its session.",
 }
 _CAUSE_OF: Final = {
     "evicted": "capacity",

@@ -45,6 +45,19 @@ class LookupFacts(NamedTuple):
 NO_FACTS: Final = LookupFacts()
 
 
+class Use(NamedTuple):
+    """What a request's client says of the request's KV. ``session``: the tag of its session
+    (``types.session_tag``); 0: it has none. ``ends``: the session ends with the request.
+    ``keep_s``: retain the request's rows for so many seconds; 0: do not."""
+
+    session: int = 0
+    ends: bool = False
+    keep_s: float = 0.0
+
+
+NO_USE: Final = Use()
+
+
 class Pending:
     """The daemon has not answered yet: ask again in a later step. Test with ``is PENDING``."""
 
@@ -96,6 +109,8 @@ class RequestLookup:
     match: Match | None = None
     why: str = ""
     """Why the match was not longer: ``Matched.why``, or a reason of this file."""
+    kept: int = 0
+    """``Matched.kept`` of the last answer."""
     give_up_s: float = 0.0
     """CLOCK_MONOTONIC until which the caller may get ``PENDING``; 0: nothing was sent yet."""
     acknowledged_by_s: float = 0.0
@@ -200,6 +215,11 @@ class Lookups:
         """Why the last match of ``request`` was not longer; empty if nothing more could match."""
         lookup = self._of.get(request)
         return "" if lookup is None else lookup.why
+
+    def kept(self, request: str) -> int:
+        """How many first chunks of ``request`` are retained, by the last answer to ``match``."""
+        lookup = self._of.get(request)
+        return 0 if lookup is None else lookup.kept
 
     def give_back(self, request: str) -> None:
         """Give back the match of ``request``, discard its lookup and forget both. Idempotent."""
@@ -335,6 +355,7 @@ class Lookups:
         assert isinstance(reply, Matched)
         if lookup.state is LookupState.ASKED:
             lookup.why = reply.why
+        lookup.kept = max(lookup.kept, reply.kept)
         assert lookup.session is not None
         if not (
             reply.boot == lookup.session.boot

@@ -26,6 +26,7 @@ REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Clear: m.Cleared,
     m.ClearTenant: m.Cleared,
     m.EmptyTier: m.Cleared,
+    m.EndSession: m.SessionEnded,
     m.Removals: m.Removed,
     m.Present: m.Presence,
     m.Status: m.StatusReply,

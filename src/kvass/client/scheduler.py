@@ -23,19 +23,23 @@ from kvass.client.client import bounded
 from kvass.client.endpoint import Endpoint
 from kvass.client.lookups import (
     NO_FACTS,
+    NO_USE,
     PENDING,
     BlockHashes,
     LookupFacts,
     Lookups,
     Match,
     Pending,
+    Use,
 )
 from kvass.client.reset import NamespaceReset
 from kvass.client.session import DaemonSession
 from kvass.client.step_budget import StepBudget
 from kvass.errors import Unavailable
 from kvass.messages import (
+    END_SESSION,
     Abort,
+    EndSession,
     Error,
     FromDaemon,
     Granted,
@@ -140,6 +144,7 @@ class SchedulerClient(Endpoint):
         tenant: str = "",
         blocks: BlockHashes | None = None,
         facts: LookupFacts = NO_FACTS,
+        use: Use = NO_USE,
     ) -> Match | Pending | None:
         """The match of ``request`` from chunk ``first`` on. None: a miss. ``PENDING``: call again.
 
@@ -148,11 +153,12 @@ class SchedulerClient(Endpoint):
         time left, it is released and looked up again. ``prefill_tokens_s``: what the engine
         computes per second, or 0; loading has to be faster. With ``blocks`` a match may end inside
         of a chunk. If it ends between chunk ``first`` and the last one, that takes a second lookup.
-        ``facts``: for the explanation of a miss.
+        ``facts``: for the explanation of a miss. ``use``: what the request's client says of its KV.
         """
         if self._reset.pending:
             return None
         message = Lookup(request=request, digests=digests, width=width, first=first, tenant=tenant)
+        message.session, message.keep_s = use.session, use.keep_s
         message.prefill_tokens_s = bounded(prefill_tokens_s)
         message.prompt_tokens, message.local_tokens = facts.prompt_tokens, facts.local_tokens
         message.if_absent, message.absent_chunk = facts.if_absent, facts.absent_chunk
@@ -162,6 +168,11 @@ class SchedulerClient(Endpoint):
         """Why the last answer to ``match`` was no longer match (docs/explain.md). Empty if nothing
         more could match. Call it before ``take`` or ``give_back``."""
         return "clearing" if self._reset.pending else self.lookups.ended_by(request)
+
+    def kept(self, request: str) -> int:
+        """How many first chunks of ``request`` are retained, by the last answer to ``match``. Call
+        it before ``take`` or ``give_back``."""
+        return self.lookups.kept(request)
 
     def note_lookups(self, notes: Sequence[LookupNote]) -> bool:
         """Send notes of lookups. False: there is no daemon now, so keep them. A daemon that does
@@ -207,6 +218,16 @@ class SchedulerClient(Endpoint):
             budget_ms=bounded(budget_s * 1000),
         )
         if seq := self.submit(message):
+            self.discard(seq)
+        return bool(seq)
+
+    def end_session(self, session: int, tenant: str = "") -> bool:
+        """Send that a client's session ended: the rows that it alone used are the next to be
+        evicted. False: there is no daemon, or it is older than this message."""
+        connection = self.session
+        if connection is None or END_SESSION not in connection.welcome.features:
+            return False
+        if seq := self.submit(EndSession(session=session, tenant=tenant)):
             self.discard(seq)
         return bool(seq)
 

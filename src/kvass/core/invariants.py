@@ -220,6 +220,7 @@ def _rows(state: State) -> None:
     free, readable, failed = table.state == FREE, table.state >= READY, table.state == FAILED
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
     assert not table.key[free].any(), "a FREE row keeps a key"
+    assert not state.classes.tags.of(np.flatnonzero(free)).any(), "a FREE row keeps a session"
     home = np.full(len(table), NOBODY)
     for extent_set in state.classes.extents.sets.values():
         home[extent_set.first_row : extent_set.end_row] = extent_set.id
@@ -309,8 +310,31 @@ def _tenants(state: State) -> None:
     assert taken == Counter({t.name: t.taken_bytes for t in tenants}), "a tenant is miscounted"
     assert len(tenants) <= MOST, "there are more tenants than may be"
     assert len({t.id for t in tenants}) == len(tenants), "two tenants have one id"
+    _kept(state)
     reserved = sum(t.reserved_bytes for t in tenants)
     assert reserved <= state.config.arena_bytes, "more is reserved than there is"
+
+
+def _kept(state: State) -> None:
+    """Retained rows are rows of live classes, counted, and no more than their tenants' caps."""
+    kept, table, sets = state.classes.kept, state.rows.table, state.classes.sets
+    rows = np.flatnonzero(kept.of(np.arange(len(table))))
+    assert (table.state[rows] != FREE).all(), "a FREE row is retained"
+    owners = sets.owner[table.set_of[rows]]
+    assert (owners >= 0).all(), "a cleared row is retained"
+    sizes = {c.id: c.spec.row_bytes for c in state.classes.by_id.values()}
+    held = Counter[int]()
+    for owner, tenant in zip(
+        owners.tolist(), sets.tenant[table.set_of[rows]].tolist(), strict=True
+    ):
+        held[tenant] += sizes[owner]
+    for tenant in state.tenants.all.values():
+        assert held[tenant.id] == tenant.kept_bytes, "retained bytes were miscounted"
+        assert tenant.kept_bytes <= kept.cap(tenant), "more is retained than may be"
+    there = sets.owner != NOBODY
+    count = np.zeros_like(sets.kept)
+    np.add.at(count, table.set_of[rows], 1)
+    assert (count == sets.kept)[there].all(), "the retained rows of a set were miscounted"
 
 
 def _sums(state: State) -> None:

@@ -20,6 +20,7 @@ from kvass.core.effects import Effect, Event, SessionId
 from kvass.core.handlers import (
     admission,
     clearing,
+    ending,
     explaining,
     reading,
     segments,
@@ -55,6 +56,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.ClearTenant: clearing.clear_tenant,
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
+    messages.EndSession: ending.end_session,
     messages.Removals: reading.removals,
     messages.Present: reading.present,
     messages.LookupNotes: explaining.lookup_notes,
@@ -133,7 +135,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.EpochIs: _epoch_is,
     effects.Emptied: epochs.emptied,
     effects.TierReport: _tier_report,
-    effects.QuotasAre: lambda state, event: state.tenants.replace(event.quotas),
+    effects.QuotasAre: lambda state, event: clearing.replace_quotas(state, event.quotas),
     effects.TiersAre: tier_changes.change,
     effects.Stopping: lambda state, _: flush.stop(state),
 }
@@ -193,6 +195,10 @@ class CacheMachine:
         if terms is None or known is None or known.ending:
             return None
         return self.state.namespace_of(self.state.instances[terms.instance])
+
+    def engine_cache_bytes(self) -> int:
+        """The size of the engines' own KV caches together, as far as they told it."""
+        return self.state.engine_cache_bytes
 
     def owes(self, session: SessionId) -> bool:
         """Whether the session is of a worker that may still read or write the arena."""

@@ -14,6 +14,8 @@ from kvass.core.clients.session_limits import SessionLimits
 from kvass.core.clients.traffic import Traffic, prefill_s
 from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
+from kvass.core.matching import keeping
+from kvass.core.matching.keeping import Found
 from kvass.core.matching.prefix import Hit
 from kvass.core.metrics import COUNTERS, HISTOGRAMS
 from kvass.core.pending.promotion import Promotions
@@ -54,6 +56,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     flush: FlushMode = "write_through"
     retain_promoted: bool = True
     """Whether promoted rows stay in L1 after their last unpin."""
+    keep_share: float = 0.25
+    """The part of a tenant's share of L1 that its retained rows may take."""
     weigh_loads: bool = True
     """Whether a promotion is skipped if computing the tokens is faster."""
     quotas: tuple[Quota, ...] = ()
@@ -86,6 +90,7 @@ class State:
             self.histograms["age_at_eviction_seconds"],
             config.slice_slots,
         )
+        self.classes.kept.share = config.keep_share
         self.tenants = self.classes.tenants
         for quota in config.quotas:
             self.tenants.set(quota)
@@ -158,6 +163,15 @@ class State:
             blocks=hit.blocks,
         )
 
+    def keep(self, ns: Namespace, found: list[Found], seconds: float, tenant: str) -> int:
+        """Retain rows of a prompt, which a request of ``tenant`` asks for; not if ``seconds`` is 0.
+        Returns how many chunks are retained. ``found``: as of ``matching.keeping``."""
+        if not seconds:
+            return 0
+        kept, clipped = keeping.keep(self.rows, ns, found, seconds, self.tenants.payer(tenant))
+        self.counters["not_kept_chunks"] += clipped
+        return kept
+
     def count_lookup(
         self,
         who: Instance,
@@ -202,6 +216,11 @@ class State:
     def loading_bytes(self) -> int:
         """The bytes of all LOADING rows (law 12)."""
         return sum(tier.speed.loading_bytes for tier in self.tiers.all)
+
+    @property
+    def engine_cache_bytes(self) -> int:
+        """The size of the engines' own KV caches together, as far as they told it."""
+        return sum(instance.cache_bytes for instance in self.instances.values())
 
     @property
     def quota(self) -> int:

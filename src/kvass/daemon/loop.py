@@ -78,7 +78,7 @@ class Server:
         self._arena = arena
         self._listener = listener
         self._live = live
-        self._session_log = SessionLog()
+        self._session_log = SessionLog(machine.engine_cache_bytes, arena.size)
         self._last = LastEvents(machine.state.config)
         self._recorder = recorder
         self._connections: dict[SessionId, Connection] = {}

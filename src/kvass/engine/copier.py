@@ -110,6 +110,7 @@ class Copier:
         before, call ``close`` first. After a sleep of the engine the KV caches are in the same
         place, so no call is needed."""
         registration = self._setup.register(self._strategy, memory.layout)
+        registration.cache_bytes = memory.cache_bytes
         self._planes, self._owners = memory.planes, memory.owners
         self._mover = self._client = self._comparer = None
         if self._verifier is not None and self._verifier.difference:

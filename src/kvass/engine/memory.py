@@ -38,6 +38,11 @@ class KVMemory:
     gpu: tuple[Region, ...] = ()
     values: tuple[tuple[tuple[Values, ...], ...], ...] = ()
 
+    @property
+    def cache_bytes(self) -> int:
+        """The size of the memory that holds the pages."""
+        return sum(len(a) for a in self.regions) + sum(r.bytes for r in self.gpu)
+
 
 class Regions:
     """The distinct storages of a set of torch tensors, as byte arrays or GPU regions."""

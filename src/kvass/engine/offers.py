@@ -209,6 +209,7 @@ class OfferMaker:
         offers = []
         for begin, end, mask in runs:
             item = ReserveItem(name, hashes[: end * width], begin, mask, state.request.tenant)
+            item.session, _, item.keep_s = state.request.use
             last = 0
             if each and (end - begin) * each <= BLOCKS_PER_ITEM:
                 last = tail if end == ready else 0

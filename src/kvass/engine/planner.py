@@ -128,12 +128,15 @@ class Planner:
             self._tracing.forget(name)
         if state is not None and table:
             self._stores.request_ended(state, table)
+        if state is not None and state.request.use.ends:
+            self._client.end_session(state.request.use.session, state.request.tenant)
 
-    def outcome(self, name: str) -> tuple[int, str]:
-        """How many tokens of a live request kvass has brought, and why it were not more
-        (``explain.py``); empty if nothing more could match."""
+    def outcome(self, name: str) -> tuple[int, int, str]:
+        """How many tokens of a live request kvass has brought, how many it retains so far, and why
+        it were not more (``explain.py``); empty if nothing more could match."""
         state = self._requests[name]
-        return state.loaded_tokens, state.missed_because
+        kept = min(self._tokens(state.kept_chunks), state.request.known_tokens)
+        return state.loaded_tokens, kept, state.missed_because
 
     def match(self, name: str, local: int) -> int | None:
         """How many tokens can be loaded after the ``local`` tokens of the engine's own cache. None:
@@ -187,12 +190,14 @@ class Planner:
         if self._tracing is not None and state.state is not LoadState.ANSWERED:
             self._tracing.lookup_began(name)
         facts = self._explain.facts(state, local, chunks)
-        found = self._client.match(name, hashes, width, first, speed, tenant, blocks, facts)
+        use = state.request.use
+        found = self._client.match(name, hashes, width, first, speed, tenant, blocks, facts, use)
         if isinstance(found, Pending):
             if self._tracing is not None and self._client.promoting(name):
                 self._tracing.promotion_began(name)
             return None
         hit, ended_by = 0, self._client.ended_by(name)
+        state.kept_chunks = max(state.kept_chunks, self._client.kept(name))
         if found is not None:
             hit_end = min(end, self._tokens(found.chunks, found.blocks))
             hit = max(0, (hit_end if most is None else min(hit_end, most)) - local)

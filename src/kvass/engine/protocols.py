@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvass.client.lookups import Use
 from kvass.layout.spans import Table
 
 
@@ -40,6 +41,10 @@ class Request(Protocol):
     def tenant(self) -> str:
         """The tenant that pays for the rows that the request stores (``types.is_tenant_name``).
         Empty: the default tenant."""
+
+    @property
+    def use(self) -> Use:
+        """What its client says of its KV. It does not change."""
 
     @property
     def trace(self) -> str:

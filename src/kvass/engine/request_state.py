@@ -168,6 +168,8 @@ class RequestState:
     """The reason in its last note (``explain.py``)."""
     missed_because: str = ""
     """Why its last lookup matched no more; empty if nothing more could match."""
+    kept_chunks: int = 0
+    """How many of its first chunks the daemon retains, as it said last."""
     loaded_tokens: int = 0
     """How many tokens its load brings or has brought."""
 

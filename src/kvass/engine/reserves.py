@@ -184,6 +184,7 @@ class Reserves:
         try:
             for offer, grant in zip(reserve.offers, granted.grants, strict=True):
                 offer.state.offered.granted(offer.since, offer.ready)
+                offer.state.kept_chunks = max(offer.state.kept_chunks, grant.kept)
                 if grant.chunks:
                     self._granted.add(work, offer, granted, grant, reserve.number)
                     owed.remove(grant.reservation)

@@ -28,6 +28,7 @@ from kvass.core.pending.tier_state import FlushMode
 from kvass.errors import UsageError
 from kvass.messages import (
     Commit,
+    EndSession,
     FromClient,
     Grant,
     Granted,
@@ -60,7 +61,9 @@ _ITEM_CHUNKS: Final = 512
 class Setting:
     """One configuration. ``l2_bytes`` 0: no tier. ``l2_bytes_s``: how fast the tier loads, and how
     fast it stores. ``prefill_tokens_s``: the prefill speed that engines report; 0: not known.
-    ``tails``: hits end at blocks. The other fields are options of ``kvass serve``."""
+    ``tails``: hits end at blocks. ``ends``: the share of sessions that say that they end;
+    ``wrong_ends``: the share of these hints that are wrong (``hints.py``). The other fields are
+    options of ``kvass serve``."""
 
     l1_bytes: int
     chunk_tokens: int
@@ -71,6 +74,8 @@ class Setting:
     keep_loaded: bool = True
     skip_slow_loads: bool = True
     tails: bool = False
+    ends: float = 0.0
+    wrong_ends: float = 0.0
 
 
 @dataclass
@@ -259,6 +264,8 @@ class Player:
                 self._look_up(engine, request, prompt)
                 first = max(first, engine.found[request.name])
             self._store(engine, request, prompt, first)
+            if request.ends:
+                self._ask(engine.scheduler, EndSession(session=request.session))
             self.outcome.evicted_rows = sum(counters[name] for name in _EVICTED)
             self.outcome.not_worth_it = counters["promotions_not_worth_it"]
             self.outcome.l2_stored_bytes = self._tier.stored_bytes
@@ -306,6 +313,7 @@ class Player:
             prefill_tokens_s=speed,
             blocks=prompt.after(chunks),
             again=again,
+            session=request.session,
         )
 
     def _release(self, engine: Sessions, matched: Matched) -> None:
@@ -328,7 +336,7 @@ class Player:
         while 0 <= first < chunks + (tail > 0):
             end = min(chunks, first + _ITEM_CHUNKS) if each else chunks
             item = ReserveItem(request=str(request.name), digests=prompt.chunks[: end * WIDTH])
-            item.first, item.groups = first, mask
+            item.first, item.groups, item.session = first, mask, request.session
             item.blocks = prompt.block_hashes(first * each, end * each + tail * (end == chunks))
             granted = self._ask(engine.scheduler, Reserve(items=[item], width=WIDTH))
             assert isinstance(granted, Granted), granted

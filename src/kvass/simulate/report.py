@@ -78,6 +78,7 @@ def _dimensions(s: Setting) -> dict[str, str]:
     return {
         "chunk": f"{s.chunk_tokens}",
         "tails": yes[s.tails],
+        "ends": f"{s.ends:.0%}{f', {s.wrong_ends:.0%} wrong' * (s.wrong_ends > 0)}",
         "L2": Size(s.l2_bytes).rounded() if s.l2_bytes else "none",
         **(of_tier if s.l2_bytes else {}),
     }

@@ -52,7 +52,8 @@ class TraceRequest:
     piece after them, if it is known. ``rest``: in a recording, the keys of the blocks after the
     last chunk. ``first``: -1 if the prompt is looked up, and the chunks that are not found are
     stored; ``NEVER`` if it is only looked up; else it is only stored, from this chunk on.
-    ``groups``: a bit mask of the layer groups that are stored; 0: all.
+    ``groups``: a bit mask of the layer groups that are stored; 0: all. ``session``: the tag of its
+    client's session; 0: not known. ``ends``: it says that its session ends with it (``hints.py``).
     """
 
     time_s: float
@@ -65,6 +66,8 @@ class TraceRequest:
     groups: int = 0
     part: int | None = None
     rest: U64Array | None = None
+    session: int = 0
+    ends: bool = False
 
     @property
     def all_pieces(self) -> U64Array:

@@ -144,6 +144,19 @@ def _clear_named(source: Source, fields: dict[str, Any]) -> HttpReply:
     return HttpReply(HTTPStatus.OK, {"rows": rows})
 
 
+def _forget(source: Source, fields: dict[str, Any]) -> HttpReply:
+    """Say that a client's session ended: ``{"session": ID, "tenant": NAME}``."""
+    session, tenant = fields.pop("session", ""), fields.pop("tenant", "")
+    _no_more(fields)
+    if not isinstance(session, str) or not session:
+        raise ValueError("session: give the name that its requests have")
+    if not isinstance(tenant, str):
+        raise ValueError("tenant: give a name")
+    with source.new_client() as client:
+        rows = client.end_session(session, tenant)
+    return HttpReply(HTTPStatus.OK, {"rows": rows})
+
+
 def _prefetch(source: Source, fields: dict[str, Any]) -> HttpReply:
     """Load chunks of a prompt from tiers to L1: ``{"namespace": HEX, "digests": HEX, "width":
     32}``. ``width`` is the number of bytes per digest."""
@@ -256,6 +269,7 @@ READS: Final[dict[str, tuple[Need, Callable[[Source, str], HttpReply]]]] = {
 }
 WRITES: Final[dict[str, Callable[[Source, dict[str, Any]], HttpReply]]] = {
     "/api/v1/clear": _clear,
+    "/api/v1/forget": _forget,
     "/api/v1/prefetch": _prefetch,
     "/api/v1/quotas": _set_quota,
     "/api/v1/tiers": _empty_tier,

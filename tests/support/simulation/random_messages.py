@@ -20,8 +20,9 @@ from tests.support.simulation.random_models import (
     random_shapes,
 )
 
+_OF_COMMANDS: Final = (m.SetQuota, m.ClearTenant, m.EmptyTier, m.EndSession)
 _KINDS: Final = (
-    *(k for k in get_args(m.FromClient) if k not in (m.SetQuota, m.ClearTenant, m.EmptyTier)),
+    *(k for k in get_args(m.FromClient) if k not in _OF_COMMANDS),
     *(m.Register, m.Reserve),
 )
 _LAYOUT: Final = random_layout(random.Random(1), [("full", 8, 0)])
@@ -88,7 +89,11 @@ class _Maker:
         self.rng, self.boot, self.models = rng, boot, models
 
     def fields(self, kind: type[msgspec.Struct]) -> dict[str, Any]:
-        names = [name for name in kind.__struct_fields__ if name not in ("seq", "tenant")]
+        names = [
+            name
+            for name in kind.__struct_fields__
+            if name not in ("seq", "tenant", "session", "keep_s")
+        ]
         return {name: self.value(name, kind) for name in names}
 
     def value(self, field: str, kind: type | None = None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvass.client.lookups import NO_FACTS, PENDING, LookupFacts, Match, Pending
+from kvass.client.lookups import NO_FACTS, NO_USE, PENDING, LookupFacts, Match, Pending, Use
 from kvass.client.scheduler import Reserving
 from kvass.messages import (
     Grant,
@@ -57,6 +57,11 @@ class FakeClient:
         self.notes: list[LookupNote] = []
         self.tenants: list[str] = []
         """Of the lookups."""
+        self.uses: list[Use] = []
+        """Of the lookups."""
+        self.kept_chunks = 0
+        self.ended: list[tuple[int, str]] = []
+        """The sessions that ended, and their tenants."""
         self.writing: dict[int, list[bytes]] = {}
         self.held: dict[str, Match] = {}
         self.taken: dict[int, str] = {}
@@ -87,6 +92,15 @@ class FakeClient:
         """Whether a daemon is there, and no answer overdue."""
         return self.connected and not self._overdue
 
+    def end_session(self, session: int, tenant: str = "") -> bool:
+        """Note that it ended."""
+        self.ended.append((session, tenant))
+        return True
+
+    def kept(self, request: str) -> int:
+        """What a test chose."""
+        return self.kept_chunks
+
     def match(
         self,
         request: str,
@@ -97,6 +111,7 @@ class FakeClient:
         tenant: str = "",
         blocks: object = None,
         facts: LookupFacts = NO_FACTS,
+        use: Use = NO_USE,
     ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
         held = self.held.get(request)
@@ -106,6 +121,7 @@ class FakeClient:
         self.lookups.append((request, first))
         self.facts[request] = facts
         self.tenants.append(tenant)
+        self.uses.append(use)
         if self.pending:
             self.pending -= 1
             return PENDING

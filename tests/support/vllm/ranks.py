@@ -173,8 +173,8 @@ class StubModelEngine:
     """A scheduler and the ranks of ``strategy``, on the daemon at ``socket``.
 
     ``chunk``: the tokens of a chunk. With ``daemon``, ``generate`` waits until no reservation is
-    open. ``workers``: the strategy of the ranks, if it is to contradict the scheduler's.
-    ``options`` are those of ``make_configs``.
+    open. ``workers``: the strategy of the ranks, if it is to contradict the scheduler's. ``more``:
+    further options of the connector. ``options`` are those of ``make_configs``.
     """
 
     def __init__(
@@ -185,9 +185,10 @@ class StubModelEngine:
         strategy: ParallelStrategy = ALONE,
         workers: ParallelStrategy | None = None,
         chunk: int = CHUNK,
+        more: Mapping[str, object] | None = None,
         **options: Any,
     ) -> None:
-        extra: dict[str, object] = {"kvass.socket": socket, "kvass.tag": tag}
+        extra: dict[str, object] = {"kvass.socket": socket, "kvass.tag": tag, **(more or {})}
         extra["kvass.chunk_tokens"] = chunk
         config, caches = make_configs(extra, strategy=strategy, **options)
         world = SchedulerHarness(None, configs=(config, caches))

@@ -309,6 +309,7 @@ class SchedulerHarness:
         in_place: bool = False,
         params: dict[str, Any] | None = None,
         priority: int = 0,
+        session: str | None = None,
     ) -> Any:
         """Add a greedy request; ``lora`` is the folder of its adapter, ``lora_id`` its id,
         ``in_place`` whether to load it again; ``params`` are vLLM's ``kv_transfer_params``."""
@@ -332,6 +333,7 @@ class SchedulerHarness:
             else None,
             cache_salt=salt,
             priority=priority,
+            session_id=session,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)

@@ -217,10 +217,10 @@ class EngineSessions:
         self.arena: U8Array = session.arena.buffer
         ending.callback(delattr, self, "arena")  # before the rest: a view keeps the mapping
 
-    def reserve(self, digests: bytes, first: int = 0) -> messages.Granted:
+    def reserve(self, digests: bytes, first: int = 0, session: int = 0) -> messages.Granted:
         """Reserve the chunks from ``first`` on. Raises ``ConfigError`` unless all are granted."""
         item = messages.ReserveItem(
-            request="store", digests=digests, first=first, groups=self._mask
+            request="store", digests=digests, first=first, groups=self._mask, session=session
         )
         granted = self.scheduler.call(messages.Reserve(items=[item], width=WIDTH), PATIENCE_S)
         assert isinstance(granted, messages.Granted), granted

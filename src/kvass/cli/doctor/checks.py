@@ -19,6 +19,7 @@ from kvass.arena.huge import lacking, page_bytes, pool
 from kvass.arena.nodes import nodes
 from kvass.arena.room import SAFE_SHARE, room
 from kvass.cli.doctor.beside import beside_an_engine
+from kvass.cli.doctor.caches import beside_their_caches
 from kvass.cli.doctor.devices import run_python
 from kvass.cli.doctor.finding import Finding, error, note, ok, shown, warning
 from kvass.cli.doctor.machine import MOONCAKE, Machine
@@ -334,6 +335,7 @@ CHECKS: Final[Mapping[str, Callable[[Machine], Finding]]] = {
     "system": system,
     "memory": memory,
     "beside an engine": beside_an_engine,
+    "engines' caches": beside_their_caches,
     "shared memory": shared_memory,
     "huge pages": huge_pages,
     "NUMA": numa,

@@ -29,7 +29,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -42,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from kvass.client.lookups import NO_USE, Use
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.contract import release
 from kvass.connectors.vllm.hints import read_hints
@@ -50,6 +51,7 @@ from kvass.engine.held_adapters import News
 from kvass.engine.protocols import Adapter
 from kvass.engine.step_work import Compared, StepWork
 from kvass.layout.spans import Table
+from kvass.types import session_tag
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -153,6 +155,7 @@ class VllmRequest:
         self.exact_blocks: int | None = None
         """The number of blocks with exact KV (``blend_planner.py``); None: all."""
         self.hints = read_hints(request.kv_transfer_params)
+        self.use = self._use()
         if texts is not None:
             texts.note(request)
 
@@ -179,6 +182,16 @@ class VllmRequest:
             return self.hints.tenant
         salt = self._request.cache_salt
         return f"salt-{hashlib.sha256(salt.encode()).hexdigest()[:16]}" if salt else ""
+
+    def _use(self) -> Use:
+        """``Request.use``. A request that ends no session and has none has no tag."""
+        name = self.hints.session or self._request.session_id
+        if not name and not self.hints.ends:
+            return NO_USE._replace(keep_s=self.hints.keep_s)
+        kind: Literal["session", "request"] = "session" if name else "request"
+        return Use(
+            session_tag(name or self.name, self.tenant, kind), self.hints.ends, self.hints.keep_s
+        )
 
     @property
     def trace(self) -> str:

@@ -137,8 +137,9 @@ class BlendPlanner:
         keys = chunk_keys(state.found, width)
         if not keys:
             return False
-        tenant = state.request.tenant
-        match = self._client.match(_segments_name(name), b"".join(keys), width, 0, 0.0, tenant)
+        tenant, use = state.request.tenant, state.request.use
+        segments_name, digests = _segments_name(name), b"".join(keys)
+        match = self._client.match(segments_name, digests, width, 0, 0.0, tenant, use=use)
         if isinstance(match, Pending):
             return None
         rows = 0 if match is None else match.chunks

@@ -277,8 +277,10 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         holds the blocks that are being stored. The dict is a part of the answer to the client."""
         report = None
         if read_hints(request.kv_transfer_params).report:
-            tokens, why = self._run(self._planner, (0, ""), Planner.outcome, request.request_id)
-            report = {"kvass": {"hit_tokens": tokens, "missed_because": why}}
+            nothing = 0, 0, ""
+            name = request.request_id
+            hit, kept, why = self._run(self._planner, nothing, Planner.outcome, name)
+            report = {"kvass": {"hit_tokens": hit, "kept_tokens": kept, "missed_because": why}}
         self._run(self._planner, None, Planner.forget, request.request_id, block_ids)
         return False, report
 

@@ -1,7 +1,7 @@
 """The hints of a request: the keys of its ``kv_transfer_params`` that kvass reads.
 
-Law of this file: a hint changes what is stored and who pays for it, never what a key stands for. A
-bad value counts as absent.
+Law of this file: a hint changes what is stored, for how long and who pays for it, never what a key
+stands for. A bad value counts as absent.
 
 ``kv_transfer_params`` is a field of vLLM's HTTP requests (completions, chat completions, responses,
 messages), and of ``SamplingParams.extra_args`` in Python.
@@ -9,6 +9,7 @@ messages), and of ``SamplingParams.extra_args`` in Python.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -24,6 +25,17 @@ key."""
 SKIP_SAVE: Final = "lmcache.skip_save"
 """LMCache's key: ``true`` stores nothing."""
 
+SESSION: Final = "kvass.session"
+"""Names the session of the request: a text. It wins over the ``session_id`` of vLLM's own."""
+TTL: Final = "kvass.ttl"
+"""0: the session ends with this request. Seconds up to a day, or a text like ``5m`` or ``1h``: its
+rows are retained for so long."""
+_TIME: Final = re.compile(r"([1-9][0-9]{0,4})([smh])", re.ASCII)
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600}
+_LONGEST_S: Final = 86_400
+MOST_NAME: Final = 1024
+"""The most characters of a session's name."""
+
 REPORT: Final = "kvass.report"
 """``true``: the answer says what kvass did for the request."""
 FLAGS: Final = (None, True, False)
@@ -31,12 +43,17 @@ FLAGS: Final = (None, True, False)
 
 class Hints(msgspec.Struct, frozen=True):
     """What a request asks for. ``tenant``: empty without one. ``most_tokens``: how many first
-    tokens may be stored; None: all. ``report``: whether the answer says what kvass did. ``bad``:
-    the keys whose values were ignored."""
+    tokens may be stored; None: all. ``report``: whether the answer says what kvass did.
+    ``session``: the session's name; empty without one. ``ends``: the session ends with the request.
+    ``keep_s``: for how long its rows are retained; 0: they are not.
+    ``bad``: the keys whose values were ignored."""
 
     tenant: str = ""
     most_tokens: int | None = None
     report: bool = False
+    session: str = ""
+    ends: bool = False
+    keep_s: float = 0.0
     bad: tuple[str, ...] = ()
 
 
@@ -56,4 +73,23 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
         bad.append(MOST_TOKENS)
         most = None
     bad += [key for key, flag in ((SKIP_SAVE, skip), (REPORT, report)) if flag not in FLAGS]
-    return Hints(tenant or "", 0 if skip is True else most, report is True, tuple(bad))
+    session, ttl = params.get(SESSION), params.get(TTL)
+    if not (session is None or (isinstance(session, str) and 0 < len(session) <= MOST_NAME)):
+        bad.append(SESSION)
+        session = None
+    seconds = _seconds(ttl)
+    if seconds is None and ttl is not None:
+        bad.append(TTL)
+    most = 0 if skip is True else most
+    return Hints(
+        tenant or "", most, report is True, session or "", seconds == 0, seconds or 0.0, tuple(bad)
+    )
+
+
+def _seconds(ttl: Any) -> float | None:
+    """The seconds that a value of ``TTL`` stands for. None: it has no such meaning."""
+    if isinstance(ttl, str) and (match := _TIME.fullmatch(ttl)):
+        ttl = int(match[1]) * _SECONDS[match[2]]
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 <= ttl <= _LONGEST_S:
+        return None
+    return float(ttl)

@@ -59,6 +59,8 @@ class Worker(msgspec.Struct, frozen=True):
     layout: bytes
     groups: tuple[GroupLayout, ...]
     shard_bytes: tuple[int, ...]
+    cache_bytes: int = 0
+    """The memory of its own KV cache; 0: it did not tell."""
 
 
 class Instance(msgspec.Struct):
@@ -97,6 +99,12 @@ class Instance(msgspec.Struct):
     def writers(self) -> tuple[int, ...]:
         """The registered ranks that write their shard."""
         return tuple(sorted(r for r, w in self.workers.items() if w.writer))
+
+    @property
+    def cache_bytes(self) -> int:
+        """The memory of its own KV cache, shards that several ranks hold counted once; 0 if no rank
+        told."""
+        return sum(worker.cache_bytes for worker in self.workers.values() if worker.writer)
 
     def covers_all_shards(self, ranks: Iterable[int]) -> bool:
         """Whether every shard has exactly one writer among ``ranks``."""
@@ -167,6 +175,8 @@ def check_register(msg: Register, layout: RankLayout | None, limits: Limits) -> 
     if len(msg.generation) > MAX_GENERATION or (msg.generation and msg.rank != SCHEDULER):
         text = f"generation: a scheduler gives one of at most {MAX_GENERATION} bytes, a worker none"
         raise Refused("bad_value", text)
+    if msg.cache_bytes < 0:
+        raise Refused("bad_value", f"cache_bytes: {msg.cache_bytes} is negative")
     if (msg.rank == SCHEDULER) != (layout is None):
         raise Refused("bad_value", "layout: every worker gives one and a scheduler none")
     if layout is not None:
@@ -214,6 +224,7 @@ def worker_of(msg: Register, layout: RankLayout, digest: bytes) -> Worker:
             msgspec.structs.replace(group, layers=(), page_bytes=()) for group in layout.groups
         ),
         shard_bytes=tuple(group.shard_bytes(msg.chunk_tokens) for group in layout.groups),
+        cache_bytes=msg.cache_bytes,
     )
 
 

@@ -33,6 +33,7 @@ removed."""
 
 class Tenant(msgspec.Struct, eq=False):
     """A tenant. ``listed``: it has a quota. ``taken_bytes``: the size of its extent sets.
+    ``kept_bytes``: the size of its retained rows (``rows/retention.py``).
     ``evicted_bytes``: the size of its rows that were evicted so far."""
 
     id: int
@@ -41,6 +42,7 @@ class Tenant(msgspec.Struct, eq=False):
     cap_bytes: int = NO_CAP
     reserved_bytes: int = 0
     taken_bytes: int = 0
+    kept_bytes: int = 0
     evicted_bytes: int = 0
     traffic: Traffic = msgspec.field(default_factory=Traffic)
 
@@ -156,6 +158,15 @@ class Tenants:
         for t in paying:
             shares[t.id] = min(t.cap_bytes, t.reserved_bytes + spare // active)
         return shares
+
+    def least_share(self, tenant: Tenant) -> int:
+        """The share of ``tenant`` when all tenants that may have extent sets have some. Only
+        quotas change it. A tenant whose quota was removed has none."""
+        may = [each for each in self.all.values() if each.listed or each is self.default]
+        if tenant not in may:
+            return 0
+        spare = self._arena_bytes - sum(each.reserved_bytes for each in may)
+        return min(tenant.cap_bytes, tenant.reserved_bytes + spare // len(may))
 
     def taken(self) -> I64Array:
         """The size of each tenant's extent sets, by id."""

@@ -20,6 +20,7 @@ from kvass.core.state import State
 from kvass.core.tiers import epochs, promote
 from kvass.errors import Refused
 from kvass.messages import Clear, ClearTenant, EmptyTier, QuotaSet, SetQuota
+from kvass.types import Quota
 
 MOST_CLEARS: Final = 64
 """The most clears of everything or of a tenant that may be unfinished at a time."""
@@ -156,4 +157,11 @@ def set_quota(state: State, session: ClientSession, msg: SetQuota) -> QuotaSet:
         state.tenants.remove(msg.quota.tenant)
     else:
         state.tenants.set(msg.quota)
+    state.classes.kept.trim()
     return QuotaSet()
+
+
+def replace_quotas(state: State, quotas: tuple[Quota, ...]) -> None:
+    """Replace all quotas by those of the daemon's configuration."""
+    state.tenants.replace(quotas)
+    state.classes.kept.trim()

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvass.core.clients.registry import Instance
 from kvass.core.handlers.reserve_items import Item
 from kvass.core.matching.coverage import first_chunk
+from kvass.core.matching.keeping import Found
 from kvass.core.rows.index import ABSENT, repeated
 from kvass.core.rows.row_classes import Namespace, RowClass
 from kvass.core.rows.row_table import ClassRows
@@ -24,10 +25,6 @@ from kvass.types import I64Array
 ROWS_A_STEP: Final = 512
 """The most rows of an item that one step grants or refuses, but at least those of one chunk. Later
 steps decide the others."""
-
-Found = tuple[int, I64Array]
-"""The rows that one class has of a prompt: the number of a chunk, and the row (or ``ABSENT``) of
-each chunk from that one on."""
 
 
 def grant(
@@ -54,7 +51,7 @@ def grant(
     state.counters["chunks_wanted"] += within
     wanted, rows = _allocate(state, item, wanted, until, protect)
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
-    _touch_new(state, ns, used, new)
+    _touch_new(state, ns, used, new, item.session)
     parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
     if not parts:
         state.counters["not_granted_no_room"] += within
@@ -99,6 +96,8 @@ def _allocate(
         state.rows.discard(rows[i][n:])
         state.rows.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
+    for r in rows:
+        state.classes.tags.stored(r, item.session)
     if item.prints is not None:
         for c, w, r in zip(item.classes, wanted, rows, strict=True):
             ends = len(w) > 0 and w[-1] == len(item.keys) - 1
@@ -115,7 +114,7 @@ def touch(state: State, ns: Namespace, item: Item) -> list[Found]:
     """
     used = find(ns, item)
     for c, (_, found) in zip(ns.classes, used, strict=True):
-        state.rows.touch(c, found[found != ABSENT])
+        state.rows.touch(c, found[found != ABSENT], item.session)
     return used
 
 
@@ -129,7 +128,11 @@ def find(ns: Namespace, item: Item) -> list[Found]:
 
 
 def _touch_new(
-    state: State, ns: Namespace, used: list[Found], new: dict[int, tuple[I64Array, I64Array]]
+    state: State,
+    ns: Namespace,
+    used: list[Found],
+    new: dict[int, tuple[I64Array, I64Array]],
+    session: int,
 ) -> None:
     """Mark the rows of the prompt as used once more, together with the ``new`` ones.
 
@@ -141,7 +144,7 @@ def _touch_new(
         if c.id in new:
             chunks, rows = new[c.id]
             found[chunks - begin] = rows
-        state.rows.touch(c, found[found != ABSENT])
+        state.rows.touch(c, found[found != ABSENT], session)
 
 
 def _lacking(ns: Namespace, item: Item, until: int, used: list[Found]) -> npt.NDArray[np.bool_]:

@@ -77,12 +77,13 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     cut = len(keys) > most
     if cut:
         keys, blocks = keys[:most], blocks[:0]
+    state.classes.tags.resume(msg.session)
     view = PrefixView(state.rows, ns, keys, msg.first, msg.spare, blocks, start)
     there, why = view.there(), "absent"
     chunks = view.longest(there)
     if chunks > msg.first and not msg.again and state.counters["lookups"] % REUSE_SAMPLING == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
-    hit = view.use(chunks, there=True)
+    hit = view.use(chunks, there=True, session=msg.session)
     more = chunks < len(keys) - msg.spare
     lacks = not msg.again and (more or hit.blocks < len(blocks))
     written = msg.writing and len(state.reservations.all) > 0
@@ -113,6 +114,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
         )
     matched = state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
     matched.why = ended_by
+    matched.kept = state.keep(ns, view.to_keep(chunks), msg.keep_s, msg.tenant)
     return matched
 
 
@@ -237,6 +239,8 @@ def _promotion(
         homes=homes,
         tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
         about=_about(msg) if isinstance(msg, Lookup) else NOTHING,
+        client_session=msg.session if isinstance(msg, Lookup) else None,
+        keep_s=msg.keep_s if isinstance(msg, Lookup) else 0.0,
     )
 
 

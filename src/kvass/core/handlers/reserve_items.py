@@ -30,7 +30,7 @@ class Item(NamedTuple):
     ``classes``: the row classes of the groups for which rows are requested. ``prints``: the
     fingerprints of each chunk's blocks from chunk ``first`` on, if the blocks are known. ``tail``:
     how many blocks the last chunk has if it is a tail, whose key is the hash of its last block; 0:
-    it is a whole chunk.
+    it is a whole chunk. ``session``: the tag of the client's session; 0: it is not known.
     """
 
     request: str
@@ -38,6 +38,7 @@ class Item(NamedTuple):
     keys: U64Array
     classes: list[RowClass]
     tenant: str
+    session: int
     prints: U64Array | None = None
     tail: int = 0
 
@@ -52,9 +53,9 @@ def check_item(state: State, ns: Namespace, item: ReserveItem, width: int) -> It
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
     most = most_keys(state, ns)
     if item.first > most:
-        return Item(item.request, 0, keys[:0], classes, item.tenant)
+        return Item(item.request, 0, keys[:0], classes, item.tenant, item.session)
     if not item.blocks or not ns.chunk_blocks:
-        return Item(item.request, item.first, keys[:most], classes, item.tenant)
+        return Item(item.request, item.first, keys[:most], classes, item.tenant, item.session)
     blocks = split_keys(item.blocks, width, 0, state.config.limits)
     chunks, tail = divmod(len(blocks), ns.chunk_blocks)
     if chunks != len(keys) - item.first:
@@ -67,7 +68,7 @@ def check_item(state: State, ns: Namespace, item: ReserveItem, width: int) -> It
         keys = np.concatenate([keys, blocks[-1:]])
     if len(keys) > most:
         keys, tail = keys[:most], 0
-    return Item(item.request, item.first, keys, classes, item.tenant, prints, tail)
+    return Item(item.request, item.first, keys, classes, item.tenant, item.session, prints, tail)
 
 
 def items_of_a_step(items: Sequence[ReserveItem], sizes: list[int], groups: int) -> int:

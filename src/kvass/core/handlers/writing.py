@@ -33,10 +33,11 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     protect = state.rows.table.clock
     used = [granting.touch(state, ns, item) for item in items]  # before a grant evicts rows
     grants = list[Grant]()
-    for item, found in zip(items, used, strict=True):
+    for asked, item, found in zip(msg.items[:now], items, used, strict=True):
         if grants:  # an item before it may have been granted some of the same rows
             found = granting.find(ns, item)
         grants.append(granting.grant(state, instance, ns, item, protect, found))
+        grants[-1].kept = state.keep(ns, found, asked.keep_s, item.tenant)
     grants += [Grant(later=item.first) for item in msg.items[now:]]
     flush.queue_next_victims(state)
     return Granted(

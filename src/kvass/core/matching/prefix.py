@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvass.core.matching.coverage import BoolArray, checked_groups, first_chunk, longest_hit
+from kvass.core.matching.keeping import Found
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_states import RowStates
@@ -119,9 +120,10 @@ class PrefixView:
         row = max([rows.item(end - 1) for rows in self.found])
         return 0.0 if row == ABSENT else self._rows.uses.age(self._rows.table.stamp.item(row))
 
-    def use(self, end: int, there: bool = False) -> Hit:
+    def use(self, end: int, there: bool = False, session: int | None = None) -> Hit:
         """Record a use of the rows of a hit of ``end`` chunks, and of the rows of the chunks that
-        the engine has itself. Returns the hit. ``there``: no row of the hit is missing."""
+        the engine has itself. Returns the hit. ``there``: no row of the hit is missing.
+        ``session``: as of ``RowStates.touch``."""
         tokens, parts, spares = self.ns.chunk_tokens, [], []
         blocks, last = self._partial_chunk(end)
         for c, rows, row, (begin, upto) in zip(
@@ -134,10 +136,17 @@ class PrefixView:
                 used = np.concatenate([used, row]) if self._first else hit
             if self._first or not there:
                 used = used[used != ABSENT]
-            self._rows.touch(c, used)
+            self._rows.touch(c, used, session)
             parts.append(ClassRows(c.id, hit))
             spares.append(ClassRows(c.id, rows[end:upto]))
         return Hit(end, blocks, tuple(parts), tuple(spares))
+
+    def to_keep(self, end: int) -> list[Found]:
+        """By row class, the rows of whole chunks that a hit of ``end`` chunks needs, also of those
+        chunks that the engine has itself."""
+        tokens = self.ns.chunk_tokens
+        begins = [first_chunk(group, end, tokens) for group in self._groups]
+        return [(begin, rows[begin:end]) for begin, rows in zip(begins, self.found, strict=True)]
 
     def _partial_chunk(self, end: int) -> tuple[int, list[I64Array]]:
         """The first blocks of the chunk after ``end`` chunks that all classes have: their number,

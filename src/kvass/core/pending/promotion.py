@@ -119,6 +119,10 @@ class Promotion(Entry, kw_only=True):
     start: U64Array = NO_BLOCKS
     why: str = "absent"
     about: About = NOTHING
+    client_session: int | None = None
+    """The tag of the client's session, as of ``RowStates.touch``."""
+    keep_s: float = 0.0
+    """For how long its hit is retained; 0: it is not."""
     asker_left: bool = False
     """Its session ended, so it is not answered."""
     state: PromotionState = PromotionState.NEW

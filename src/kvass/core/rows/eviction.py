@@ -1,4 +1,5 @@
-"""The order of eviction: exact LRU over the rows of a row class.
+"""The order of eviction: rows of ended sessions, then exact LRU over the rows of a row class,
+then retained rows.
 
 In a ``full`` group a chunk is never older than the chunks that follow it in its prefix, because
 each use of a prefix stamps all of it, the deepest chunk first. So the deeper chunk is evicted
@@ -11,7 +12,10 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
+from kvass.core.rows.retention import Retention
+from kvass.core.rows.row_list import RowList
 from kvass.core.rows.row_table import RowTable
 from kvass.types import I64Array
 
@@ -35,8 +39,14 @@ class UseLog:
     each call is short, and about half of the entries of the log are not stale.
     """
 
-    def __init__(self, table: RowTable) -> None:
-        self._table = table
+    def __init__(self, table: RowTable, kept: Retention | None = None) -> None:
+        self._table, self._kept = table, kept
+        self.passed = RowList(table)
+        """Retained rows that ``oldest`` has passed over. The log has them no more."""
+        self._releases = 0
+        """``Retention.releases`` when ``passed`` was last looked through."""
+        self.ended = RowList(table)
+        """Rows of sessions that have ended. They are evicted before those of the log."""
         self._segments: list[_LogSegment] = []
         """The full segments; the oldest is first."""
         self._tidied = 0
@@ -80,7 +90,10 @@ class UseLog:
             self._tidied = at + 1
 
     def oldest(self, count: int, protect: int) -> I64Array:
-        """At most ``count`` evictable rows with a stamp below ``protect``; the oldest is first."""
+        """At most ``count`` evictable rows with a stamp below ``protect``; the oldest is first.
+        Retained rows are passed over. They are in ``passed`` then."""
+        if self._kept is not None and self._releases != self._kept.releases:
+            self._take_back(self._kept)
         table, found, missing = self._table, list[I64Array](), count
         for rows, stamps in self._parts():
             if not missing or stamps[0] >= protect:
@@ -88,12 +101,40 @@ class UseLog:
             live = table.stamp[rows] == stamps
             if stamps[-1] >= protect:
                 live &= stamps < protect
+            if self._kept is not None and self._kept.any:
+                self._pass_over(self._kept, rows, stamps, live)
             rows = rows[live]
             found.append(rows[table.evictable(rows)][:missing])
             missing -= len(found[-1])
         if found and not len(found[0]):
             self._drop_stale()
         return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _pass_over(
+        self,
+        kept: Retention,
+        rows: I64Array,
+        stamps: I64Array,
+        live: npt.NDArray[np.bool_],
+    ) -> None:
+        """Move the retained rows among the ``live`` entries from this part of the log to
+        ``passed``."""
+        at = np.flatnonzero(live)
+        at = at[kept.of(rows[at])]
+        if len(at):
+            self.passed.add(rows[at])
+            stamps[at] -= 1  # it stays ascending, and no row of it has this stamp: stale
+            live[at] = False
+
+    def _take_back(self, kept: Retention) -> None:
+        """Put the rows of ``passed`` that are not retained any more back, at the beginning of the
+        log: they were used before all that it has."""
+        self._releases = kept.releases
+        rows = self.passed.take_out(kept.of)
+        rows = rows[np.argsort(self._table.stamp[rows])]
+        parts = [rows[at : at + _SEGMENT] for at in range(0, len(rows), _SEGMENT)]
+        self._segments[:0] = [(part, self._table.stamp[part]) for part in parts]
+        self._tidied += len(parts)
 
     def _parts(self) -> Iterator[_LogSegment]:
         """The log in parts of ``_LOOK`` entries; the oldest is first."""

@@ -30,6 +30,8 @@ CAUSES: Final[dict[str, str]] = {
     "unfinished": "not_stored",
     "refused": "not_stored",
     "load_failed": "load_failed",
+    "ended": "evicted",
+    "kept": "evicted",
 }
 """By cause, the reason of a miss (``metrics.MISSES``).
 
@@ -42,6 +44,8 @@ CAUSES: Final[dict[str, str]] = {
 - unfinished: an engine reserved it and did not write it in time.
 - refused: an engine offered it, and L1 had no room or the engine's share was used up.
 - load_failed: a tier had it, and could not load it.
+- kept: it was evicted although it was retained, because nothing else could go.
+- ended: it was evicted before others, because its client had ended its session.
 """
 _NAMES: Final = tuple(CAUSES)
 _NUMBERS: Final = {name: number for number, name in enumerate(_NAMES)}

@@ -5,9 +5,10 @@ rows of cleared sets are not evicted, but forgotten.
 
 A class without a free slot gets a new extent set from the arena's free space. If there is no free
 space, rows are evicted: rows of the class itself, or whole extent sets of other classes, whichever
-were used longer ago. So no layout can starve another. With quotas (``tenants``) the sets of tenants
-that have more than their share go first. A tenant that has no more than is reserved for it loses no
-set to another tenant.
+were used longer ago. So no layout can starve another. Rows of ended sessions go before other rows
+of their class, and retained rows after them. With quotas (``tenants``) the sets of tenants that
+have more than their share go first. A tenant that has no more than is reserved for it loses no set
+to another tenant.
 """
 
 from __future__ import annotations
@@ -115,16 +116,30 @@ class RowAllocator:
 
     def _make_room(self, row_class: RowClass, count: int, protect: int) -> None:
         """Make ``count`` slots of a class free, or as many as possible."""
+        self._classes.kept.sweep(self._rows.uses.now)
         while (lacking := count - len(row_class.free)) > 0:
             if self._add_set(row_class):
+                continue
+            if len(ended := row_class.log.ended.oldest(lacking, protect)):
+                self._evict(row_class, ended, "ended", not row_class.within_cap)
                 continue
             victims = row_class.log.oldest(lacking, protect)
             oldest = int(self._table.stamp[victims[0]]) if len(victims) else protect
             if self._take_over(row_class, lacking, oldest, protect):
                 continue
             if not len(victims):
+                if self._take_kept(row_class, lacking, protect):
+                    continue
                 return
             self._evict(row_class, victims, "capacity", not row_class.within_cap)
+
+    def _take_kept(self, row_class: RowClass, lacking: int, protect: int) -> bool:
+        """Evict retained rows, because nothing else can go. Returns whether any was evicted."""
+        kept = row_class.log.passed.oldest(lacking, protect)
+        if len(kept):
+            self._evict(row_class, kept, "kept", not row_class.within_cap)
+            return True
+        return self._take_over(row_class, lacking, protect, protect, retained=True)
 
     def _evict(self, row_class: RowClass, rows: I64Array, reason: str, own: bool = False) -> None:
         """Evict ``rows`` of a class; the oldest is first. With a ``full`` row the windows and
@@ -188,17 +203,22 @@ class RowAllocator:
         row_class.slots += made.slots
         return True
 
-    def _take_over(self, asker: RowClass, lacking: int, oldest: int, protect: int) -> bool:
+    def _take_over(
+        self, asker: RowClass, lacking: int, oldest: int, protect: int, retained: bool = False
+    ) -> bool:
         """Give back sets until extent sets of ``lacking`` slots fit, or as many as possible.
 
         Cleared sets may go, and sets of other classes that were last used before stamp ``oldest``.
         ``oldest``: the stamp of the oldest row that the class ``asker`` could evict itself, or
-        ``protect`` if it has none. Returns whether any set was given back.
+        ``protect`` if it has none. ``retained``: sets of which half the rows are retained may go,
+        too. Returns whether any set was given back.
         """
         sets = self._sets
         if asker.slots * asker.spec.row_bytes == self._extents.size - self._extents.free_bytes:
             return False  # all sets are its own
         idle = sets.held == 0
+        if not retained:
+            idle &= 2 * sets.kept < np.maximum(sets.slots, 1)
         cleared, others = idle & (sets.owner == CLEARED), idle & (sets.owner >= 0)
         others &= sets.owner != asker.id
         if not self._tenants.divided:

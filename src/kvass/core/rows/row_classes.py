@@ -24,8 +24,10 @@ from kvass.core.rows.extents import ExtentMap
 from kvass.core.rows.index import FILL, Keyed, KeyIndex, odd_numbers
 from kvass.core.rows.left import LeftRows, origin
 from kvass.core.rows.removed import RemovedRows
+from kvass.core.rows.retention import Retention
 from kvass.core.rows.row_table import NEVER, READY, STATE_NAMES, RowTable
 from kvass.core.rows.segment_index import SegmentIndex
+from kvass.core.rows.session_tags import SessionTags
 from kvass.core.rows.sets import CLEARED, FreeSlots, SetTable
 from kvass.messages import Register
 from kvass.types import I64Array, U64Array
@@ -148,6 +150,8 @@ class RowClasses:
         self.by_id: dict[int, RowClass] = {}
         self.removed = RemovedRows()
         self.left = LeftRows(seed)
+        self.tags = SessionTags(self.table)
+        self.kept = Retention(self.table, self.sets, self.tenants)
         self.of_namespace: dict[int, list[RowClass]] = {}
         self._counters = counters
         self._extent_bytes = extent_bytes
@@ -171,7 +175,7 @@ class RowClasses:
             id=next(self._ids),
             namespace=namespace,
             spec=spec,
-            log=UseLog(self.table),
+            log=UseLog(self.table, self.kept),
             slots_per_set=self._slots_per_set(spec),
             index=index,
             blocks=self._new_blocks(spec),
@@ -189,7 +193,7 @@ class RowClasses:
         made = msgspec.structs.replace(
             row_class,
             id=next(self._ids),
-            log=UseLog(self.table),
+            log=UseLog(self.table, self.kept),
             tenant=tenant,
             free=FreeSlots(),
             rows=[0] * len(STATE_NAMES),
@@ -252,6 +256,7 @@ class RowClasses:
         every = [each for row_class in gone for each in row_class.of_tenants.values()]
         sets = np.flatnonzero(np.isin(self.sets.owner, [c.id for c in every]))
         self._note_origins(sets, every, cause)
+        self.kept.drop_sets(sets)
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
         self.sets.cleared += len(sets)
         for row_class in every:

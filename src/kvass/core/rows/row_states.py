@@ -59,8 +59,11 @@ class RowStates:
             there[there] = self.table.state[found[there]] >= least
         return there
 
-    def touch(self, row_class: RowClass, rows: I64Array) -> None:
+    def touch(self, row_class: RowClass, rows: I64Array, session: int | None = None) -> None:
         """Record a use of ``rows``, which are in chunk order.
+
+        ``session``: the tag of the client's session (``session_tags.py``) that uses them; 0: it is
+        not known. None: no request uses them.
 
         Of a ``full`` group the deepest chunk becomes the oldest of them, because it is useless
         without the chunks before it. Of other groups the deepest becomes the newest, because a hit
@@ -74,6 +77,13 @@ class RowStates:
             else:
                 self._touch_each(oldest_first, stamps)
             self._sets.newest[self.table.set_of[rows]] = self.table.clock - 1
+            if session is None:
+                return
+            self.classes.kept.used(rows, self.uses.now)
+            if self.classes.tags.any:
+                self.classes.tags.used(rows, session)
+                if self.classes.tags.has_ended(session):
+                    self._evict_first(rows[self.of_ended(rows)])
 
     def _touch_each(self, rows: I64Array, stamps: I64Array) -> None:
         """Record the use of ``rows`` of several tenants in the log of each tenant's class."""
@@ -84,6 +94,32 @@ class RowStates:
         for begin, end in pairwise(cuts):
             log = self.classes.by_id[int(owners[begin])].log
             log.touched(rows[begin:end], stamps[begin:end])
+
+    # ------------------------------------------------------------ ended sessions
+
+    def end_session(self, session: int, tenant: int) -> int:
+        """The client's session with this tag ended. Its rows are the next to be evicted, if no
+        other session used them. ``tenant``: the id of the tenant that pays for its rows. Returns
+        how many rows these are."""
+        self.classes.tags.end(session, tenant)
+        rows = self.classes.tags.rows_of(session)
+        rows = rows[self.of_ended(rows)]
+        self._evict_first(rows)
+        return len(rows)
+
+    def of_ended(self, rows: I64Array) -> npt.NDArray[np.bool_]:
+        """Which of ``rows`` belong to sessions that have ended."""
+        return self.classes.tags.ended(rows, self._sets.tenant[self.table.set_of[rows]])
+
+    def _evict_first(self, rows: I64Array) -> None:
+        """Have ``rows`` evicted before all others of their classes, the least recently used
+        first."""
+        self.classes.kept.drop(rows)
+        owners = self._sets.owner[self.table.set_of[rows]]
+        for owner in np.unique(owners).tolist():
+            if (row_class := self.classes.by_id.get(owner)) is not None:
+                theirs = rows[owners == owner]
+                row_class.log.ended.add(theirs[np.argsort(self.table.stamp[theirs])])
 
     def slots(self, rows: I64Array) -> Slots:
         """Where the bytes of ``rows`` are in the arena."""
@@ -181,6 +217,7 @@ class RowStates:
         """Forget readable ``rows`` of one class. No lookup finds them from now on. Those that are
         pinned are freed at their last unpin."""
         pinned = self.table.pins[rows] > 0
+        self.classes.kept.drop(rows)
         self.free(rows[~pinned])
         kept = rows[pinned]
         self._note_removed(kept)
@@ -233,6 +270,8 @@ class RowStates:
             np.add.at(self._sets.used, sets, used)
         if after == FREE:
             self._sets.newest[sets[self._sets.used[sets] == 0]] = NEVER
+            self.classes.tags.freed(rows)
+            self.classes.kept.drop(rows)
         self._leaving += len(rows) * ((after in _LEAVING) - (before in _LEAVING))
         owner = self.class_of(rows)
         if owner is not None:

@@ -5,9 +5,9 @@ stores at most ``FLUSH_BYTES`` at a time. A queued row may be evicted before it 
 are counted (``flushes_lost``).
 
 With ``write_through`` rows are queued when they become READY. With ``on_evict`` they are queued
-when L1 is nearly full and they are the least recently used. A row that a tier refuses is not
-queued for it again. A tier that is down is asked again after a while, for the rows that are still
-in L1.
+when L1 is nearly full and they are the least recently used. A row that a tier refuses is not queued
+for it again. Rows of a session that its client has ended are not queued. A tier that is down is
+asked again after a while, for the rows that are still in L1.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
 
 
 def _queue(state: State, part: ClassRows, tiers: list[TierState]) -> None:
+    """Queue rows, unless they belong to a session that has ended."""
+    if (over := state.rows.of_ended(part.rows)).any():
+        part = ClassRows(part.row_class, part.rows[~over])
     state.rows.table.offered[part.rows] = True
     row_class = state.classes.by_id.get(part.row_class)  # None: cleared, and then dropped
     if row_class is None or state.namespaces[row_class.namespace].private:

@@ -1,0 +1,105 @@
+"""Which session of a client stored each row, and which sessions have ended.
+
+Laws of this file:
+
+- A row has the tag of a session only while requests of that session alone have stored and used it.
+- Only the tenant that pays for a row can end its session.
+- Nothing here survives a restart, and nothing here says what a lookup finds.
+
+A *session* is a client's conversation. Engines name it by a tag of 32 bits (``types.session_tag``).
+Two sessions with one tag count as one. The tags take 4 bytes a row, from the first tag of a boot
+on.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvass.core.rows.row_table import RowTable
+from kvass.types import I64Array
+
+NO_SESSION: Final = 0
+"""The tag of a row that no session or several sessions have used."""
+MOST_ENDED: Final = 4096
+"""How many ended sessions are remembered."""
+
+
+class SessionTags:
+    """The tag of each row of ``table``."""
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._tags: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+        self._ended: dict[int, int] = {}
+        """The sessions that have ended, with the id of the tenant that ended each. The oldest is
+        first."""
+
+    @property
+    def any(self) -> bool:
+        """Whether any row may have a tag."""
+        return len(self._tags) > 0
+
+    def stored(self, rows: I64Array, session: int) -> None:
+        """A request of ``session`` stores the new ``rows``."""
+        if session or self.any:
+            self._fit()
+            self._tags[rows] = session
+
+    def used(self, rows: I64Array, session: int) -> None:
+        """A request of ``session`` uses ``rows``. Those of other sessions lose their tag."""
+        if self.any:
+            self._tags[rows[self.of(rows) != session]] = NO_SESSION
+
+    def freed(self, rows: I64Array) -> None:
+        """``rows`` are FREE now."""
+        if self.any:
+            self._fit()
+            self._tags[rows] = NO_SESSION
+
+    def of(self, rows: I64Array) -> npt.NDArray[np.uint32]:
+        """The tag of each of ``rows``."""
+        if not self.any:
+            return np.zeros(len(rows), np.uint32)
+        self._fit()
+        return self._tags[rows]
+
+    def rows_of(self, session: int) -> I64Array:
+        """All rows with the tag of ``session``. It compares the tags of all rows: 0.3 ms for a
+        million."""
+        return np.flatnonzero(self._tags == session) if session else np.empty(0, np.int64)
+
+    # ------------------------------------------------------------ ends
+
+    def end(self, session: int, tenant: int) -> None:
+        """``session`` ended: the tenant with this id said so."""
+        self._ended.pop(session, None)
+        self._ended[session] = tenant
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    def resume(self, session: int) -> None:
+        """A request of ``session`` begins, so the session has not ended."""
+        self._ended.pop(session, None)
+
+    def ended(self, rows: I64Array, tenants: I64Array) -> npt.NDArray[np.bool_]:
+        """Which of ``rows`` belong to sessions that have ended. ``tenants``: the id of the tenant
+        that pays for each."""
+        over = np.zeros(len(rows), np.bool_)
+        if self._ended and self.any:
+            tags = self.of(rows)
+            for tag in np.unique(tags).tolist():
+                over |= (tags == tag) & (tenants == self._ended.get(tag, -1))
+        return over
+
+    def has_ended(self, session: int) -> bool:
+        return session in self._ended
+
+    def _fit(self) -> None:
+        """Have a tag for each row of the table, which may have grown."""
+        if len(self._tags) < len(self._table):
+            tags = np.zeros(len(self._table), np.uint32)
+            tags[: len(self._tags)] = self._tags
+            self._tags = tags
