@@ -336,6 +336,16 @@ def test_sizes_for_people() -> None:
     assert [Size(n).rounded() for n in (7, 64 << 20, 1_999_998_976)] == ["7B", "64MiB", "1.86GiB"]
 
 
+@pytest.mark.parametrize(("text", "nodes"), [("0", "0"), ("0,2-3", "0,2-3"), ("'1'", "1")])
+def test_one_node_is_a_number_in_yaml(text: str, nodes: str, tmp_path: Path) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text(f"numa: {text}\n")
+    assert load({}, {}, str(file)).numa == nodes
+    file.write_text("numa: true\n")
+    with pytest.raises(ConfigError, match="numa: Expected `str`"):
+        load({}, {}, str(file))
+
+
 def test_help_says_every_default() -> None:
     parser = Parser(prog="kvass serve")
     add_flags(parser)

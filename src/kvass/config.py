@@ -453,6 +453,8 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
         value = _BOOLS.get(value, value)
     if name == "allow_uid" and isinstance(value, list):
         value = [user_id(user, origin) for user in value]
+    if name == "numa" and type(value) is int:  # YAML: `numa: 0`
+        value = str(value)
     if name == "daemon_uid":
         value = user_id(value, origin)
     choices = get_args(kind) if get_origin(kind) is Literal else [*_BOOLS] if kind is bool else []

@@ -154,7 +154,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRig]:
     """The thread that helps with loads ends at once: the order is that of one thread."""
-    monkeypatch.setattr(HostMover, "_help", lambda mover: None)
+    monkeypatch.setattr(HostMover, "_help", lambda mover, cpus: None)
     rig = HostRig(monkeypatch)
     yield rig
     rig.let_go()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from kvass.client.client import Client
 from kvass.config import Config
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.types import session_tag
-from kvass.web import server
+from kvass.web import routes, server
 from kvass.web import source as module_of_source
 from kvass.web.access import listen
 from kvass.web.server import BODY_BYTES, CONNECTIONS, WebServer
@@ -401,6 +402,17 @@ def test_a_request_that_arrives_too_slowly_ends(
                 break
         else:
             pytest.fail("it did not end")
+
+
+@pytest.mark.parametrize(("there", "status"), [(3, 503), (8, 200)])
+def test_what_is_not_populated_yet_is_not_ready_and_says_how_far_it_is(
+    there: int, status: int
+) -> None:
+    fields = {"l1_populated_bytes": there, "l1_capacity_bytes": 8, "tiers": []}
+    source: Any = SimpleNamespace(status=lambda: (fields, ""))
+    reply = routes._ready(source, "")
+    assert reply.status == status
+    assert ("not populated yet: 37 % of it" in str(reply)) == (status == 503)
 
 
 def test_a_daemon_that_is_gone_and_one_that_hangs(tmp_path: Path) -> None:

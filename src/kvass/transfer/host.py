@@ -1,7 +1,9 @@
-"""The mover for KV pages in host memory: numpy on a copy thread, and a second one for loads.
+"""The mover for KV pages in host memory: numpy on a copy thread, and more of them for loads.
 
 A request waits for its load, and often nothing else runs meanwhile. Two threads copy the load in
-two thirds of the time. No request waits for a store, and it runs beside the engine's own threads.
+two thirds of the time; where the engine's threads are bound and leave more CPUs free, there are up
+to eight (``transfer.cores``). No request waits for a store, and it runs beside the engine's own
+threads.
 
 A *bundle* is layers of a group at equal distances in memory; in vLLM that is all of them. One numpy
 call copies one row of a bundle, so a thread takes the GIL a few times per row. These ways to copy
@@ -34,6 +36,7 @@ import numpy.typing as npt
 
 from kvass.layout.copy_plan import RowCopy
 from kvass.layout.describe import GroupPlanes, Plane
+from kvass.transfer import cores
 from kvass.transfer.base import Job, Mover, Outcome, U8Array, check_bytes
 from kvass.types import I64Array
 
@@ -184,15 +187,23 @@ class HostMover(Mover):
             self._changed.notify_all()
 
     def _run(self) -> None:
-        helper = Thread(target=self._help, name="kvass-copy-2", daemon=True)
-        with suppress(RuntimeError):  # there is no thread left: this one copies everything
-            helper.start()
+        spare = cores.spare_cpus()
+        helpers = [
+            Thread(target=self._help, args=(spare,), name=f"kvass-copy-{number}", daemon=True)
+            for number in range(2, cores.threads_on(spare) + 1)
+        ]
+        with suppress(RuntimeError):  # there is no thread left: those that there are copy all
+            for helper in helpers:
+                helper.start()
+        cores.run_on(spare)
         while self._step():
             pass
-        if helper.ident is not None:
-            helper.join()
+        for helper in helpers:
+            if helper.ident is not None:
+                helper.join()
 
-    def _help(self) -> None:
+    def _help(self, cpus: set[int]) -> None:
+        cores.run_on(cpus)
         while self._step(helps=True):
             pass
 
