@@ -103,6 +103,26 @@ def test_a_hit_ends_at_the_block_where_prompts_part(daemon: Daemon) -> None:
         assert loaded == (163 + 19) // BLOCK * BLOCK, "the answer was stored, too"
 
 
+def test_a_session_ends_and_a_prompt_is_retained_by_keyword(daemon: Daemon) -> None:
+    def counter(name: str) -> int:
+        return int(daemon.status()["counters"][name])
+
+    with join(make(), daemon.socket) as cached:
+        kept = daemon.status()["l1_kept_bytes"]
+        run(cached, prompt(150, seed=40), ttl="5m")
+        assert daemon.status()["l1_kept_bytes"] > kept
+        ended, rows = counter("sessions_ended"), counter("session_rows_ended")
+        for tokens in (150, 200):
+            run(cached, prompt(tokens, seed=41), session="s")
+        assert counter("sessions_ended") == ended
+        run(cached, prompt(200, seed=41), session="s", ttl=0)
+        run(cached, prompt(20, seed=42))  # answered after the end of the session was carried out
+        assert counter("sessions_ended") == ended + 1
+        assert counter("session_rows_ended") > rows
+        with pytest.raises(UsageError, match="ttl 'soon': 0, seconds up to 86400"):
+            cached.generate(PROMPT, ttl="soon")
+
+
 def changed_byte(model: Any) -> Any:
     weight = model.model.layers[1].mlp.down_proj.weight
     with torch.no_grad():

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kvass.blend.plan import Choice, Prompt, Selector, parse
+from kvass.client.lookups import Use
 from kvass.connectors.transformers import identity
 from kvass.connectors.transformers import model as models
 from kvass.connectors.transformers.blending import Blender
@@ -24,8 +26,9 @@ from kvass.connectors.transformers.kv_store import Hashed, KVStore
 from kvass.connectors.transformers.rows import BLOCK, KV, Rows
 from kvass.engine.boundary import Boundary, log
 from kvass.engine.setup import choose_chunk_tokens
+from kvass.engine.ttl import ttl_seconds
 from kvass.errors import ConfigError, UsageError
-from kvass.types import MAX_BLOCKS
+from kvass.types import MAX_BLOCKS, session_tag
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,17 @@ class Cached:
     kv: KV
     reuse: Reuse
     exact: int | None = None
+
+
+def _use(session: str, ttl: str | float | None, tenant: str) -> Use:
+    """What a call says of its KV. Raises ``UsageError`` for a wrong ``ttl``."""
+    seconds = ttl_seconds(ttl)
+    if seconds is None and ttl is not None:
+        raise UsageError(f"ttl {ttl!r}: 0, seconds up to 86400, or a text like 5m or 1h")
+    keep_s, ends = seconds or 0.0, seconds == 0
+    if session:
+        return Use(session_tag(session, tenant), ends, keep_s)
+    return Use(session_tag(uuid.uuid4().hex, tenant, "request") if ends else 0, ends, keep_s)
 
 
 def connect(
@@ -134,21 +148,26 @@ class CachedModel:
         tenant: str = "",
         blend: str | Selector | None = None,
         store_answer: bool = True,
+        session: str = "",
+        ttl: str | float | None = None,
         **arguments: Any,
     ) -> Any:
         """``model.generate(input_ids, **arguments)`` for one prompt, with the longest stored prefix
         loaded; then stores what is new, the answer too with ``store_answer``.
 
         Prompts of another ``salt`` share nothing. ``tenant`` pays for what is stored. ``blend`` as
-        of ``connect``, for this call; empty: none. Raises ``UsageError`` for arguments with which a
-        prefix cannot be reused.
+        of ``connect``, for this call; empty: none. ``session`` names the client's session; ``ttl``
+        says that it ends (0) or for how long the rows stay (docs/hints.md). Raises ``UsageError``
+        for arguments with which a prefix cannot be reused, and for a wrong ``ttl``.
         """
         models.check_call(self.model, input_ids, arguments)
+        use = _use(session, ttl, tenant)
         choice = self._choice if blend is None else (parse(blend) if blend else None)
         if choice is not None and self._blender is None:
             raise UsageError("blend was not prepared: give connect a blend, too")
         self._calls += 1
         name, usable, begin = f"call {self._calls}", self._unchanged(), None
+        self._store.use = use
         if usable:
             begin = self._boundary.run(None, self._begin, name, input_ids, salt, tenant, choice)
         begin = begin or Cached([], Reuse(input_ids.shape[1]))
@@ -162,6 +181,7 @@ class CachedModel:
             tokens = whole[0, : cache.get_seq_length()].tolist()[: begin.exact]
             saved = self._boundary.run(0, self._save, name, tokens, salt, tenant, cache, begin)
             self.last = replace(begin.reuse, stored=saved)
+        self._boundary.run(None, self._store.end_session, tenant)
         return output
 
     def add(self, input_ids: Any, *, salt: str = "", tenant: str = "") -> int:

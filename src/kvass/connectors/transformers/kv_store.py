@@ -19,7 +19,7 @@ import numpy as np
 
 from kvass.blend.place import chunk_keys, place
 from kvass.blend.plan import PlacedSegment
-from kvass.client.lookups import BlockHashes, Match, Pending
+from kvass.client.lookups import NO_USE, BlockHashes, Match, Pending
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.segments import SegmentClient
@@ -78,6 +78,8 @@ class KVStore:
     ) -> None:
         """``fields``: the namespace; ``name``: the model's, for people."""
         self._rows, self._boundary = rows, boundary
+        self.use = NO_USE
+        """What the client says of the KV of the call in progress."""
         strategy, instance = ParallelStrategy(), uuid.uuid4().hex
         self._client = SchedulerClient(
             socket,
@@ -102,6 +104,11 @@ class KVStore:
                 return False
             time.sleep(ASK_AGAIN_S)
         return True
+
+    def end_session(self, tenant: str) -> None:
+        """Say that the session of ``use`` ended, if it does."""
+        if self.use.ends:
+            self._client.end_session(self.use.session, tenant)
 
     def close(self) -> None:
         self._client.close()
@@ -168,7 +175,8 @@ class KVStore:
         self._client.new_step()
         try:
             while isinstance(
-                self._client.match(name, digests, WIDTH, 0, 0.0, tenant, blocks), Pending
+                self._client.match(name, digests, WIDTH, 0, 0.0, tenant, blocks, use=self.use),
+                Pending,
             ):
                 time.sleep(ASK_AGAIN_S)
                 self._client.new_step()
@@ -209,6 +217,7 @@ class KVStore:
             last = blocks if end == chunks else end * each
             item = ReserveItem(name, known.of_chunks(end, each), first, 1, tenant)
             item.blocks = known.of_blocks(first * each, last)
+            item.session, _, item.keep_s = self.use
             self._client.new_step()
             granted = self._client.reserve([item], WIDTH)
             if granted is None:

@@ -9,12 +9,12 @@ messages), and of ``SamplingParams.extra_args`` in Python.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
+from kvass.engine.ttl import ttl_seconds
 from kvass.types import is_tenant_name
 
 TENANT: Final = "kvass.tenant"
@@ -30,9 +30,6 @@ SESSION: Final = "kvass.session"
 TTL: Final = "kvass.ttl"
 """0: the session ends with this request. Seconds up to a day, or a text like ``5m`` or ``1h``: its
 rows are retained for so long."""
-_TIME: Final = re.compile(r"([1-9][0-9]{0,4})([smh])", re.ASCII)
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600}
-_LONGEST_S: Final = 86_400
 MOST_NAME: Final = 1024
 """The most characters of a session's name."""
 
@@ -77,19 +74,10 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
     if not (session is None or (isinstance(session, str) and 0 < len(session) <= MOST_NAME)):
         bad.append(SESSION)
         session = None
-    seconds = _seconds(ttl)
+    seconds = ttl_seconds(ttl)
     if seconds is None and ttl is not None:
         bad.append(TTL)
     most = 0 if skip is True else most
     return Hints(
         tenant or "", most, report is True, session or "", seconds == 0, seconds or 0.0, tuple(bad)
     )
-
-
-def _seconds(ttl: Any) -> float | None:
-    """The seconds that a value of ``TTL`` stands for. None: it has no such meaning."""
-    if isinstance(ttl, str) and (match := _TIME.fullmatch(ttl)):
-        ttl = int(match[1]) * _SECONDS[match[2]]
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 <= ttl <= _LONGEST_S:
-        return None
-    return float(ttl)

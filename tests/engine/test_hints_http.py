@@ -1,0 +1,88 @@
+"""Hints over real HTTP to a real server: what L1 holds afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from examples import agent_loop
+from examples.serving import servers
+from examples.tiny import some_prompt, transfer_config
+from kvass.testing.daemon import Daemon, running_daemon
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.engine
+
+L1 = 12 << 20
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, str]]:
+    """A daemon with a small L1, and a server whose own cache is smaller than L1."""
+    folder = tmp_path_factory.mktemp("hints")
+    more = {"num_gpu_blocks_override": 136}
+    with (
+        running_daemon(folder, l1_size=str(L1), lookup_budget_ms=10_000) as daemon,
+        servers(folder, daemon, [transfer_config(daemon.socket)], more) as (url,),
+    ):
+        yield daemon, url
+
+
+def ask(url: str, prompt: list[int], session: str = "", **hints: Any) -> dict[str, Any]:
+    """What kvass did for a prompt."""
+    params = {f"kvass.{name}": value for name, value in {**hints, "report": True}.items()}
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+    body |= {"session_id": session} if session else {}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=100, trust_env=False)
+    did: dict[str, Any] = reply.raise_for_status().json()["kv_transfer_params"]["kvass"]
+    return did
+
+
+def counters(daemon: Daemon) -> dict[str, int]:
+    found: dict[str, int] = daemon.status()["counters"]
+    return found
+
+
+def push(daemon: Daemon, url: str, size: int, seed: int) -> None:
+    """Store other prompts of ``size`` bytes."""
+    until = daemon.status()["counters"]["l1_in_bytes"] + size
+    while daemon.status()["counters"]["l1_in_bytes"] < until:
+        seed += 1
+        ask(url, some_prompt(1000, seed=seed))
+
+
+def test_a_retained_prompt_stays_under_pressure_and_another_does_not(
+    served: tuple[Daemon, str],
+) -> None:
+    daemon, url = served
+    kept, other = (some_prompt(512, seed=seed) for seed in (7000, 7001))
+    ask(url, kept, ttl="1h")
+    ask(url, other)
+    assert eventually(lambda: daemon.status()["l1_kept_bytes"] > 0)
+    push(daemon, url, 10 * L1, 8000)
+    assert ask(url, other)["hit_tokens"] == 0, "the control"
+    did = ask(url, kept, ttl="1h")
+    assert did["hit_tokens"] == 480
+    assert did["kept_tokens"] >= 256
+    assert daemon.status()["l1_kept_bytes"] <= L1 // 4
+    assert counters(daemon)["evicted_kept"] == 0
+
+
+def test_the_rows_of_a_session_that_ended_are_the_next_to_go(served: tuple[Daemon, str]) -> None:
+    """Five turns, the last of which says that it is over. What was older stays."""
+    daemon, url = served
+    push(daemon, url, L1, 9000)
+    older = some_prompt(1000, seed=9998)
+    ask(url, older)
+    before = counters(daemon)
+    turns = list(agent_loop.play(url, some_prompt(256, seed=1), "agent", seed=2))
+    assert len(turns) == agent_loop.TURNS
+    assert eventually(lambda: counters(daemon)["sessions_ended"] == before["sessions_ended"] + 1)
+    ended = counters(daemon)["session_rows_ended"] - before["session_rows_ended"]
+    assert ended >= 3, "more than 256 + 5 * 132 tokens, in chunks of 256"
+    evicted = counters(daemon)["evicted_ended"]
+    ask(url, some_prompt(512, seed=9999))
+    assert eventually(lambda: counters(daemon)["evicted_ended"] > evicted), "they go first"
