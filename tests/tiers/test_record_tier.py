@@ -22,7 +22,7 @@ class Outcomes(RecordTier):
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
         return [self.trouble.get(key, key in self.held) for key in keys]
 
-    def _put(self, keys: Sequence[bytes], data: object) -> list[Outcome]:
+    def _put(self, keys: Sequence[bytes], data: object, tenant: str) -> list[Outcome]:
         self.held += keys
         return self._exists(keys)
 

@@ -106,11 +106,12 @@ class Tier(Protocol):
 
 @runtime_checkable
 class DividedTier(Protocol):
-    """The additional method of a ``Tier`` whose capacity can be divided by quotas of tenants."""
+    """The additional method of a ``Tier`` that tells the records of tenants apart: by quotas, or by
+    keys of encryption."""
 
     def store_for(self, tenant: str, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
-        """Store records as ``store`` does. They count against the quota of ``tenant``. Lookups of
-        all tenants find them."""
+        """Store records as ``store`` does. They count against the quota of ``tenant``, if the
+        tier has quotas. Lookups of all tenants find them."""
 
 
 _NOTE_NAME: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")

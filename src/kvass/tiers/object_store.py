@@ -28,7 +28,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from kvass.errors import ConfigError, TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Shards
 from kvass.tiers.buffers import size_of
-from kvass.tiers.codec import pack, unpack
+from kvass.tiers.codec import Seal, pack, unpack
 from kvass.tiers.options import AzureOptions, ObjectStoreOptions, S3Options
 from kvass.tiers.record_tier import Outcome, RecordTier
 from kvass.tiers.worker_pool import WorkerPool
@@ -102,8 +102,10 @@ class ObjectTier(RecordTier):
         needs = [min(size_of(shards), 2 * _PIECE_BYTES) for shards in into]
         return self._pool.each(lambda i: self._load(keys[i], into[i]), needs)
 
-    def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
-        return self._pool.each(lambda i: self._store_one(keys[i], data[i]), [*map(size_of, data)])
+    def _put(self, keys: Sequence[bytes], data: Sequence[Shards], tenant: str) -> list[Outcome]:
+        seal = self._seal(tenant)
+        needs = [*map(size_of, data)]
+        return self._pool.each(lambda i: self._store_one(keys[i], data[i], seal), needs)
 
     def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         return self._delete_all([self._path(key) for key in keys])
@@ -147,19 +149,20 @@ class ObjectTier(RecordTier):
         right: bool | None = False
         with self._errors(absent_is_fine=True):
             got = obstore.get(self._store, self._path(key))
-            right = unpack(key, got.meta["size"], got.stream(_PIECE_BYTES), into)
+            right = unpack(key, got.meta["size"], got.stream(_PIECE_BYTES), into, self._open)
         if right is None:
             with suppress(TierDown):  # it is a miss in any case; the next load tries to delete it
                 self._delete_some([self._path(key)])
         return right is True
 
-    def _store_one(self, key: bytes, shards: Shards) -> bool:
+    def _store_one(self, key: bytes, shards: Shards, seal: Seal | None) -> bool:
         if size_of(shards) > _MOST_BYTES:
             return False
         with self._errors():
             # In one request, because the parts of an aborted multipart upload would stay and cost
             # money.
-            obstore.put(self._store, self._path(key), pack(key, shards), use_multipart=False)
+            piece = pack(key, shards, seal)
+            obstore.put(self._store, self._path(key), piece, use_multipart=False)
         return True
 
     def _delete_all(self, paths: Sequence[str]) -> list[Outcome]:

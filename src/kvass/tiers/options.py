@@ -28,7 +28,14 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
     other."""
 
 
-class DiskOptions(TierOptions, frozen=True, kw_only=True):
+class RecordOptions(TierOptions, frozen=True, kw_only=True):
+    """Base class of the options of tiers that can encrypt their records."""
+
+    key_file: Annotated[str, Meta(min_length=1)] = ""
+    """The file with the keys (``key_file``). Empty: records are not encrypted."""
+
+
+class DiskOptions(RecordOptions, frozen=True, kw_only=True):
     """Options of ``disk:FOLDER?capacity=SIZE``."""
 
     capacity: Size
@@ -44,7 +51,7 @@ class DiskOptions(TierOptions, frozen=True, kw_only=True):
         check_quotas_of(self.quotas, "a capacity", self.capacity)
 
 
-class RedisOptions(TierOptions, frozen=True, kw_only=True):
+class RedisOptions(RecordOptions, frozen=True, kw_only=True):
     """Options of ``redis:HOST[:PORT]`` and ``redis:/path/of/socket``."""
 
     db: Number = 0
@@ -62,7 +69,7 @@ class RedisOptions(TierOptions, frozen=True, kw_only=True):
             raise ValueError("db: a cluster has none but 0")
 
 
-class ObjectStoreOptions(TierOptions, frozen=True, kw_only=True):
+class ObjectStoreOptions(RecordOptions, frozen=True, kw_only=True):
     """Options of ``gcs:BUCKET[/PREFIX]``, and base class of the options of all object stores."""
 
     endpoint: str = ""
@@ -120,7 +127,8 @@ def read_options(kind: type[AnyOptions], texts: Mapping[str, str]) -> AnyOptions
     """Convert the options of a URL. Raises ``ValueError`` with one line that says what is
     allowed."""
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    known = f"its options: {', '.join(fields)}"
+    own = [name for name in fields if name not in RecordOptions.__struct_fields__]
+    known = f"its options: {', '.join([*own, *(name for name in fields if name not in own)])}"
     values: dict[str, Any] = {}
     for name, text in texts.items():
         if name == "quota" and kind is not DiskOptions:

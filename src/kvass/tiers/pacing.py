@@ -19,6 +19,8 @@ from kvass.tiers.base import Buffer
 
 CHECKSUM_BYTES: Final = 512 << 10
 """Bytes that are checksummed between two yields: some 50 us of work."""
+CIPHER_BYTES: Final = 512 << 10
+"""Bytes that are encrypted or decrypted between two yields: some 60 us of work."""
 IO_BYTES: Final = 4 << 20
 """Bytes of one system call. This keeps a device busy. With half of it, other threads would not wait
 less."""

@@ -8,16 +8,29 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from functools import partial
+from typing import Protocol, TypeAlias
 
 from kvass.errors import TierDown, UsageError
 from kvass.tiers.base import Shards, check_batch, check_note
+from kvass.tiers.codec import Header, Open, Opening, Seal
+from kvass.types import DEFAULT_TENANT
 
 Outcome: TypeAlias = bool | TierDown
 """The outcome of one record. ``False``: the record is absent, damaged or does not fit.
 ``TierDown``: the backend failed."""
+
+
+class Sealing(Protocol):
+    """Encrypts and decrypts the records of a tier."""
+
+    def seal(self, tenant: str, key: bytes, shards: Shards, into: Shards) -> bytes:
+        """See ``codec.Seal``. Each tenant's records are encrypted with other keys."""
+
+    def open(self, header: Header) -> Opening | None:
+        """See ``codec.Open``."""
 
 
 class RecordTier(ABC):
@@ -30,6 +43,9 @@ class RecordTier(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.sealing: Sealing | None = None
+        """None: records are not encrypted. Set before the first call. A backend passes ``_seal``
+        and ``_open`` on to ``codec``."""
         self._closing = False
         self._running = 0
         self._changed = threading.Condition()
@@ -43,7 +59,7 @@ class RecordTier(ABC):
         """Fill ``into``. Delete a record that is damaged. A key may occur twice."""
 
     @abstractmethod
-    def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> Sequence[Outcome]:
+    def _put(self, keys: Sequence[bytes], data: Sequence[Shards], tenant: str) -> Sequence[Outcome]:
         """Store records, and replace those of the same keys. A key occurs once."""
 
     @abstractmethod
@@ -79,20 +95,14 @@ class RecordTier(ABC):
             return answers(self._get(keys, into) if keys else [])
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
-        return self._store_all(keys, data, self._put)
+        return self.store_for(DEFAULT_TENANT, keys, data)
 
-    def _store_all(
-        self,
-        keys: Sequence[bytes],
-        data: Sequence[Shards],
-        put: Callable[[Sequence[bytes], Sequence[Shards]], Sequence[Outcome]],
-    ) -> list[bool]:
-        """Store a batch with ``put``. If a key occurs more than once, only its last record is
-        stored."""
+    def store_for(self, tenant: str, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
+        """See ``DividedTier``. If a key occurs more than once, only its last record is stored."""
         check_batch(keys, data)
         last = dict(zip(keys, data, strict=True))
         with self._call():
-            held = answers(put(list(last), list(last.values())) if keys else [])
+            held = answers(self._put(list(last), list(last.values()), tenant) if keys else [])
         by_key = dict(zip(last, held, strict=True))
         return [by_key[key] for key in keys]
 
@@ -136,6 +146,13 @@ class RecordTier(ABC):
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
+
+    def _seal(self, tenant: str) -> Seal | None:
+        return None if self.sealing is None else partial(self.sealing.seal, tenant)
+
+    @property
+    def _open(self) -> Open | None:
+        return None if self.sealing is None else self.sealing.open
 
     def _down(self, why: object) -> TierDown:
         return TierDown(f"{self.name}: {why}")

@@ -5,7 +5,8 @@ larger record, that value is the header alone. The shards' bytes are split into 
 ``PREFIXp:KEY:CHECK:0``, ``:1`` and so on, where CHECK is the payload checksum in the header. Pieces
 are set before their header and deleted after it. The checksum in their names keeps the pieces of
 different bytes apart. So a reader that has a header gets its pieces, or a miss if one is gone.
-Daemons that store the same bytes at the same time set the same values.
+Daemons that store the same bytes at the same time set the same values. If they encrypt, the values
+differ, and so do their names. Pieces that no header names then stay until the server evicts them.
 
 The server limits the capacity by ``maxmemory`` and an ``allkeys-lru`` policy. With ``ttl_s``
 records expire.
@@ -35,11 +36,12 @@ from kvass.tiers.buffers import batches_by_size, size_of, split
 from kvass.tiers.codec import (
     MAX_HEADER_BYTES,
     Header,
+    Seal,
     decode_header,
     encode_header,
     header_bytes,
-    header_of,
     pack,
+    prepared,
     unpack_body,
 )
 from kvass.tiers.options import RedisOptions, host_and_port
@@ -83,12 +85,19 @@ class RedisTier(RecordTier):
 
         return self._in_groups(into, some)
 
-    def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
+    def _put(self, keys: Sequence[bytes], data: Sequence[Shards], tenant: str) -> list[Outcome]:
+        seal = self._seal(tenant)
+
         def some(which: range) -> list[Outcome]:
             if size_of(data[which[0]]) > PIECE_BYTES:  # then ``which`` has one index
-                return [self._store_pieces(keys[which[0]], data[which[0]])]
+                return [self._store_pieces(keys[which[0]], data[which[0]], seal)]
             commands = [
-                ("SET", self._record_name(keys[i]), pack(keys[i], data[i]).data, *self._expiry)
+                (
+                    "SET",
+                    self._record_name(keys[i]),
+                    pack(keys[i], data[i], seal).data,
+                    *self._expiry,
+                )
                 for i in which
             ]
             return self._outcomes(commands)
@@ -153,7 +162,7 @@ class RedisTier(RecordTier):
             if names := self._piece_names(key, header):
                 size, chunks = sum(header.lengths), self._pieces(names)
             try:
-                right = unpack_body(key, header, size, chunks, into)
+                right = unpack_body(key, header, size, chunks, into, self._open)
             except _RefusedError as error:
                 return error
         if right is None:
@@ -167,8 +176,8 @@ class RedisTier(RecordTier):
                 return
             yield memoryview(piece)
 
-    def _store_pieces(self, key: bytes, shards: Shards) -> Outcome:
-        header = header_of(key, shards)
+    def _store_pieces(self, key: bytes, shards: Shards, seal: Seal | None) -> Outcome:
+        header, shards = prepared(key, shards, seal)
         names = self._piece_names(key, header)
         try:
             for name, parts in zip(names, split(shards, PIECE_BYTES), strict=True):

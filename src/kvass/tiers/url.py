@@ -24,6 +24,7 @@ from kvass.tiers.options import (
     DiskOptions,
     MooncakeOptions,
     ObjectStoreOptions,
+    RecordOptions,
     RedisOptions,
     S3Options,
     TierOptions,
@@ -44,7 +45,12 @@ BUILT_IN_TIERS: Final[dict[str, tuple[str, type[TierOptions]]]] = {
 """Scheme -> (the function that opens such a tier, called with WHERE and the options; the type of
 the options)."""
 
-_EXTRAS: Final = {"redis": "redis", "obstore": "s3", "mooncake": "mooncake"}
+_EXTRAS: Final = {
+    "redis": "redis",
+    "obstore": "s3",
+    "mooncake": "mooncake",
+    "cryptography": "encryption",
+}
 """Package -> the extra of kvass that installs it."""
 
 
@@ -132,6 +138,9 @@ def open_tier(text: str) -> Tier:
         module, _, name = BUILT_IN_TIERS[url.scheme][0].partition(":")
         open_ = functools.partial(_import(text, module, name), url.where, options)
     try:
+        if isinstance(options, RecordOptions) and options.key_file:
+            encrypted = _import(text, "kvass.tiers.encrypted", "open_encrypted")
+            open_ = functools.partial(encrypted, open_, options.key_file)
         tier = open_()
     except (ConfigError, OSError):
         raise

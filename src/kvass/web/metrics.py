@@ -49,6 +49,8 @@ TIER_REPORT: Final = {
     "restarts": "Times that the tier's process was replaced.",
     "bytes": "Bytes in the tier, if it reports them.",
     "capacity_bytes": "Capacity of the tier, if it has one.",
+    "not_decrypted": "Records of an encrypted tier that were loaded but could not be decrypted.",
+    "other_keys": "Keys that stored records in an encrypted tier and are not in its key file.",
 }
 """Fields of a tier's status that the tier's process adds (gauges)."""
 

@@ -23,7 +23,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import xxhash
@@ -73,13 +73,17 @@ def slot_bytes_of(shards: Shards) -> int:
     return PAGE + sum(align_up(len(shard)) for shard in shards)
 
 
-def body_of(shards: Shards) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
+Copies: TypeAlias = Sequence[tuple[Buffer, Buffer]]
+"""Pairs of a shard and its part of a bounce buffer."""
+
+
+def body_of(shards: Shards, *, copied: bool = False) -> tuple[list[Buffer], Copies]:
     """Return the page-aligned buffers for the I/O of the shards, and the copies that are needed.
 
-    If all shards are page-aligned, they are the buffers, and there are no copies. Otherwise there
-    is one bounce buffer, and a pair (shard, its part of the bounce buffer) for each shard.
+    If all shards are page-aligned, they are the buffers, and there are no copies. Otherwise, and if
+    they are to be ``copied``, there is one bounce buffer, and a pair for each shard.
     """
-    if all(len(s) % PAGE == 0 and s.ctypes.data % PAGE == 0 for s in shards):
+    if not copied and all(len(s) % PAGE == 0 and s.ctypes.data % PAGE == 0 for s in shards):
         return list(shards), []
     bounce = page_buffer(slot_bytes_of(shards) - PAGE)
     begins = accumulate((align_up(len(s)) for s in shards), initial=0)

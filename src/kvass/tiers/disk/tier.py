@@ -2,7 +2,7 @@
 
 Laws of this file:
 
-- A load returns a record only if its header, key and checksum match.
+- A load returns a record only if its header, key and checksum (or tag) match.
 - The folder never takes more disk space than the capacity. ``segment.disk_bytes`` is an upper bound
   of what a segment takes. That much is reserved in the index before a segment is created.
 - A lock guards the index, and is not held during I/O. A slot is taken while the lock is held,
@@ -31,15 +31,24 @@ from typing import Any, Final
 import numpy as np
 
 from kvass.errors import ConfigError
-from kvass.tiers.base import Buffer, Shards
+from kvass.tiers.base import Shards
 from kvass.tiers.buffers import page_buffer
-from kvass.tiers.codec import Header, decode_header, encode_header, payload_checksum
+from kvass.tiers.codec import (
+    Header,
+    Open,
+    Seal,
+    decode_header,
+    encode_header,
+    payload_checksum,
+    sealed_header,
+)
 from kvass.tiers.disk.folder import Folder
 from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
 from kvass.tiers.disk.segment import (
     SEGMENT,
     TABLE,
+    Copies,
     SegmentFile,
     body_of,
     disk_bytes,
@@ -148,10 +157,6 @@ class DiskTier(RecordTier):
             raise ConfigError(f"{self.name}: {where}{error.strerror}") from error
         return max(numbers, default=0)
 
-    def store_for(self, tenant: str, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
-        """See ``DividedTier``."""
-        return self._store_all(keys, data, partial(self._put, tenant=tenant))
-
     # ------------------------------------------------------------ batches
 
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
@@ -161,11 +166,11 @@ class DiskTier(RecordTier):
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
         return self._pool.each(lambda i: self._load(keys[i], into[i]), [0] * len(keys))
 
-    def _put(
-        self, keys: Sequence[bytes], data: Sequence[Shards], tenant: str = DEFAULT_TENANT
-    ) -> list[Outcome]:
-        owner = self._index.owner(tenant)
-        return self._pool.each(lambda i: self._store(keys[i], data[i], owner), [0] * len(keys))
+    def _put(self, keys: Sequence[bytes], data: Sequence[Shards], tenant: str) -> list[Outcome]:
+        owner, seal = self._index.owner(tenant), self._seal(tenant)
+        return self._pool.each(
+            lambda i: self._store(keys[i], data[i], owner, seal), [0] * len(keys)
+        )
 
     def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         for key in keys:
@@ -276,13 +281,10 @@ class DiskTier(RecordTier):
             return "damaged"
         if header.lengths != tuple(map(len, into)):
             return "mismatched"
-        if _payload_checksum(parts, copies) != header.payload_checksum:
-            return "damaged"
-        for shard, part in copies:
-            shard[:] = part
-        return ""
+        right = _checked if self._open is None else partial(_decrypted, self._open)
+        return "" if right(header, parts, copies) else "damaged"
 
-    def _store(self, key: bytes, shards: Shards, owner: Owner) -> bool:
+    def _store(self, key: bytes, shards: Shards, owner: Owner, seal: Seal | None) -> bool:
         place = self._room(slot_bytes_of(shards), owner)
         if place is None:
             return False
@@ -292,19 +294,28 @@ class DiskTier(RecordTier):
             stamp = self._index.next_stamp()
         try:
             page = self._scratch.page
-            body, copies = body_of(shards)
-            for shard, part in copies:
-                part[:] = shard
+            body, copies = body_of(shards, copied=seal is not None)
+            sealed = None
+            if seal is not None:
+                into = [part for _, part in copies]
+                sealed = sealed_header(key, shards, into, seal, stamp)
+            else:
+                for shard, part in copies:
+                    part[:] = shard
 
-            def seal(parts: Iterator[memoryview]) -> None:
+            def write_header(parts: Iterator[memoryview]) -> None:
                 next(parts)
-                check = _payload_checksum(parts, copies)
-                header = encode_header(Header(key, tuple(map(len, shards)), stamp, check))
-                page[: len(header)] = memoryview(header)
-                page[len(header) :] = 0
+                header = sealed
+                if header is None:
+                    check = _payload_checksum(parts, copies)
+                    header = Header(key, tuple(map(len, shards)), stamp, check)
+                deque(parts, 0)  # this writes what is left
+                raw = encode_header(header)
+                page[: len(raw)] = memoryview(raw)
+                page[len(raw) :] = 0
 
             segment.file.set_entry(slot, 0, 0)
-            segment.file.write(slot, [page, *body], seal)
+            segment.file.write(slot, [page, *body], write_header)
             segment.file.set_entry(slot, number, stamp)
         except OSError:
             with self._lock:
@@ -404,7 +415,7 @@ class DiskTier(RecordTier):
         return True
 
 
-def _payload_checksum(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer, Buffer]]) -> int:
+def _payload_checksum(parts: Iterator[memoryview], copies: Copies) -> int:
     """Consume ``parts``, which reads or writes them, and return the checksum of the shards.
 
     ``copies`` is what ``body_of`` returned. If there are none, ``parts`` are the shards themselves,
@@ -414,6 +425,30 @@ def _payload_checksum(parts: Iterator[memoryview], copies: Sequence[tuple[Buffer
         deque(parts, 0)
         return payload_checksum(part for _, part in copies)
     return payload_checksum(np.frombuffer(part, np.uint8) for part in parts)
+
+
+def _checked(header: Header, parts: Iterator[memoryview], copies: Copies) -> bool:
+    """Read a record that is not encrypted. Returns whether it is right."""
+    if header.seal or _payload_checksum(parts, copies) != header.payload_checksum:
+        return False
+    for shard, part in copies:
+        shard[:] = part
+    return True
+
+
+def _decrypted(open_: Open, header: Header, parts: Iterator[memoryview], copies: Copies) -> bool:
+    """Read an encrypted record. It is decrypted where it was read to, or if there are ``copies``,
+    from there to the shards. Returns whether it is right."""
+    opening = open_(header)
+    if opening is None:
+        return False
+    if copies:
+        deque(parts, 0)
+    for part, shard in ((part.data, shard.data) for shard, part in copies):
+        opening.move(part, shard)
+    for part in parts:
+        opening.move(part, part)
+    return opening.right()
 
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:

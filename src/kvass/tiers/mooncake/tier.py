@@ -96,7 +96,7 @@ class MooncakeTier(RecordTier):
             left = [i for i in left if now[keys[i]] != i]
         return outcomes
 
-    def _put(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[Outcome]:
+    def _put(self, keys: Sequence[bytes], data: Sequence[Shards], tenant: str) -> list[Outcome]:
         return self._in_groups(self._transfers(keys, data), partial(self._replace, how=plain()))
 
     def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
