@@ -12,8 +12,9 @@ import select
 import socket
 from typing import Final
 
+from kvass import processes
+
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
-_PF_EXITING: Final = 0x4  # include/linux/sched.h
 
 
 class PeerProcess:
@@ -38,13 +39,7 @@ class PeerProcess:
         poll.register(self._pidfd, select.POLLIN)
         if poll.poll(0):
             return True
-        try:
-            with open(f"/proc/{self._pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            # proc_pid_stat(5): flags is the 9th field; rpartition has removed the first two.
-            return bool(int(fields[6]) & _PF_EXITING)
-        except (OSError, IndexError, ValueError):
-            return False
+        return processes.exiting(self._pid)
 
     def close(self) -> None:
         os.close(self._pidfd)

@@ -31,10 +31,10 @@ from typing import Any, Final
 import numpy as np
 
 from kvass.errors import ConfigError
+from kvass.folder import Folder
 from kvass.tiers.base import Buffer, Shards
 from kvass.tiers.buffers import page_buffer
 from kvass.tiers.codec import Header, decode_header, encode_header, payload_checksum
-from kvass.tiers.disk.folder import Folder
 from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
 from kvass.tiers.disk.segment import (

@@ -1,4 +1,4 @@
-"""The folder of the disk tier: its lock, and how files in it are opened.
+"""A folder that one process owns, such as a disk tier's: its lock, and how its files are opened.
 
 Law of this file: a file is opened, created or removed by its name relative to the open folder
 (``dir_fd``), and never through a symbolic link. No other user may have write permission there. The
@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from kvass import processes
 from kvass.errors import ConfigError
 
 _LOCK: Final = "lock"
@@ -91,16 +92,17 @@ class Folder:
         os.replace(written, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
 
-    def lock(self) -> None:
-        """Lock the folder for this process until ``close``. Raises ``ConfigError`` if the folder
-        cannot be written to, or another daemon has locked it."""
+    def lock(self, of_child: bool = True) -> None:
+        """Lock the folder for this process until ``close``. ``of_child``: a daemon started this
+        process, and its last owner. Raises ``ConfigError`` if the folder cannot be written to, or
+        another daemon has locked it."""
         while True:
             try:
                 fd = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise ConfigError(f"{self.path}: cannot be written: {error.strerror}") from error
             try:
-                _lock(fd)
+                _lock(fd, of_child)
                 if self._in_place(fd):
                     self._check_writable()
                     os.ftruncate(fd, 0)
@@ -112,9 +114,9 @@ class Folder:
                 owner, daemon = _owner(fd)
                 os.close(fd)
                 if isinstance(error, BlockingIOError):
+                    by = f"process {owner}" + f", started by process {daemon}" * of_child
                     raise ConfigError(
-                        f"{self.path}: in use by process {owner}, started by process {daemon}: "
-                        "a folder is one daemon's; choose another"
+                        f"{self.path}: in use by {by}: a folder is one daemon's; choose another"
                     ) from error
                 text = f"{self.path}: cannot be locked and written: {error.strerror}"
                 raise ConfigError(text) from error
@@ -171,7 +173,7 @@ def _untrusted(path: Path, folder: os.stat_result) -> str:
     return f"{why}, or name a folder of your own in it"
 
 
-def _lock(fd: int) -> None:
+def _lock(fd: int, of_child: bool) -> None:
     """Lock the file ``fd``. Waits for a while, because its last owner may have been killed a moment
     ago and still be exiting."""
     begun = time.monotonic()
@@ -181,7 +183,7 @@ def _lock(fd: int) -> None:
             return
         except BlockingIOError:
             waited = time.monotonic() - begun
-            if waited > _ORPHAN_WAIT_S or (waited > _LOCK_WAIT_S and not _is_orphan(*_owner(fd))):
+            if waited > _ORPHAN_WAIT_S or (waited > _LOCK_WAIT_S and not _ends(fd, of_child)):
                 raise
             time.sleep(_LOCK_RETRY_S)
 
@@ -190,6 +192,15 @@ def _owner(fd: int) -> tuple[str, str]:
     """Return the pid of the last owner of the lock file, and of the daemon that started it."""
     words = os.pread(fd, 40, 0).decode(errors="replace").split()
     return (words[0], words[1]) if len(words) == 2 else ("?", "?")
+
+
+def _ends(fd: int, of_child: bool) -> bool:
+    """Whether the owner of the lock file will release it soon, because it, or the daemon that
+    started it, has ended."""
+    owner, daemon = _owner(fd)
+    if of_child:
+        return _is_orphan(owner, daemon)
+    return owner.isdecimal() and processes.exiting(int(owner))
 
 
 def _is_orphan(owner: str, daemon: str) -> bool:
