@@ -49,10 +49,11 @@ PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
 CLEAR_TENANT: Final = "clear_tenant"
 PRESENT: Final = "present"
-FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT, PRESENT)
+TAKE_OVER: Final = "take_over"
+FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT, PRESENT, TAKE_OVER)
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
-``clear_tenant``: ``ClearTenant``. ``present``: ``Present``."""
+``clear_tenant``: ``ClearTenant``. ``present``: ``Present``. ``take_over``: ``TakeOver``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -528,6 +529,24 @@ class QuotaSet(Message, tag="quota_set"):
     """The answer to ``SetQuota``."""
 
 
+class TakeOver(Message, tag="take_over"):
+    """Stop, because another daemon takes over the socket, and the memory at ``arena``. Only for the
+    daemon's own user, in a session that only looks. Refused if the daemon's memory is elsewhere.
+    Answered by ``Leaving``. Feature ``TAKE_OVER``.
+
+    ``arena``: a folder; empty for memory that ends with the daemon. ``within_s``: the daemon stores
+    in tiers what is queued for them, for that long at most.
+    """
+
+    arena: Name = ""
+    within_s: Seconds = 0.0
+
+
+class Leaving(Message, tag="leaving"):
+    """Answer to ``TakeOver``. The session ends once the daemon grants and matches nothing any
+    more."""
+
+
 class Removals(Message, tag="removals"):
     """A scheduler's question: which rows of its namespace left L1 since ``since``, and which of the
     digests in ``present`` (by group) are in L1? ``since``: the last answer's ``upto``; 0: none yet.
@@ -629,6 +648,7 @@ Request = (
     | ClearTenant
     | EmptyTier
     | SetQuota
+    | TakeOver
     | Removals
     | Present
     | Status
@@ -648,6 +668,7 @@ FromDaemon = (
     | Pong
     | Cleared
     | QuotaSet
+    | Leaving
     | Removed
     | Presence
     | StatusReply

@@ -25,6 +25,7 @@ from kvass.core.handlers import (
     segments,
     sessions,
     shadow,
+    taking_over,
     writing,
 )
 from kvass.core.pending.ledger import soonest
@@ -55,6 +56,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.ClearTenant: clearing.clear_tenant,
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
+    messages.TakeOver: taking_over.take_over,
     messages.Removals: reading.removals,
     messages.Present: reading.present,
     messages.LookupNotes: explaining.lookup_notes,
@@ -207,6 +209,15 @@ class CacheMachine:
         return any(tier.storing_bytes for tier in tiers) or any(
             isinstance(op, NotingEpoch) and tiers[op.tier].queue for op in ops
         )
+
+    @property
+    def busy(self) -> bool:
+        """Whether the daemon should wait before it ends: tiers are storing rows, or, if another
+        daemon takes over, ranks are writing rows that it could read."""
+        settling = self.state.leaving and any(
+            not r.discarded for r in self.state.reservations.all.values()
+        )
+        return self.flushing or settling
 
     def unflushed(self) -> list[tuple[str, int]]:
         """The tiers that have not stored all rows queued for them, and how many rows are left.

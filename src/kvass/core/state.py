@@ -43,6 +43,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     version: str = ""
     pid: int = 0
     """The daemon's process id, for display."""
+    place: str = ""
+    """The folder of the arena; empty if the arena ends with the daemon."""
     host: str = ""
     """The name of the daemon's machine, for display."""
     started_s: float = 0.0
@@ -116,6 +118,8 @@ class State:
         self.tiers = Tiers(config.tiers, config.boot)
         self.promotions = Promotions()
         self.stopping = False
+        self.leaving = False
+        """Whether another daemon takes over: nothing is granted any more."""
 
     def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
         """Add an effect that sends a message."""

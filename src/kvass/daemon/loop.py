@@ -167,12 +167,19 @@ class Server:
         if self._draining:
             self._end()
             return
+        self._drain(self._live.current.stop_s)
+
+    def _drain(self, within_s: float) -> None:
+        """Accept no more connections, and end when the core is not busy any more, or after
+        ``within_s``."""
+        if self._draining:
+            return
         self._draining = True
         notify.send("STOPPING=1")
         rows = sum(rows for _, rows in self._machine.unflushed())
         _log.info("stopping; %d rows are left to flush", rows)
         self._stop_listening()
-        self._loop.call_later(self._live.current.stop_s, self._end)
+        self._loop.call_later(within_s, self._end)
         self._handle(effects.Stopping())
 
     def _end(self) -> None:
@@ -336,6 +343,8 @@ class Server:
                 connection.half_close()
         elif type(effect) is effects.Watch:
             self._watch(effect)
+        elif type(effect) is effects.Leave:
+            self._loop.call_soon(self._drain, effect.within_s)
         elif isinstance(effect, effects.ToTier):
             self._tiers.submit(effect)
 
@@ -354,7 +363,7 @@ class Server:
                 if self._tick is not None:
                     self._tick.cancel()
                 self._tick = self._loop.call_at(when, self._ticked)
-        if self._draining and not self._machine.flushing:
+        if self._draining and not self._machine.busy:
             self._end()
 
     def _ticked(self) -> None:

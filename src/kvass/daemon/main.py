@@ -23,7 +23,7 @@ from kvass.arena import memory
 from kvass.arena.room import SAFE_SHARE, committable, room
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.daemon.listen import Access, listening
+from kvass.daemon.listen import LOCK_WAIT_S, Access, listening
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
 from kvass.daemon.recording import Recorder
@@ -41,11 +41,13 @@ def serve(
     config: Config,
     announce: Callable[[str], None],
     read_again: Callable[[], Config] | None = None,
+    patience_s: float = LOCK_WAIT_S,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Calls ``announce`` with the ``ready`` line once clients can
     connect.
 
-    ``read_again`` reads the configuration again on SIGHUP (``LiveConfig``). Raises ``ConfigError``
+    ``read_again`` reads the configuration again on SIGHUP (``LiveConfig``). ``patience_s``: how
+    long to wait for a daemon that is leaving. Raises ``ConfigError``
     for a configuration that cannot be served.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
@@ -53,7 +55,7 @@ def serve(
     _return_freed_memory()
     _check_memory(config.l1_size)
     access = Access(config)
-    with listening(config.socket, access) as listener:
+    with listening(config.socket, access, patience_s) as listener:
         size = config.l1_size // PAGE * PAGE
         try:
             arena = memory.create(size)
