@@ -50,10 +50,14 @@ PROTOCOL_MAX: Final = 1
 CLEAR_TENANT: Final = "clear_tenant"
 PRESENT: Final = "present"
 TAKE_OVER: Final = "take_over"
-FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT, PRESENT, TAKE_OVER)
+DRAINED: Final = "drained"
+FEATURES: Final[tuple[str, ...]] = (
+    *("explain", "shadow", CLEAR_TENANT, PRESENT, TAKE_OVER, DRAINED),
+)
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
-``clear_tenant``: ``ClearTenant``. ``present``: ``Present``. ``take_over``: ``TakeOver``."""
+``clear_tenant``: ``ClearTenant``. ``present``: ``Present``. ``take_over``: ``TakeOver``.
+``drained``: ``Drained``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -431,6 +435,13 @@ class HandedOver(Message, tag="handed_over"):
     reservations: Many64 = ()
 
 
+class Drained(Message, tag="drained"):
+    """One-way, from a worker after its registration: it has no copy to or from the arena of a boot
+    before ``boot`` under way any more."""
+
+    boot: ShortBytes
+
+
 # ---------------------------------------------------------------- shadow mode
 
 
@@ -654,7 +665,7 @@ Request = (
     | Status
     | Explain
 )
-OneWay = Release | Commit | Abort | HandedOver | LookupNotes | ShadowReport
+OneWay = Release | Commit | Abort | HandedOver | Drained | LookupNotes | ShadowReport
 FromClient = Request | OneWay
 FromDaemon = (
     Welcome

@@ -169,6 +169,7 @@ class World:
             m.Abort(reservation=self.reservation, rank=0, **boot),
             m.Commit(reservation=self.reservation, rank=0, **boot),
             m.ShadowReport(lookups=1, groups=(m.ShadowGroup(rows=1),), **boot),
+            m.Drained(**boot),
             m.Removals(seq=3, since=1, width=WIDTH, present=(blob, blob, blob)),
             m.Present(seq=3, width=WIDTH, digests=blob, tiers=True),
             m.Ping(seq=3),

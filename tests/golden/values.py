@@ -260,6 +260,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
             ),
         ),
     ),
+    "drained": m.Drained(boot=BOOT),
     "explain": m.Explain(seq=12, engine="e", request="r-1", limit=5),
     "explained": m.Explained(seq=12, lookups=({"request": "r-1", "age_s": 0.5},)),
     "populated": m.Populated(bytes=1 << 30),

@@ -23,6 +23,7 @@ from kvass.core.pending.tier_state import FlushMode, Tiers
 from kvass.core.rows.row_allocator import RowAllocator
 from kvass.core.rows.row_classes import Namespace, RowClasses
 from kvass.core.rows.row_states import RowStates
+from kvass.core.saved.index_file import SavedIndex
 from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Quota, Timing
 
@@ -69,8 +70,14 @@ class CoreConfig(msgspec.Struct, frozen=True):
 class State:
     """All state of the core."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, index: SavedIndex | None = None) -> None:
         self.config = config
+        self.index = index
+        """What outlives the daemon; ``None``: nothing does."""
+        self.lost_workers: set[int] = set()
+        """Lost sessions that ``index`` still has, because their devices may write."""
+        self.unseen: tuple[int, ...] = ()
+        """The former workers whose end nobody can see."""
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
@@ -80,6 +87,7 @@ class State:
             self.counters,
             config.seed,
             config.limits.segment_index_bytes,
+            index,
         )
         self.rows = RowStates(self.classes, self.counters)
         self.allocator = RowAllocator(

@@ -66,6 +66,7 @@ class Witness:
             m.Abort: self.writes.abort,
             m.Release: self.reads.release,
             m.HandedOver: self._handed_over,
+            m.Drained: lambda *_: None,
             m.LookupNotes: lambda *_: None,
             m.ShadowReport: lambda *_: None,
         }
