@@ -107,6 +107,7 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "socket": "/s",
         "daemon_uid": "9",
         "l1_size": "1MiB",
+        "arena": "/dev/shm/kvass",
         "allow_uid": "9",
         "socket_group": "g",
         "lease_s": "1",

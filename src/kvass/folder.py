@@ -35,7 +35,8 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock_fd = -1
+        self.lock_fd = -1
+        """Holds the lock; -1 if it is not locked."""
         self.lost_because = ""
         """Why this process does not own the folder any more. Empty if it did at the last
         ``check``."""
@@ -52,10 +53,10 @@ class Folder:
 
     def close(self) -> None:
         """Close the folder and release the lock. Idempotent."""
-        for fd in (self._lock_fd, self.fd):
+        for fd in (self.lock_fd, self.fd):
             if fd >= 0:
                 os.close(fd)
-        self._lock_fd = self.fd = -1
+        self.lock_fd = self.fd = -1
 
     def open(self, name: str, flags: int) -> int:
         """Open a file in the folder. Raises ``OSError``, also if the file is a link, has several
@@ -107,7 +108,7 @@ class Folder:
                     self._check_writable()
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, b"%d %d" % (os.getpid(), os.getppid()), 0)
-                    self._lock_fd = fd
+                    self.lock_fd = fd
                     return
                 os.close(fd)  # the lock file was removed while we waited for the lock
             except OSError as error:
@@ -134,8 +135,8 @@ class Folder:
     def check(self) -> None:
         """Check that this process still owns the folder. Raises ``OSError`` if it does not, or if
         an earlier check found so. Takes some microseconds."""
-        if self._lock_fd >= 0 and not self.lost_because:
-            if not self._in_place(self._lock_fd):
+        if self.lock_fd >= 0 and not self.lost_because:
+            if not self._in_place(self.lock_fd):
                 self.lost_because = "its lock file was removed or replaced"
             elif not _is_same(self.path, self.fd):
                 self.lost_because = "it was moved, or replaced by another folder"

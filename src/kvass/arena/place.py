@@ -1,10 +1,13 @@
 """The place of an arena that outlives the daemon: a folder in a file system of memory.
 
-``slots`` is the arena, ``index`` says what it holds, and ``lock`` is locked while a process uses
-the place (``folder.py``).
+``slots`` is the arena, ``index`` says what it holds, and ``lock`` is locked while processes use the
+place (``folder.py``).
 
 Laws of this file:
 
+- The lock belongs to a daemon and to the processes of its tiers, which inherit ``lock_fd``. So it
+  is free only when all of them have ended, whatever their pids are, and none of them writes to the
+  slots (law 3).
 - A file of a place never gets smaller: a process of an earlier daemon's engine may map it, and
   would be killed (SIGBUS). For the same reason ``allocate`` comes before the first write to a part
   of the index.
@@ -50,6 +53,11 @@ class Place:
         """All of the index: uint8. All zero if it is new."""
         self.new = False
         """Whether the files were made by this process."""
+
+    @property
+    def lock_fd(self) -> int:
+        """The descriptor that holds the lock, in each process that has it open."""
+        return self._folder.lock_fd
 
     @property
     def huge(self) -> bool:
@@ -101,8 +109,8 @@ class Place:
         return True
 
     def release(self) -> None:
-        """Give up the place: another process may open it from now on, so this one must not write to
-        it any more. Both files stay mapped. Idempotent."""
+        """Give up the place: another process may open it once the tiers' processes have ended, so
+        this one must not write to it any more. Both files stay mapped. Idempotent."""
         self._folder.close()
         if self._index_fd >= 0:
             os.close(self._index_fd)
@@ -128,9 +136,10 @@ def open_place(path: str, slots_bytes: int, index_bytes: int) -> Place:
 
 
 def held_bytes(path: str) -> int:
-    """How many bytes of memory the slots at ``path`` have already. 0 if there are none."""
+    """How many bytes of memory the slots at ``path`` have already. 0 if there are none, or if
+    ``path`` is empty."""
     try:
-        return os.stat(Path(path) / SLOTS).st_blocks * 512
+        return os.stat(Path(path) / SLOTS).st_blocks * 512 if path else 0
     except OSError:
         return 0
 

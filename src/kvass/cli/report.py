@@ -39,6 +39,7 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
         f"memory   {size(used)} of {size(capacity)} used ({percent(used, capacity)}), "
         f"{fields['rows']:,} rows, {evicted:,} evicted{populating}"
     )
+    yield from _arena(fields.get("arena", {}))
     namespaces = fields["namespaces"]
     counted = [*namespaces, *fields.get("forgotten", [])]
     input_tokens, hit_tokens, recent_tokens, recent_hit_tokens = (
@@ -56,6 +57,14 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
     yield from _models(namespaces)
     yield from _tenants(fields.get("tenants", []))
     yield from _tiers(fields["tiers"])
+
+
+def _arena(arena: dict[str, Any]) -> Iterator[str]:
+    if arena.get("place"):
+        cold = arena["started_empty"]
+        found = f"adopted {arena['adopted_rows']:,} rows, {size(arena['adopted_bytes'])}"
+        text = f"arena    {arena['place']}: {f'started empty: {cold}' if cold else found}"
+        yield from wrap(text, WIDTH, subsequent_indent=" " * 9)
 
 
 def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:

@@ -80,10 +80,12 @@ def run(argv: list[str]) -> int:
 def _take_over(config: Config) -> None:
     """Have the living daemon stop; if there is none, there is nothing to do. Raises ``KvassError``:
     it lives, and stays."""
+    from kvass.daemon.lasting import real_path
+
     began_s = time.monotonic()
     try:
         with Client(config.socket, daemon_uid=config.daemon_uid) as client:
-            client.take_over("", config.stop_s)
+            client.take_over(real_path(config.arena), config.stop_s)
     except TimedOut:
         raise
     except Unavailable as error:

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from kvass.arena.memory import SLICE_BYTES, Arena
+from kvass import processes
+from kvass.arena.memory import SLICE_BYTES
 from kvass.config import quotas
 from kvass.core import effects
 from kvass.core.effects import SessionId
@@ -34,8 +35,9 @@ from kvass.core.tiers.epochs import LOOK_AGAIN_S
 from kvass.daemon import notify
 from kvass.daemon.connection import Connection
 from kvass.daemon.last_events import LastEvents
+from kvass.daemon.lasting import L1Memory
 from kvass.daemon.live import LiveConfig
-from kvass.daemon.peer_process import PeerProcess, process_behind
+from kvass.daemon.peer_process import PeerProcess, former_process, process_behind
 from kvass.daemon.recording import Recorder
 from kvass.daemon.session_log import LOGGED, SessionLog
 from kvass.daemon.tier_process.supervisor import task
@@ -69,14 +71,14 @@ class Server:
     def __init__(
         self,
         machine: CacheMachine,
-        arena: Arena,
+        l1: L1Memory,
         listener: socket.socket,
         live: LiveConfig,
         tiers: TierSet,
         recorder: Recorder | None = None,
     ) -> None:
         self._machine = machine
-        self._arena = arena
+        self._l1, self._arena = l1, l1.arena
         self._listener = listener
         self._live = live
         self._session_log = SessionLog()
@@ -85,6 +87,8 @@ class Server:
         self._connections: dict[SessionId, Connection] = {}
         self._watched: dict[SessionId, PeerProcess] = {}
         """Processes of lost sessions. Slots in quarantine wait until these have ended."""
+        self._former: dict[int, PeerProcess] = {}
+        """By number (``FormerProcess``), the watched processes of a former daemon's engines."""
         self._to_flush: dict[SessionId, Connection] = {}
         """Sessions to flush at the end of this turn."""
         self._sessions = 0
@@ -124,6 +128,7 @@ class Server:
         self._loop.add_signal_handler(signal.SIGHUP, hangups.set)
         reloads = task(self._reload(hangups))
         self._listener.setblocking(False)
+        self._watch_former()
         self._listen()
         self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
         self._look_at_lag(self._loop.time())
@@ -145,6 +150,9 @@ class Server:
                 connection.close_now()
             for session in list(self._watched):
                 self._unwatch(session)
+            for process in self._former.values():
+                self._loop.remove_reader(process)
+                process.close()
 
     async def _reload(self, hangups: asyncio.Event) -> None:
         """Reload on each SIGHUP. All that come during a reload cause one more."""
@@ -251,7 +259,8 @@ class Server:
         self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
         own = peer.uid in (0, os.geteuid())
         refusal = self._live.access.refusal(peer) or ""
-        self._step(effects.Opened(session, peer.uid, own, refusal, peer.pid))
+        start = processes.start_time(peer.pid)
+        self._step(effects.Opened(session, peer.uid, own, refusal, peer.pid, start))
         self._finish_turn()
 
     def _readable(self, connection: Connection) -> None:
@@ -284,6 +293,24 @@ class Server:
             self._loop.add_reader(process, self._process_ended, watch.session)
             if watch.until < math.inf:
                 self._loop.call_at(watch.until, self._unwatch, watch.session)
+
+    def _watch_former(self) -> None:
+        """Watch the engines of a former daemon that may still write to the arena. The core itself
+        waits for those of which no pid is known here."""
+        adopted = self._machine.adoption
+        for former in () if adopted is None else adopted.former:
+            if former.pid:
+                if (process := former_process(former.pid, former.start)) is None:
+                    self._handle(effects.FormerEnded(former.number))
+                else:
+                    self._former[former.number] = process
+                    self._loop.add_reader(process, self._former_ended, former.number)
+
+    def _former_ended(self, number: int) -> None:
+        process = self._former.pop(number)
+        self._loop.remove_reader(process)
+        process.close()
+        self._handle(effects.FormerEnded(number))
 
     def _unwatch(self, session: SessionId) -> None:
         if (process := self._watched.pop(session, None)) is not None:
@@ -325,6 +352,7 @@ class Server:
             if type(effect.message) is StatusReply:
                 times = {name: histogram.fields() for name, histogram in self._times.items()}
                 effect.message.fields["histograms"].update(times)
+                effect.message.fields["arena"] = self._l1_fields()
             if (connection := self._connections.get(effect.session)) is not None:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode(effect.message), fd)
@@ -347,6 +375,16 @@ class Server:
             self._loop.call_soon(self._drain, effect.within_s)
         elif isinstance(effect, effects.ToTier):
             self._tiers.submit(effect)
+
+    def _l1_fields(self) -> dict[str, Any]:
+        place, found = self._l1.place, self._machine.adoption
+        return {
+            "place": "" if place is None else place.path,
+            "started_empty": self._l1.cold,
+            "adopted_rows": 0 if found is None else found.rows,
+            "adopted_bytes": 0 if found is None else found.bytes,
+            "rested_slots": 0 if found is None else found.resting,
+        }
 
     def _finish_turn(self) -> None:
         """Flush the sessions that have queued frames, and schedule the core's next tick."""

@@ -19,10 +19,11 @@ from typing import Final
 import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a request
 
 from kvass._version import __version__
-from kvass.arena import memory
+from kvass.arena.place import held_bytes
 from kvass.arena.room import SAFE_SHARE, committable, room
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.daemon.lasting import L1Memory, open_memory, real_path
 from kvass.daemon.listen import LOCK_WAIT_S, Access, listening
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
@@ -53,31 +54,48 @@ def serve(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
     _raise_descriptor_limit()
     _return_freed_memory()
-    _check_memory(config.l1_size)
+    _check_memory(Size(max(0, config.l1_size - held_bytes(config.arena))))
     access = Access(config)
     with listening(config.socket, access, patience_s) as listener:
         size = config.l1_size // PAGE * PAGE
-        try:
-            arena = memory.create(size)
-        except OSError as error:
-            raise ConfigError(f"no arena of {config.l1_size}: {error.strerror}") from error
-        huge = arena.advise_huge()
+        l1 = open_memory(config.arena, size)
         core = core_config(config, size)
-        tiers = TierSet(config.tier, arena.fileno(), size, config.log_format)
+        began_s = time.monotonic()
+        machine = CacheMachine(core, l1.index)
+        found = _adopted(l1, machine, time.monotonic() - began_s)
+        fd = l1.arena.fileno()
+        tiers = TierSet(config.tier, fd, size, config.log_format, l1.inherited)
         ready = (
             f"ready socket={config.socket} l1={Size(size).rounded()} l1_bytes={size}"
-            f" pages={'huge' if huge else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
-            f" boot={core.boot.hex()}"
+            f" pages={'huge' if l1.huge() else '4KiB'}{f' tiers={len(tiers)}' if tiers else ''}"
+            f"{found} boot={core.boot.hex()}"
         )
         live = LiveConfig(config, access, read_again)
         recorder = _recorder(config)
-        server = Server(CacheMachine(core), arena, listener, live, tiers, recorder)
+        server = Server(machine, l1, listener, live, tiers, recorder)
         try:
             server.run(lambda: announce(ready))
         finally:
+            l1.release()
             if recorder is not None:
                 recorder.close()
-        arena.close()
+        l1.arena.close()
+
+
+def _adopted(l1: L1Memory, machine: CacheMachine, took_s: float) -> str:
+    """Log what was found in the place of L1. Returns the words about it in the ``ready`` line."""
+    found = machine.adoption
+    if l1.place is None or found is None:
+        return ""
+    if l1.cold:
+        _log.info("arena %s: L1 starts empty: %s", l1.place.path, l1.cold)
+    else:
+        _log.info(
+            "arena %s: adopted %d rows, %s, in %.2f s; %d slots rest until their engines have "
+            "ended or said that they are done",
+            *(l1.place.path, found.rows, Size(found.bytes).rounded(), took_s, found.resting),
+        )
+    return f" adopted={found.rows}"
 
 
 def _recorder(config: Config) -> Recorder | None:
@@ -93,8 +111,8 @@ def _recorder(config: Config) -> Recorder | None:
 
 
 def core_config(config: Config, arena_bytes: int) -> CoreConfig:
-    """Make the configuration of the core. The boot id is new, because each run of the daemon has a
-    new arena."""
+    """Make the configuration of the core. The boot id is new: leases and reservations of another
+    run of the daemon mean nothing."""
     timing = Timing(
         lease_s=config.lease_s,
         reserve_s=config.reserve_s,
@@ -108,6 +126,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         timing=timing,
         version=__version__,
         pid=os.getpid(),
+        place=real_path(config.arena),
         host=socket.gethostname(),
         started_s=time.monotonic(),
         tiers=tuple(tier_name(url) for url in config.tier),

@@ -61,3 +61,17 @@ def process_behind(sock: socket.socket, pid: int) -> PeerProcess | None:
         return PeerProcess(os.pidfd_open(pid), pid) if pid > 0 else None
     except OSError:
         return None
+
+
+def former_process(pid: int, start: int) -> PeerProcess | None:
+    """The process ``pid`` that started at ``start`` (``processes.start_time``; 0: unknown), or None
+    if it has ended. If its start time cannot be read now, whoever has the pid is watched."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    now = processes.start_time(pid)
+    if start and now and now != start:
+        os.close(pidfd)
+        return None
+    return PeerProcess(pidfd, pid)
