@@ -25,12 +25,12 @@ def test_what_is_in_it_outlives_who_wrote_it(memory_folder: Path) -> None:
     child = (
         "import os; from kvass.arena.place import open_place;"
         f"p = open_place({path!r}, {MIB}, {INDEX}); p.slots.buffer[7] = 3;"
-        "p.allocate(0, 4096); p.index[9] = 4; assert p.new; os.kill(os.getpid(), 9)"
+        "p.allocate(0, 4096); p.index[9] = 4; assert p.found == (0, 0); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", child], timeout=60)
     assert ended.returncode == -signal.SIGKILL
     place = open_place(path, MIB, INDEX)
-    assert not place.new
+    assert place.found == (MIB, INDEX)
     assert (place.slots.buffer[7], place.index[9]) == (3, 4)
     assert os.stat(path).st_mode & 0o777 == 0o700
     place.release()
@@ -91,7 +91,7 @@ def test_renewed_files_are_others(memory_folder: Path) -> None:
     writer = memory.attach(os.dup(place.slots.fileno()), MIB)
     place.index[0] = 1
     place.renew(MIB, INDEX)
-    assert place.new
+    assert place.found == (0, 0)
     writer.buffer[:] = 9
     assert not np.any(place.slots.buffer)
     assert not np.any(place.index)

@@ -129,6 +129,25 @@ def test_an_index_of_another_version_is_said_and_started_without(
         assert of_arena(daemon)["started_empty"] == "", "the next one goes on as usual"
 
 
+@pytest.mark.parametrize("size", [None, 1 << 20], ids=["removed", "cut"])
+def test_slots_that_were_removed_or_cut_are_not_believed(
+    tmp_path: Path, place: Path, size: int | None
+) -> None:
+    """They would be read as zeros."""
+    with running_daemon(tmp_path, arena=str(place)) as daemon:
+        with ExitStack() as ending:
+            Rows(daemon.socket, "mine", ROW, ending).store(KEYS)
+        daemon.kill()
+        if size is None:
+            (place / "slots").unlink()
+        else:
+            os.truncate(place / "slots", size)
+        daemon.start()
+        assert of_arena(daemon)["started_empty"] == "one of its files was removed or cut"
+        with ExitStack() as ending:
+            assert found(Rows(daemon.socket, "mine", ROW, ending)) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -157,10 +176,8 @@ def test_what_a_changed_option_keeps(
         assert found(Rows(after.socket, "mine", ROW, ending)) == kept
 
 
-def test_the_processes_of_tiers_have_ended_before_their_slots_are_used(
-    tmp_path: Path, place: Path
-) -> None:
-    """They inherit the lock. The control: without it the next daemon starts at once."""
+def test_a_process_of_a_tier_has_the_lock_until_it_ends(tmp_path: Path, place: Path) -> None:
+    """So no other daemon uses the slots to which it may write."""
     (tmp_path / "disk").mkdir()
     tier = [f"disk:{tmp_path}/disk?capacity=16MiB"]
     with running_daemon(tmp_path, arena=str(place), tier=tier) as daemon:

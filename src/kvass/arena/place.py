@@ -51,8 +51,8 @@ class Place:
         """The arena. It has what its last owner left in it."""
         self.index: npt.NDArray[np.uint8]
         """All of the index: uint8. All zero if it is new."""
-        self.new = False
-        """Whether the files were made by this process."""
+        self.found = (0, 0)
+        """The sizes that the slots and the index had before they were opened; 0: there was none."""
 
     @property
     def lock_fd(self) -> int:
@@ -72,7 +72,7 @@ class Place:
             try:
                 fds = [self._file(name, undo) for name in (SLOTS, INDEX)]
                 _check_room(self.path, fds, slots_bytes)
-                self.new = not all(os.fstat(fd).st_size for fd in fds)
+                self.found = (os.fstat(fds[0]).st_size, os.fstat(fds[1]).st_size)
                 for fd, size in zip(fds, (slots_bytes, index_bytes), strict=True):
                     if os.fstat(fd).st_size < size:
                         os.ftruncate(fd, size)

@@ -65,14 +65,17 @@ def open_memory(path: str, size: int) -> L1Memory:
         return L1Memory(_own(size), None, None, "")
     place = open_place(path, size, index_bytes(size))
     where = _where()
-    if place.new:
-        found: SavedIndex | Unusable = Unusable("it is new")
+    found: SavedIndex | Unusable
+    if place.found == (0, 0):
+        found = Unusable("it is new")
+    elif index_bytes(place.found[0]) != place.found[1]:  # both grow together, and never shrink
+        found = Unusable("one of its files was removed or cut")
     else:
         found = SavedIndex.open(place.index, where, place.allocate, size)
     cold = ""
     if isinstance(found, Unusable):
         cold = found.reason
-        if not place.new:
+        if place.found != (0, 0):
             place.renew(size, index_bytes(size))
         found = SavedIndex.create(place.index, where, place.allocate)
     if isinstance(found, Unusable):
