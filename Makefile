@@ -17,12 +17,13 @@ MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo demo-sglang quick test test-versions test-sglang check docs mutants sim soak bench bench-check bench-peers clean
+.PHONY: help setup demo demo-sglang demo-upgrade quick test test-versions test-sglang check docs mutants sim soak bench bench-check bench-peers clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
 	@echo "make demo    two vLLM processes share one KV cache: what the second one saves"
 	@echo "make demo-sglang   the same with two SGLang servers (downloads 100 MB)"
+	@echo "make demo-upgrade   one daemon takes over from another while an engine reads: for how long it gets no hit"
 	@echo "make quick   tests of core, client, wire and tiers, no engine, and what they cover (90 s)"
 	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
 	@echo "make test-versions   the connector with every vLLM it is for (downloads 600 MB, 20 minutes)"
@@ -64,6 +65,9 @@ demo-sglang: SGLANG_VERSIONS = $(shell $(BIN)/python -c 'from kvass._version imp
 demo-sglang: $(READY)
 	@bash requirements/sglang.sh $(VENV) $(SGLANG_VERSIONS)
 	@SGLANG_OVERLAYS=$(VENV)/overlays $(BIN)/python -m examples.demo_sglang
+
+demo-upgrade: $(READY)
+	@$(BIN)/python -m examples.demo_upgrade
 
 # Without what takes long, and without the tests of a clock's, a server's or a machine's limits.
 QUICK := tests/core tests/client tests/wire tests/layout \

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pages", choices=["host", "gpu"], help=text)
     text = "pairs of prompts that tests/engine/test_pairs.py compares (default: %(default)s)"
     parser.addoption("--pairs", type=int, default=24, help=text)
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """An empty folder of a tmpfs, which the memory of a daemon may be in."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
 
 
 def pytest_collection_finish() -> None:

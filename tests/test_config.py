@@ -109,6 +109,7 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "l1_size": "2MiB",
         "huge_pages": "2MiB",
         "numa": "0",
+        "arena": "/dev/shm/kvass",
         "allow_uid": "9",
         "socket_group": "g",
         "lease_s": "1",

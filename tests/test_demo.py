@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from examples.demo import Row, report, verdict
+from examples.demo_upgrade import upgrade
 from tests.support.vllm.process import Answer
 
 
@@ -43,3 +46,13 @@ def test_hits_with_the_same_tokens_pass(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_miss_or_another_token_fails(bad: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
     assert verdict(bad) == 1
     assert "same tokens: yes" not in capsys.readouterr().out
+
+
+def test_what_was_a_hit_before_an_upgrade_is_one_after_it(
+    tmp_path: Path, memory_folder: Path
+) -> None:
+    """The control: a daemon whose memory ends with it."""
+    seen = upgrade(tmp_path, str(memory_folder), 0.3)
+    assert (seen.before, seen.after) == (1.0, 1.0)
+    assert seen.pages
+    assert upgrade(tmp_path, "", 0.3).after == 0.0

@@ -123,6 +123,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             extra={"default": "all"},
         ),
     ] = ""
+    arena: Annotated[
+        str,
+        Meta(
+            description="folder of a tmpfs for L1, like /dev/shm/kvass: what is cached outlives "
+            "the daemon"
+        ),
+    ] = ""
     allow_uid: Annotated[
         list[Uid],
         Meta(description="another user whose engines may connect, by name or id (repeatable)"),

@@ -51,11 +51,15 @@ PROTOCOL_MAX: Final = 1
 CLEAR_TENANT: Final = "clear_tenant"
 PRESENT: Final = "present"
 END_SESSION: Final = "end_session"
-FEATURES: Final[tuple[str, ...]] = ("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION)
+TAKE_OVER: Final = "take_over"
+DRAINED: Final = "drained"
+FEATURES: Final[tuple[str, ...]] = (
+    *("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION, TAKE_OVER, DRAINED),
+)
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
-``clear_tenant``: ``ClearTenant``. ``present``: ``Present``.
-``end_session``: ``EndSession``."""
+``clear_tenant``: ``ClearTenant``. ``present``: ``Present``. ``end_session``: ``EndSession``.
+``take_over``: ``TakeOver``. ``drained``: ``Drained``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -449,6 +453,13 @@ class HandedOver(Message, tag="handed_over"):
     reservations: Many64 = ()
 
 
+class Drained(Message, tag="drained"):
+    """One-way, from a worker after its registration: it has no copy to or from the arena of a boot
+    before ``boot`` under way any more."""
+
+    boot: ShortBytes
+
+
 # ---------------------------------------------------------------- shadow mode
 
 
@@ -563,6 +574,24 @@ class SessionEnded(Message, tag="session_ended"):
     rows: int = 0
 
 
+class TakeOver(Message, tag="take_over"):
+    """Stop, because another daemon takes over the socket, and the memory at ``arena``. Only for the
+    daemon's own user, in a session that only looks. Refused if the daemon's memory is elsewhere.
+    Answered by ``Leaving``. Feature ``TAKE_OVER``.
+
+    ``arena``: a folder; empty for memory that ends with the daemon. ``within_s``: the daemon stores
+    in tiers what is queued for them, for that long at most.
+    """
+
+    arena: Name = ""
+    within_s: Seconds = 0.0
+
+
+class Leaving(Message, tag="leaving"):
+    """Answer to ``TakeOver``. The session ends once the daemon grants and matches nothing any
+    more."""
+
+
 class Removals(Message, tag="removals"):
     """A scheduler's question: which rows of its namespace left L1 since ``since``, and which of the
     digests in ``present`` (by group) are in L1? ``since``: the last answer's ``upto``; 0: none yet.
@@ -665,12 +694,13 @@ Request = (
     | EmptyTier
     | SetQuota
     | EndSession
+    | TakeOver
     | Removals
     | Present
     | Status
     | Explain
 )
-OneWay = Release | Commit | Abort | HandedOver | LookupNotes | ShadowReport
+OneWay = Release | Commit | Abort | HandedOver | Drained | LookupNotes | ShadowReport
 FromClient = Request | OneWay
 FromDaemon = (
     Welcome
@@ -685,6 +715,7 @@ FromDaemon = (
     | Cleared
     | QuotaSet
     | SessionEnded
+    | Leaving
     | Removed
     | Presence
     | StatusReply

@@ -79,7 +79,7 @@ def test_what_is_no_list_of_nodes(text: str, arena: memory.Arena) -> None:
     with pytest.raises(ValueError, match=r"."):
         nodes.numbers(text)
     with pytest.raises(ConfigError, match="give numbers of nodes"):
-        main._place(arena, text)
+        main._spread(arena, text)
 
 
 def test_the_kernel_knows_the_policy_in_every_process(arena: memory.Arena) -> None:
@@ -145,7 +145,7 @@ def test_the_sample_of_huge_pages() -> None:
 
 def test_one_node_needs_no_call(arena: memory.Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "nodes", lambda: {0: {0, 1}})
-    main._place(arena, "")
+    main._spread(arena, "")
     assert " default " in mapping(arena)
 
 
@@ -160,10 +160,10 @@ def test_a_refused_policy_is_told(
     monkeypatch.setattr(nodes, "nodes", lambda: {0: {0}, 1: {1}})
     monkeypatch.setattr(nodes, "_call", refuse)
     with caplog.at_level(logging.WARNING):
-        main._place(arena, "")
+        main._spread(arena, "")
     assert "not spread evenly over the 2 NUMA nodes: mbind: Operation not" in caplog.text
     with pytest.raises(ConfigError, match=r"numa 1: mbind: .*SYS_NICE"):
-        main._place(arena, "1")
+        main._spread(arena, "1")
     with pytest.raises(ConfigError, match="numa 0,2: the nodes with memory here are 0, 1"):
-        main._place(arena, "0,2")
+        main._spread(arena, "0,2")
     assert nodes.by_node(arena) == {}

@@ -291,6 +291,30 @@ def test_a_refusal_is_said_once_and_one_by_a_limit_is_tried_again_ever_later(
         assert eventually(lambda: client.connected)
 
 
+@pytest.mark.parametrize("steady", [True, False])
+def test_a_daemon_that_was_there_is_looked_for_often_at_first(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, steady: bool
+) -> None:
+    """It may be back soon with all that it had. The control: one that was there for a moment."""
+    pauses: list[float] = []
+
+    def pause(self: DaemonConnection, seconds: float, tried: object) -> None:
+        pauses.append(seconds)
+        with self.lock:
+            self.lock.wait(0.005)
+
+    monkeypatch.setattr(DaemonConnection, "_pause", pause)
+    monkeypatch.setattr(daemon_connection, "STEADY_S", 0.0 if steady else 1000.0)
+    monkeypatch.setattr(daemon_connection, "QUICK_S", 1000.0)
+    with Client(daemon.path) as client:
+        client.connect(5)
+        daemon.kill()
+        assert eventually(lambda: len(pauses) > 16)
+        assert pauses[15] == (daemon_connection.QUICK_PAUSE_S if steady else 0.5)
+        monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2000.0)
+        assert eventually(lambda: pauses[-1] == daemon_connection.BACKOFF_MAX_S)
+
+
 def said(caplog: pytest.LogCaptureFixture, code: str) -> list[str]:
     """The lines about a refusal."""
     return [r.getMessage() for r in caplog.records if f"runs uncached: {code}" in r.getMessage()]

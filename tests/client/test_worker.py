@@ -15,7 +15,18 @@ from kvass.arena import memory
 from kvass.arena.memory import Arena
 from kvass.client import session as session_module
 from kvass.client.worker import ArenaLease, WorkerClient
-from kvass.messages import Abort, Commit, Hello, Ping, Populated, Register, Release
+from kvass.messages import (
+    DRAINED,
+    Abort,
+    Commit,
+    Drained,
+    Hello,
+    Ping,
+    Populated,
+    Register,
+    Release,
+    Welcome,
+)
 from kvass.types import PAGE
 from tests.support.waiting import eventually
 from tests.support.wire.scripted_daemon import ARENA_BYTES, ScriptedDaemon
@@ -186,6 +197,38 @@ def test_running_copies_finish_on_the_old_arena(
     with fresh as buffer:
         buffer[0] = 2
         del buffer
+
+
+def test_drained_is_said_once_the_copies_of_before_have_ended(
+    daemon: ScriptedDaemon, worker: WorkerClient
+) -> None:
+    daemon.welcome = knows_drained
+    daemon.restart()
+    assert len(daemon.got(Drained)) == 1, "there was no copy, so at once"
+    first, second = arena_of(worker, daemon.boot), arena_of(worker, daemon.boot)
+    for _ in range(2):  # whatever comes in between
+        daemon.restart()
+        arena_of(worker, daemon.boot).close()
+    first.close()
+    worker.call(Ping())
+    assert len(daemon.got(Drained)) == 1, "one copy is still under way"
+    second.close()
+    assert len(daemon.got(Drained, 2)) == 2
+    worker.call(Ping())
+    assert len(daemon.got(Drained)) == 2, "once a connection"
+
+
+def test_an_older_daemon_is_not_told_that_it_is_drained(
+    daemon: ScriptedDaemon, worker: WorkerClient
+) -> None:
+    daemon.restart()
+    arena_of(worker, daemon.boot).close()
+    worker.call(Ping())
+    assert not [m for m in daemon.received if isinstance(m, Drained)]
+
+
+def knows_drained(welcome: Welcome) -> Welcome:
+    return msgspec.structs.replace(welcome, features=(DRAINED,))
 
 
 @pytest.mark.parametrize("who", ["daemon", "worker"])

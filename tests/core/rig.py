@@ -39,12 +39,13 @@ def layout(*group_pages: int) -> RankLayout:
 class Rig:
     """An arena of ``pages`` pages in extents of ``extent`` pages. Time starts at 100.
 
-    ``core``: more fields of ``CoreConfig``.
+    ``core``: more fields of ``CoreConfig``. ``index``: what outlives the machine. ``now``: another
+    time.
     """
 
     def __init__(self, pages: int = 64, extent: int = 4, **limits: Any) -> None:
-        core = limits.pop("core", {})
-        self.now = 100.0
+        core, index = limits.pop("core", {}), limits.pop("index", None)
+        self.now = limits.pop("now", 100.0)
         self.machine = CacheMachine(
             CoreConfig(
                 **{
@@ -56,7 +57,8 @@ class Rig:
                     "version": "test",
                     **core,
                 }
-            )
+            ),
+            index,
         )
         self.last: list[Effect] = []
         self.promoting: list[m.Promoting] = []
@@ -83,9 +85,11 @@ class Rig:
             assert steps < 1000
         return steps
 
-    def open(self, hello: bool = True, uid: int = 0, own: bool = False, **fields: Any) -> int:
+    def open(
+        self, hello: bool = True, uid: int = 0, own: bool = False, pid: int = 0, **fields: Any
+    ) -> int:
         self._sessions += 1
-        self.step(Opened(self._sessions, uid, own))
+        self.step(Opened(self._sessions, uid, own, pid=pid, start=pid))
         if hello:
             self.say(self._sessions, m.Hello(seq=1, **{"clock_s": self.now, **fields}))
         return self._sessions
@@ -126,14 +130,22 @@ class Rig:
         return self.ask(session, m.Register(seq=2, instance=instance, **terms))
 
     def engine(
-        self, instance: str = "e", ranks: int = 1, uid: int = 0, own: bool = False, **fields: Any
+        self,
+        instance: str = "e",
+        ranks: int = 1,
+        uid: int = 0,
+        own: bool = False,
+        pid: int = 0,
+        **fields: Any,
     ) -> Engine:
-        """A complete instance: its scheduler, and ``ranks`` ranks, each with a shard of its own."""
+        """A complete instance: its scheduler, and ``ranks`` ranks, each with a shard of its own.
+        ``pid``: of the first rank; 0: no process is known."""
         common = {"ranks": ranks, "world_size": ranks, **fields}
         shape = common.pop("layout", layout(1))
         scheduler = self.open(uid=uid, own=own)
         self.register(scheduler, instance, **common)
-        workers = [self.open(uid=uid, own=own) for _ in range(ranks)]
+        pids = [pid + rank if pid else 0 for rank in range(ranks)]
+        workers = [self.open(uid=uid, own=own, pid=each) for each in pids]
         for rank, session in enumerate(workers):
             mine = {"rank": rank, "shard": rank % common["world_size"], "layout": shape}
             reply = self.register(session, instance, **{**common, **mine})

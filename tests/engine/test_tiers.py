@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
+from kvass.arena.place import remove_place
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine import hybrid
 from tests.engine.conftest import Starter, store
@@ -187,6 +188,43 @@ def test_a_request_for_one_token_brings_its_rows_to_l1(
         assert b.one(others).external == 512
         assert tier_of(daemon)["loaded_rows"] == 3 + 2, "these were not"
         assert all(one.engine.reset() for one in movables)
+
+
+def test_a_killed_daemons_memory_serves_its_engines_without_any_tier(
+    tmp_path: Path, memory_folder: Path, movables: Sequence[Movable], judge: Judge, prompt: Make
+) -> None:
+    """The control: a daemon that finds no memory."""
+    tokens, arena = prompt(1000), str(memory_folder / "kvass")
+    with running_daemon(tmp_path, arena=arena, **PATIENT) as daemon:
+        engines = [one.goes_to(daemon) for one in movables]
+        registered(daemon)
+        judge.check(tokens, store(engines[0], tokens, 8))
+        daemon.wait_until(reservations=0)
+        daemon.restart()
+        assert daemon.status()["arena"]["adopted_rows"] == 3
+        registered(daemon)
+        for engine in engines:  # the second may find the tail that the first has stored again
+            warm = engine.one(tokens)
+            assert warm.external == 768 or (engine is engines[1] and warm.external == 992)
+            judge.check(tokens, warm)
+            assert engine.reset()
+        daemon.kill()
+        remove_place(arena)
+        daemon.start()
+        registered(daemon)
+        assert engines[0].one(tokens).external == 0
+        assert all(engine.reset() for engine in engines)
+
+
+def registered(daemon: Daemon) -> None:
+    """Wait until both engines have met the daemon with all their ranks."""
+
+    def complete() -> bool:
+        engines = daemon.status()["engines"]
+        whole = [e for e in engines if e["scheduler"] and not e["missing_ranks"]]
+        return len(whole) == 2
+
+    assert eventually(complete, WAIT_S), "an engine did not come back"
 
 
 def test_two_daemons_share_a_store(

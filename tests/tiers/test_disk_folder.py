@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvass.errors import ConfigError, TierDown
+from kvass.folder import Folder
 from kvass.tiers.disk import DiskTier
 from kvass.tiers.disk import tier as disk_tier
-from kvass.tiers.disk.folder import Folder
 from tests.daemon.test_process import as_user
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import KEYS, fill, hits, keys_of

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from bench.disk_capacity import Watch
+from kvass.folder import Folder
 from kvass.testing.tier_suite import data_of, fetch, same
 from kvass.tiers.buffers import page_buffer
 from kvass.tiers.disk import DiskTier, index, segment
-from kvass.tiers.disk.folder import Folder
 from kvass.types import PAGE
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import SHAPE, fill, hits, keys_of

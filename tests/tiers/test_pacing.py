@@ -15,6 +15,7 @@ import pytest
 import xxhash
 
 from kvass.errors import TierDown
+from kvass.folder import Folder
 from kvass.testing.tier_suite import data_of, fetch, room_for, same
 from kvass.tiers import pacing
 from kvass.tiers.base import Buffer
@@ -22,7 +23,6 @@ from kvass.tiers.buffers import page_buffer
 from kvass.tiers.codec import payload_checksum
 from kvass.tiers.disk import DiskTier
 from kvass.tiers.disk import tier as disk_tier
-from kvass.tiers.disk.folder import Folder
 from kvass.tiers.disk.segment import SegmentFile
 from kvass.tiers.pacing import CHECKSUM_BYTES as CHECK
 from kvass.tiers.pacing import IO_BYTES, paced, yield_cpu

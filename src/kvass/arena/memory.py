@@ -1,7 +1,8 @@
-"""The arena: one memfd, mapped by the daemon and by every worker.
+"""The arena: one memfd, or one file of a tmpfs, mapped by the daemon and by every worker.
 
-Its size never changes: the memfd is sealed, so no client can shrink it while others use it. A
-mapping ends when the last view of it ends.
+Its size never changes: a memfd is sealed, so no client can shrink it while others use it. The file
+of a place (``place.py``) cannot be sealed, so any client could. A mapping ends when the last view
+of it ends.
 """
 
 from __future__ import annotations
@@ -152,13 +153,15 @@ def attach(fd: int, size: int) -> Arena:
     """The arena of the daemon, mapped from its descriptor ``fd``, which belongs to it from now on.
     Touches no page.
 
-    Raises ``RemoteError`` if ``fd`` is not an arena of ``size`` bytes that keeps its size.
+    Raises ``RemoteError`` if ``fd`` is neither a memfd of ``size`` bytes that keeps its size, nor
+    a file of memory that has as many.
     """
     arena = None
     try:
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-        if os.fstat(fd).st_size != size or not sealed:
-            raise RemoteError(f"the daemon's descriptor is no sealed arena of {size} bytes")
+        seals, there = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
+        memfd, file = seals & _SEALS == _SEALS, seals == fcntl.F_SEAL_SEAL
+        if not ((memfd and there == size) or (file and there >= size)):
+            raise RemoteError(f"the daemon's descriptor is no arena of {size} bytes")
         arena = Arena(fd, size)
     except (OSError, ValueError) as error:
         raise RemoteError(f"cannot map the daemon's arena: {error}") from error

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvass.arena.place import held_bytes, remove_place
 from kvass.cli import daemon
-from kvass.config import Parser
+from kvass.config import Parser, Size
 
 _PATIENCE_S: Final = 300.0
 """Emptying an object store takes long: it deletes a thousand objects at a time."""
@@ -18,7 +19,8 @@ them into L1 again."""
 def run(argv: list[str]) -> int:
     """Make the daemon forget rows. Raises ``Unavailable`` if there is no daemon; ``UnknownName``
     for a model or tenant that the daemon does not know; ``Refused`` if the daemon has no tiers to
-    empty, or could not empty them."""
+    empty, or could not empty them; ``ConfigError`` for a folder that a daemon uses, or without an
+    arena."""
     parser = Parser(prog="kvass clear", description=_ABOUT)
     daemon.add_daemon(parser)
     what = parser.add_mutually_exclusive_group()
@@ -34,8 +36,20 @@ def run(argv: list[str]) -> int:
         metavar="NAME",
         help="only the rows of L1 that count for this tenant; its records in tiers stay and match",
     )
+    what.add_argument(
+        "--arena",
+        metavar="DIR",
+        help="remove the memory that a daemon which has ended left in this folder; its tiers keep "
+        "their records",
+    )
     options = vars(parser.parse_args(argv))
-    tiers, model, tenant = (options.pop(name) for name in ("tier", "model", "tenant"))
+    names = ("tier", "model", "tenant", "arena")
+    tiers, model, tenant, arena = (options.pop(name) for name in names)
+    if arena is not None:
+        size = held_bytes(arena)
+        remove_place(arena)
+        print(f"removed {Size(size).rounded()} from {arena}")
+        return 0
     with daemon.client(options) as client:
         if model is not None:
             print(f"cleared {client.clear_model(model, timeout_s=_PATIENCE_S)} rows of {model}")

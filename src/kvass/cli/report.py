@@ -41,6 +41,7 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
     )
     if len(nodes := fields.get("l1_node_bytes", {})) > 1:
         yield f"on nodes {', '.join(f'{node}: {size(n)}' for node, n in nodes.items())}"
+    yield from _arena(fields.get("arena", {}))
     namespaces = fields["namespaces"]
     counted = [*namespaces, *fields.get("forgotten", [])]
     input_tokens, hit_tokens, recent_tokens, recent_hit_tokens = (
@@ -58,6 +59,14 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
     yield from _models(namespaces)
     yield from _tenants(fields.get("tenants", []))
     yield from _tiers(fields["tiers"])
+
+
+def _arena(arena: dict[str, Any]) -> Iterator[str]:
+    if arena.get("place"):
+        cold = arena["started_empty"]
+        found = f"adopted {arena['adopted_rows']:,} rows, {size(arena['adopted_bytes'])}"
+        text = f"arena    {arena['place']}: {f'started empty: {cold}' if cold else found}"
+        yield from wrap(text, WIDTH, subsequent_indent=" " * 9)
 
 
 def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:

@@ -41,6 +41,10 @@ BACKOFF_LASTING_S: Final = 30.0
 The pause ends when another daemon listens at the path."""
 STEADY_S: Final = 1.0
 """After a connection that lasted this long, the back-off starts again at ``BACKOFF_MIN_S``."""
+QUICK_S: Final = 5.0
+QUICK_PAUSE_S: Final = 0.05
+"""For ``QUICK_S`` after a connection that lasted ``STEADY_S`` was lost, the longest pause: a daemon
+that is replaced by another is back soon."""
 LATE_TICK_S: Final = 0.05
 """How often the thread reads late replies, which no caller waits for."""
 CLOSE_S: Final = 1.0
@@ -209,7 +213,7 @@ class DaemonConnection:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        pause_s, found = BACKOFF_MIN_S, None
+        pause_s, quick_until_s, found = BACKOFF_MIN_S, 0.0, None
         while not self.closed:
             began_s, longest_s = time.monotonic(), BACKOFF_MAX_S
             before, found = found, _socket_file(self._path)
@@ -225,14 +229,17 @@ class DaemonConnection:
             except (KvassError, OSError) as error:  # OSError: this process has no descriptor left
                 failure = error if isinstance(error, KvassError) else Unavailable(str(error))
                 self._failed(failure)
-                longest_s = BACKOFF_LASTING_S if _lasting(failure) else BACKOFF_MAX_S
+                if _lasting(failure):
+                    longest_s = BACKOFF_LASTING_S
+                elif time.monotonic() < quick_until_s:
+                    longest_s = QUICK_PAUSE_S
             else:
                 self._connected(session)
                 while self._watch(session):
                     pass
                 self.leave(session)
                 if time.monotonic() - began_s >= STEADY_S:
-                    pause_s = BACKOFF_MIN_S
+                    pause_s, quick_until_s = BACKOFF_MIN_S, time.monotonic() + QUICK_S
             self._pause(min(pause_s, longest_s), found)
             pause_s = min(pause_s * 2, longest_s)
         with self.lock:

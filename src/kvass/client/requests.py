@@ -19,6 +19,7 @@ REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
     m.Lookup: m.Matched,
     m.Prefetch: m.Prefetched,
     m.SetQuota: m.QuotaSet,
+    m.TakeOver: m.Leaving,
     m.IndexChunks: m.Indexed,
     m.FindSegments: m.Segments,
     m.Reserve: m.Granted,

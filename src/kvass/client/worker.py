@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvass.client.endpoint import Endpoint
 from kvass.client.session import DaemonSession
-from kvass.messages import Abort, Commit, Register, Release
+from kvass.messages import DRAINED, Abort, Commit, Drained, Register, Release
 
 MOST_UNSAID: Final = 256
 """How many messages are kept. The daemon itself ends what the others would give back, at its
@@ -84,6 +84,11 @@ class WorkerClient(Endpoint):
         )
         self._rank = registration.rank
         self._unsaid: deque[Abort | Release] = deque(maxlen=MOST_UNSAID)
+        self._sessions: list[DaemonSession] = []
+        """The current connection, and lost ones whose arena is in use."""
+        self._drained = True
+        """Whether nothing that the current connection does not know of is in use, and the daemon
+        has been told."""
 
     def arena(self, boot: bytes, given_s: float = math.inf) -> ArenaLease | None:
         """The arena of ``boot``, to copy rows given at ``given_s`` (by default now).
@@ -114,6 +119,24 @@ class WorkerClient(Endpoint):
             if not self.post(message) and self.session is None:
                 self._unsaid.append(message)
 
+    def leave(self, session: DaemonSession) -> None:
+        super().leave(session)
+        with self.lock:
+            self._tell_drained()
+
     def _on_connected(self) -> None:
+        assert self.session is not None
+        self._sessions = [each for each in self._sessions if each.users] + [self.session]
+        self._drained = False
+        self._tell_drained()
         while self._unsaid:
             self.post(self._unsaid.popleft())
+
+    def _tell_drained(self) -> None:
+        """Say ``Drained`` on a new connection once no copy of an earlier one is under way."""
+        session = self.session
+        if self._drained or session is None or any(s.users for s in self._sessions[:-1]):
+            return
+        self._drained = True
+        if DRAINED in session.welcome.features:
+            self.post(Drained(boot=session.boot), session)

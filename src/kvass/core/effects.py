@@ -26,13 +26,15 @@ SessionId = int
 
 class Opened(msgspec.Struct, frozen=True):
     """A peer of user ``uid`` connected. ``own``: ``uid`` is the daemon's user, or root.
-    ``refusal``: why the peer may not connect; empty if it may."""
+    ``refusal``: why the peer may not connect; empty if it may. ``start``: the start time of its
+    process, field 22 of /proc/PID/stat; 0 if unknown."""
 
     session: SessionId
     uid: int = 0
     own: bool = False
     refusal: str = ""
     pid: int = 0
+    start: int = 0
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -64,6 +66,12 @@ class ProcessEnded(msgspec.Struct, frozen=True):
     """The process of a lost session ended, and the kernel has released its files."""
 
     session: SessionId
+
+
+class FormerEnded(msgspec.Struct, frozen=True):
+    """A worker of a former life of the daemon, ``FormerProcess`` number ``number``, has ended."""
+
+    number: int
 
 
 class PopulatedTo(msgspec.Struct, frozen=True):
@@ -154,7 +162,7 @@ class TierReport(msgspec.Struct, frozen=True, tag=True):
 
 
 FromTier = Probed | Loaded | Stored | EpochIs | Emptied
-FromSession = Opened | Received | Faulted | Lost | ProcessEnded
+FromSession = Opened | Received | Faulted | Lost | ProcessEnded | FormerEnded
 Instruction = QuotasAre | TiersAre | Stopping
 Event = FromSession | PopulatedTo | Instruction | Tick | TierReport | FromTier
 
@@ -195,6 +203,13 @@ class Watch(msgspec.Struct, frozen=True):
 
     session: SessionId
     until: float
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """Stop the daemon: post ``Stopping``, wait until the core has settled (``CacheMachine.busy``),
+    but not longer than ``within_s``, and end."""
+
+    within_s: float
 
 
 class Records(msgspec.Struct, frozen=True):
@@ -265,4 +280,4 @@ class TierClear(msgspec.Struct, frozen=True, tag=True):
 
 ToSession = Send | Close | HalfClose
 ToTier = TierProbe | TierLoad | TierStore | TierEpoch | TierClear
-Effect = ToSession | Watch | ToTier
+Effect = ToSession | Watch | Leave | ToTier

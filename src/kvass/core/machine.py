@@ -13,7 +13,7 @@ from itertools import chain, count
 from typing import Any, Final
 
 from kvass import messages
-from kvass.core import effects, invariants
+from kvass.core import adoption, effects, invariants
 from kvass.core import status as fields
 from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Effect, Event, SessionId
@@ -22,15 +22,18 @@ from kvass.core.handlers import (
     clearing,
     ending,
     explaining,
+    former,
     reading,
     segments,
     sessions,
     shadow,
+    taking_over,
     writing,
 )
 from kvass.core.pending.ledger import soonest
 from kvass.core.pending.tier_operations import Looking, NotingEpoch
 from kvass.core.rows.row_classes import Namespace
+from kvass.core.saved.index_file import SavedIndex
 from kvass.core.state import CoreConfig, State
 from kvass.core.tiers import epochs, flush, presence, probe, promote, tier_changes
 from kvass.errors import Refused
@@ -51,12 +54,14 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.Commit: writing.commit,
     messages.Abort: writing.abort,
     messages.HandedOver: writing.handed_over,
+    messages.Drained: former.drained,
     messages.ShadowReport: shadow.shadow_report,
     messages.Clear: clearing.clear,
     messages.ClearTenant: clearing.clear_tenant,
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
     messages.EndSession: ending.end_session,
+    messages.TakeOver: taking_over.take_over,
     messages.Removals: reading.removals,
     messages.Present: reading.present,
     messages.LookupNotes: explaining.lookup_notes,
@@ -90,6 +95,7 @@ def _received(state: State, event: effects.Received) -> None:
 
 def _tick(state: State, event: effects.Tick) -> None:
     sessions.end_silent(state)
+    former.sweep(state)
     epochs.read_again(state)
     if state.clears:
         clearing.clear_more(state)
@@ -127,6 +133,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Lost: sessions.lost,
     effects.Faulted: sessions.faulted,
     effects.ProcessEnded: lambda state, event: state.settlement.process_ended(event.session),
+    effects.FormerEnded: former.ended,
     effects.PopulatedTo: sessions.populated,
     effects.Tick: _tick,
     effects.Probed: _probed,
@@ -142,10 +149,15 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
 
 
 class CacheMachine:
-    """The state of the cache. Only one thread may use it."""
+    """The state of the cache. Only one thread may use it.
 
-    def __init__(self, config: CoreConfig) -> None:
-        self.state = State(config)
+    ``index``: what a former life of the daemon has left, or an empty index for the next one;
+    ``None``: nothing outlives this life. ``adoption``: what was adopted from it.
+    """
+
+    def __init__(self, config: CoreConfig, index: SavedIndex | None = None) -> None:
+        self.state = State(config, index)
+        self.adoption = None if index is None else adoption.adopt(self.state, index)
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """Apply ``event`` at ``now``, which is CLOCK_MONOTONIC in seconds.
@@ -213,6 +225,15 @@ class CacheMachine:
         return any(tier.storing_bytes for tier in tiers) or any(
             isinstance(op, NotingEpoch) and tiers[op.tier].queue for op in ops
         )
+
+    @property
+    def busy(self) -> bool:
+        """Whether the daemon should wait before it ends: tiers are storing rows, or, if another
+        daemon takes over, ranks are writing rows that it could read."""
+        settling = self.state.leaving and any(
+            not r.discarded for r in self.state.reservations.all.values()
+        )
+        return self.flushing or settling
 
     def unflushed(self) -> list[tuple[str, int]]:
         """The tiers that have not stored all rows queued for them, and how many rows are left.

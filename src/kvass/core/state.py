@@ -25,6 +25,7 @@ from kvass.core.pending.tier_state import FlushMode, Tiers
 from kvass.core.rows.row_allocator import RowAllocator
 from kvass.core.rows.row_classes import Namespace, RowClasses
 from kvass.core.rows.row_states import RowStates
+from kvass.core.saved.index_file import SavedIndex
 from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Quota, Timing
 
@@ -45,6 +46,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     version: str = ""
     pid: int = 0
     """The daemon's process id, for display."""
+    place: str = ""
+    """The folder of the arena; empty if the arena ends with the daemon."""
     host: str = ""
     """The name of the daemon's machine, for display."""
     started_s: float = 0.0
@@ -71,8 +74,14 @@ class CoreConfig(msgspec.Struct, frozen=True):
 class State:
     """All state of the core."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, index: SavedIndex | None = None) -> None:
         self.config = config
+        self.index = index
+        """What outlives the daemon; ``None``: nothing does."""
+        self.lost_workers: set[int] = set()
+        """Lost sessions that ``index`` still has, because their devices may write."""
+        self.unseen: tuple[int, ...] = ()
+        """The former workers whose end nobody can see."""
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
@@ -82,6 +91,7 @@ class State:
             self.counters,
             config.seed,
             config.limits.segment_index_bytes,
+            index,
         )
         self.rows = RowStates(self.classes, self.counters)
         self.allocator = RowAllocator(
@@ -121,6 +131,8 @@ class State:
         self.tiers = Tiers(config.tiers, config.boot)
         self.promotions = Promotions()
         self.stopping = False
+        self.leaving = False
+        """Whether another daemon takes over: nothing is granted any more."""
 
     def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
         """Add an effect that sends a message."""

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from kvass import processes
 from kvass.config import Config
 from kvass.errors import ConfigError
 from kvass.wire.channel import PeerCredentials, check_path
@@ -28,8 +29,11 @@ from kvass.wire.trust import others_at
 
 BACKLOG: Final = 1024
 _log = logging.getLogger("kvass")
-_LOCK_WAIT_S: Final = 1.0
-"""Seconds to wait for the lock. A killed daemon holds it until the kernel has freed its memory."""
+LOCK_WAIT_S: Final = 1.0
+"""Seconds to wait for the lock of a daemon that may be ending."""
+_EXIT_WAIT_S: Final = 60.0
+"""Seconds to wait for the lock of a process that is exiting. The kernel takes down its mapping of
+the arena before it releases the lock, which takes 0.1 to 0.3 s per GiB."""
 
 
 class Access:
@@ -78,8 +82,11 @@ class Access:
 
 
 @contextmanager
-def listening(path: str, access: Access) -> Iterator[socket.socket]:
+def listening(
+    path: str, access: Access, patience_s: float = LOCK_WAIT_S
+) -> Iterator[socket.socket]:
     """Lock ``path`` and listen on it. On exit the socket and its lock file are removed.
+    ``patience_s``: how long to wait for another daemon to release the lock.
 
     Raises ``ConfigError`` if the path is too long, if its folder does not exist or is not writable,
     or if a live daemon uses the path.
@@ -89,7 +96,7 @@ def listening(path: str, access: Access) -> Iterator[socket.socket]:
     if not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
         raise ConfigError(f"no folder {folder}: create it or choose another --socket")
     with ExitStack() as ending:
-        ending.callback(os.close, _lock(path + ".lock"))
+        ending.callback(os.close, _lock(path + ".lock", patience_s))
         ending.callback(Path(path + ".lock").unlink, missing_ok=True)
         _remove_dead(path)
         sock = ending.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -106,10 +113,10 @@ def listening(path: str, access: Access) -> Iterator[socket.socket]:
         yield sock
 
 
-def _lock(path: str) -> int:
+def _lock(path: str, patience_s: float) -> int:
     """Lock the file ``path`` and write our pid into it. Returns the descriptor that holds the
     lock."""
-    deadline = time.monotonic() + _LOCK_WAIT_S
+    begun = time.monotonic()
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -124,8 +131,10 @@ def _lock(path: str) -> int:
         except FileNotFoundError:
             pass  # its last holder removed it after we opened it
         except BlockingIOError:
-            if time.monotonic() > deadline:
-                pid = os.pread(fd, 20, 0).decode(errors="replace")
+            pid = os.pread(fd, 20, 0).decode(errors="replace")
+            waited = time.monotonic() - begun
+            exiting = pid.isdecimal() and processes.exiting(int(pid))
+            if waited > max(patience_s, _EXIT_WAIT_S if exiting else 0.0):
                 os.close(fd)
                 raise ConfigError(
                     f"{path[:-5]} is in use by the live daemon {pid}: stop it first"

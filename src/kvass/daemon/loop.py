@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from kvass.arena.memory import Arena
+from kvass import processes
 from kvass.config import quotas
 from kvass.core import effects
 from kvass.core.effects import SessionId
@@ -33,8 +33,9 @@ from kvass.core.tiers.epochs import LOOK_AGAIN_S
 from kvass.daemon import notify
 from kvass.daemon.connection import Connection
 from kvass.daemon.last_events import LastEvents
+from kvass.daemon.lasting import L1Memory
 from kvass.daemon.live import LiveConfig
-from kvass.daemon.peer_process import PeerProcess, process_behind
+from kvass.daemon.peer_process import PeerProcess, former_process, process_behind
 from kvass.daemon.populate import Populating, thread_cpus
 from kvass.daemon.recording import Recorder
 from kvass.daemon.session_log import LOGGED, SessionLog
@@ -68,22 +69,24 @@ class Server:
     def __init__(
         self,
         machine: CacheMachine,
-        arena: Arena,
+        l1: L1Memory,
         listener: socket.socket,
         live: LiveConfig,
         tiers: TierSet,
         recorder: Recorder | None = None,
     ) -> None:
         self._machine = machine
-        self._arena = arena
+        self._l1, self._arena = l1, l1.arena
         self._listener = listener
         self._live = live
-        self._session_log = SessionLog(machine.engine_cache_bytes, arena.size)
+        self._session_log = SessionLog(machine.engine_cache_bytes, self._arena.size)
         self._last = LastEvents(machine.state.config)
         self._recorder = recorder
         self._connections: dict[SessionId, Connection] = {}
         self._watched: dict[SessionId, PeerProcess] = {}
         """Processes of lost sessions. Slots in quarantine wait until these have ended."""
+        self._former: dict[int, PeerProcess] = {}
+        """By number (``FormerProcess``), the watched processes of a former daemon's engines."""
         self._to_flush: dict[SessionId, Connection] = {}
         """Sessions to flush at the end of this turn."""
         self._sessions = 0
@@ -92,7 +95,7 @@ class Server:
         self._tiers = tiers
         self._draining = False
         """The daemon is stopping: only flushes go on."""
-        self._populating = Populating(arena, self._tell_mark, self._tell_lack, thread_cpus())
+        self._populating = Populating(self._arena, self._tell_mark, self._tell_lack, thread_cpus())
         self._times = {name: Histogram() for name in LOOP_HISTOGRAMS}
 
     def run(self, on_ready: Callable[[], None]) -> None:
@@ -123,6 +126,7 @@ class Server:
         self._loop.add_signal_handler(signal.SIGHUP, hangups.set)
         reloads = task(self._reload(hangups))
         self._listener.setblocking(False)
+        self._watch_former()
         self._listen()
         self._loop.call_later(LOOK_AGAIN_S, self._renew_notes)
         self._look_at_lag(self._loop.time())
@@ -142,6 +146,9 @@ class Server:
                 connection.close_now()
             for session in list(self._watched):
                 self._unwatch(session)
+            for process in self._former.values():
+                self._loop.remove_reader(process)
+                process.close()
 
     async def _reload(self, hangups: asyncio.Event) -> None:
         """Reload on each SIGHUP. All that come during a reload cause one more."""
@@ -164,12 +171,19 @@ class Server:
         if self._draining:
             self._end()
             return
+        self._drain(self._live.current.stop_s)
+
+    def _drain(self, within_s: float) -> None:
+        """Accept no more connections, and end when the core is not busy any more, or after
+        ``within_s``."""
+        if self._draining:
+            return
         self._draining = True
         notify.send("STOPPING=1")
         rows = sum(rows for _, rows in self._machine.unflushed())
         _log.info("stopping; %d rows are left to flush", rows)
         self._stop_listening()
-        self._loop.call_later(self._live.current.stop_s, self._end)
+        self._loop.call_later(within_s, self._end)
         self._handle(effects.Stopping())
 
     def _end(self) -> None:
@@ -229,7 +243,8 @@ class Server:
         self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
         own = peer.uid in (0, os.geteuid())
         refusal = self._live.access.refusal(peer) or ""
-        self._step(effects.Opened(session, peer.uid, own, refusal, peer.pid))
+        start = processes.start_time(peer.pid)
+        self._step(effects.Opened(session, peer.uid, own, refusal, peer.pid, start))
         self._finish_turn()
 
     def _readable(self, connection: Connection) -> None:
@@ -262,6 +277,24 @@ class Server:
             self._loop.add_reader(process, self._process_ended, watch.session)
             if watch.until < math.inf:
                 self._loop.call_at(watch.until, self._unwatch, watch.session)
+
+    def _watch_former(self) -> None:
+        """Watch the engines of a former daemon that may still write to the arena. The core itself
+        waits for those of which no pid is known here."""
+        adopted = self._machine.adoption
+        for former in () if adopted is None else adopted.former:
+            if former.pid:
+                if (process := former_process(former.pid, former.start)) is None:
+                    self._handle(effects.FormerEnded(former.number))
+                else:
+                    self._former[former.number] = process
+                    self._loop.add_reader(process, self._former_ended, former.number)
+
+    def _former_ended(self, number: int) -> None:
+        process = self._former.pop(number)
+        self._loop.remove_reader(process)
+        process.close()
+        self._handle(effects.FormerEnded(number))
 
     def _unwatch(self, session: SessionId) -> None:
         if (process := self._watched.pop(session, None)) is not None:
@@ -305,6 +338,7 @@ class Server:
                 effect.message.fields["histograms"].update(times)
                 there = {str(node): n for node, n in self._populating.by_node.items()}
                 effect.message.fields["l1_node_bytes"] = there
+                effect.message.fields["arena"] = self._l1_fields()
             if (connection := self._connections.get(effect.session)) is not None:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode(effect.message), fd)
@@ -323,8 +357,20 @@ class Server:
                 connection.half_close()
         elif type(effect) is effects.Watch:
             self._watch(effect)
+        elif type(effect) is effects.Leave:
+            self._loop.call_soon(self._drain, effect.within_s)
         elif isinstance(effect, effects.ToTier):
             self._tiers.submit(effect)
+
+    def _l1_fields(self) -> dict[str, Any]:
+        place, found = self._l1.place, self._machine.adoption
+        return {
+            "place": "" if place is None else place.path,
+            "started_empty": self._l1.cold,
+            "adopted_rows": 0 if found is None else found.rows,
+            "adopted_bytes": 0 if found is None else found.bytes,
+            "rested_slots": 0 if found is None else found.resting,
+        }
 
     def _finish_turn(self) -> None:
         """Flush the sessions that have queued frames, and schedule the core's next tick."""
@@ -341,7 +387,7 @@ class Server:
                 if self._tick is not None:
                     self._tick.cancel()
                 self._tick = self._loop.call_at(when, self._ticked)
-        if self._draining and not self._machine.flushing:
+        if self._draining and not self._machine.busy:
             self._end()
 
     def _ticked(self) -> None:

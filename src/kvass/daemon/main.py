@@ -19,11 +19,14 @@ from typing import Final
 import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a request
 
 from kvass._version import __version__
-from kvass.arena import huge, memory, nodes
+from kvass.arena import huge, nodes
+from kvass.arena.memory import Arena
+from kvass.arena.place import held_bytes
 from kvass.arena.room import SAFE_SHARE, committable, room
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.daemon.listen import Access, listening
+from kvass.daemon.lasting import L1Memory, open_memory, real_path
+from kvass.daemon.listen import LOCK_WAIT_S, Access, listening
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
 from kvass.daemon.recording import Recorder
@@ -41,37 +44,65 @@ def serve(
     config: Config,
     announce: Callable[[str], None],
     read_again: Callable[[], Config] | None = None,
+    patience_s: float = LOCK_WAIT_S,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Calls ``announce`` with the ``ready`` line once clients can
     connect.
 
-    ``read_again`` reads the configuration again on SIGHUP (``LiveConfig``). Raises ``ConfigError``
+    ``read_again`` reads the configuration again on SIGHUP (``LiveConfig``). ``patience_s``: how
+    long to wait for a daemon that is leaving. Raises ``ConfigError``
     for a configuration that cannot be served.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
     _raise_descriptor_limit()
     _return_freed_memory()
+    page = huge.page_bytes(config.huge_pages)
+    if page == PAGE:
+        _check_memory(Size(max(0, config.l1_size - held_bytes(config.arena))))
+    elif config.arena:
+        raise ConfigError(f"huge_pages {config.huge_pages}: not with arena, a folder of files")
     access = Access(config)
-    with listening(config.socket, access) as listener:
-        arena = _make_arena(config)
-        _place(arena, config.numa)
-        size, pages = arena.size, _pages(arena)
+    with listening(config.socket, access, patience_s) as listener:
+        size = config.l1_size // page * page
+        l1 = open_memory(config.arena, size, config.huge_pages)
+        _spread(l1.arena, config.numa)
         core = core_config(config, size)
-        tiers = TierSet(config.tier, arena.fileno(), size, config.log_format)
+        began_s = time.monotonic()
+        machine = CacheMachine(core, l1.index)
+        found = _adopted(l1, machine, time.monotonic() - began_s)
+        fd = l1.arena.fileno()
+        tiers = TierSet(config.tier, fd, size, config.log_format, l1.inherited)
         ready = (
             f"ready socket={config.socket} l1={Size(size).rounded()} l1_bytes={size}"
-            f" pages={pages}{f' tiers={len(tiers)}' if tiers else ''}"
-            f" boot={core.boot.hex()}"
+            f" pages={_pages(l1)}{f' tiers={len(tiers)}' if tiers else ''}"
+            f"{found} boot={core.boot.hex()}"
         )
         live = LiveConfig(config, access, read_again)
         recorder = _recorder(config)
-        server = Server(CacheMachine(core), arena, listener, live, tiers, recorder)
+        server = Server(machine, l1, listener, live, tiers, recorder)
         try:
             server.run(lambda: announce(ready))
         finally:
+            l1.release()
             if recorder is not None:
                 recorder.close()
-        arena.close()
+        l1.arena.close()
+
+
+def _adopted(l1: L1Memory, machine: CacheMachine, took_s: float) -> str:
+    """Log what was found in the place of L1. Returns the words about it in the ``ready`` line."""
+    found = machine.adoption
+    if l1.place is None or found is None:
+        return ""
+    if l1.cold:
+        _log.info("arena %s: L1 starts empty: %s", l1.place.path, l1.cold)
+    else:
+        _log.info(
+            "arena %s: adopted %d rows, %s, in %.2f s; %d slots rest until their engines have "
+            "ended or said that they are done",
+            *(l1.place.path, found.rows, Size(found.bytes).rounded(), took_s, found.resting),
+        )
+    return f" adopted={found.rows}"
 
 
 def _recorder(config: Config) -> Recorder | None:
@@ -87,8 +118,8 @@ def _recorder(config: Config) -> Recorder | None:
 
 
 def core_config(config: Config, arena_bytes: int) -> CoreConfig:
-    """Make the configuration of the core. The boot id is new, because each run of the daemon has a
-    new arena."""
+    """Make the configuration of the core. The boot id is new: leases and reservations of another
+    run of the daemon mean nothing."""
     timing = Timing(
         lease_s=config.lease_s,
         reserve_s=config.reserve_s,
@@ -102,6 +133,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         timing=timing,
         version=__version__,
         pid=os.getpid(),
+        place=real_path(config.arena),
         host=socket.gethostname(),
         started_s=time.monotonic(),
         tiers=tuple(tier_name(url) for url in config.tier),
@@ -113,23 +145,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
     )
 
 
-def _make_arena(config: Config) -> memory.Arena:
-    """The arena, of whole pages. Raises ``ConfigError`` if the kernel has no memory for it."""
-    page = huge.page_bytes(config.huge_pages)
-    if page == PAGE:
-        _check_memory(config.l1_size)
-    try:
-        return memory.create(config.l1_size // page * page, page)
-    except OSError as error:
-        why = "" if page == PAGE else huge.lacking(page, config.l1_size // page * page)
-        raise ConfigError(
-            f"huge_pages {config.huge_pages}: {why}"
-            if why
-            else f"no arena of {config.l1_size}: {error.strerror}"
-        ) from error
-
-
-def _place(arena: memory.Arena, numa: str) -> None:
+def _spread(arena: Arena, numa: str) -> None:
     """Spread the arena over the nodes that ``numa`` names, or over all. Nothing is done where there
     is one node, and none is named. Raises ``ConfigError`` if the named ones cannot be used."""
     there = nodes.nodes()
@@ -152,11 +168,11 @@ def _place(arena: memory.Arena, numa: str) -> None:
         _log.warning("L1 is not spread evenly over the %d NUMA nodes: %s", len(there), why)
 
 
-def _pages(arena: memory.Arena) -> str:
-    """What the pages of the arena are, for the ``ready`` line. Asks for transparent huge pages."""
-    if arena.page_bytes > PAGE:
-        return Size(arena.page_bytes).rounded()
-    return "huge" if arena.advise_huge() else "4KiB"
+def _pages(l1: L1Memory) -> str:
+    """What the pages of L1 are, for the ``ready`` line. Asks for transparent huge pages."""
+    if l1.arena.page_bytes > PAGE:
+        return Size(l1.arena.page_bytes).rounded()
+    return "huge" if l1.huge() else "4KiB"
 
 
 def _check_memory(l1_bytes: Size) -> None:

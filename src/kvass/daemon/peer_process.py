@@ -12,8 +12,9 @@ import select
 import socket
 from typing import Final
 
+from kvass import processes
+
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
-_PF_EXITING: Final = 0x4  # include/linux/sched.h
 
 
 class PeerProcess:
@@ -38,13 +39,7 @@ class PeerProcess:
         poll.register(self._pidfd, select.POLLIN)
         if poll.poll(0):
             return True
-        try:
-            with open(f"/proc/{self._pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            # proc_pid_stat(5): flags is the 9th field; rpartition has removed the first two.
-            return bool(int(fields[6]) & _PF_EXITING)
-        except (OSError, IndexError, ValueError):
-            return False
+        return processes.exiting(self._pid)
 
     def close(self) -> None:
         os.close(self._pidfd)
@@ -66,3 +61,17 @@ def process_behind(sock: socket.socket, pid: int) -> PeerProcess | None:
         return PeerProcess(os.pidfd_open(pid), pid) if pid > 0 else None
     except OSError:
         return None
+
+
+def former_process(pid: int, start: int) -> PeerProcess | None:
+    """The process ``pid`` that started at ``start`` (``processes.start_time``; 0: unknown), or None
+    if it has ended. If its start time cannot be read now, whoever has the pid is watched."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    now = processes.start_time(pid)
+    if start and now and now != start:
+        os.close(pidfd)
+        return None
+    return PeerProcess(pidfd, pid)

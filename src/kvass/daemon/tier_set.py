@@ -23,11 +23,18 @@ in ``taken``."""
 
 class TierSet:
     """The tiers of a daemon, one process each. ``urls`` has the format of ``Config.tier``.
-    ``arena_fd`` is the descriptor of the arena. All methods are called in the loop's thread."""
+    ``arena_fd`` is the descriptor of the arena. ``inherited``: descriptors that each process has
+    open until it ends. All methods are called in the loop's thread."""
 
     def __init__(
-        self, urls: Sequence[str], arena_fd: int, arena_bytes: int, log_format: str = "text"
+        self,
+        urls: Sequence[str],
+        arena_fd: int,
+        arena_bytes: int,
+        log_format: str = "text",
+        inherited: Sequence[int] = (),
     ) -> None:
+        self._inherited = inherited
         self._arena_fd, self._arena_bytes, self._log_format = arena_fd, arena_bytes, log_format
         self._used = [self._process(number, url) for number, url in enumerate(urls)]
         self._by_number = dict(enumerate(self._used))
@@ -43,6 +50,7 @@ class TierSet:
             self._arena_fd,
             self._arena_bytes,
             log_format=self._log_format,
+            inherited=self._inherited,
         )
 
     async def open(self, post: Post) -> None:

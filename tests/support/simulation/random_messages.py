@@ -31,6 +31,7 @@ _RANKS: Final = (-1, 0, 0, 1, 2, 3, -2, 127, 128, 1 << 30)
 _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "absent_chunk": (0, 1, -1),
     "again": (False, False, True),
+    "arena": ("/dev/shm/other",),
     "at_value": _TIMES,
     "bytes": (0, 1, 1 << 62),
     "differing_rows": (0, 1, -1),
@@ -75,6 +76,7 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "when_s": _TIMES,
     "why": ("no_daemon", "load_failed_here", "", "x" * 600),
     "wants_arena": (False, False, True),
+    "within_s": _TIMES,
     "width": (*[WIDTH] * 5, 2 * WIDTH, 0, -8, 7, 128),
     "world_size": (2, 0),
     "writing": (False, True),

@@ -169,9 +169,9 @@ class World:
         if len(self.trace) % 8 == 0:
             self.witness.state.compare(self.machine.status())
         for effect in effects:
-            if isinstance(effect, fx.Watch):
+            if isinstance(effect, fx.Watch | fx.Leave):
                 continue
-            if not isinstance(effect, fx.ToSession):
+            if isinstance(effect, fx.ToTier):
                 self.tiers.take(effect)
                 continue
             peer = self.peers.get(effect.session)

@@ -66,6 +66,7 @@ class Witness:
             m.Abort: self.writes.abort,
             m.Release: self.reads.release,
             m.HandedOver: self._handed_over,
+            m.Drained: lambda *_: None,
             m.LookupNotes: lambda *_: None,
             m.ShadowReport: lambda *_: None,
         }
@@ -110,8 +111,10 @@ class Witness:
         for i, effect in enumerate(effects):
             if isinstance(effect, fx.Watch):
                 self.writes.watched(effect)
-            elif not isinstance(effect, fx.ToSession):
+            elif isinstance(effect, fx.ToTier):
                 self.tiers.began(effect, clear)
+            elif isinstance(effect, fx.Leave):
+                raise BrokenLawError("a daemon leaves for somebody who is not its user")
             elif i not in late:
                 self._to_session(event, effect)
             elif late[i].due > now:

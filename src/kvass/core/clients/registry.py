@@ -33,12 +33,14 @@ from kvass.types import (
 
 class ClientSession(msgspec.Struct):
     """A connection of a client. ``own``: its user is that of the daemon, or root. ``pid``: 0 if
-    unknown. ``ending``: the core has ended it, and ignores what it still sends."""
+    unknown. ``start``: when its process started; 0 if unknown. ``ending``: the core has ended it,
+    and ignores what it still sends."""
 
     id: int
     uid: int = 0
     own: bool = False
     pid: int = 0
+    start: int = 0
     greeted: bool = False
     ending: bool = False
     wants_arena: bool = False

@@ -24,6 +24,7 @@ from kvass.core.clients.registry import (
     worker_of,
 )
 from kvass.core.clients.traffic import Traffic
+from kvass.core.handlers import former
 from kvass.core.pending.settlement import MOVED
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import NEVER
@@ -89,6 +90,7 @@ def _admit(
     complete = msgspec.structs.replace(instance, workers=workers, generation=generation)
     moves = generation != instance.generation
     namespace = instance.namespace
+    former.note(state, session, terms)
     if not complete.missing and (instance.missing or moves):
         namespace = _namespace_for(state, complete)
     state.session_limits.take_place(session)
@@ -149,6 +151,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         traffic=Traffic(from_tiers=[0] * len(state.tiers.all)),
     )
     state.by_digest[digest] = new
+    state.classes.saving.put(state.namespaces[new].saved)
     epochs.namespace_added(state, state.namespaces[new])
     return new
 
@@ -201,5 +204,6 @@ def _drop(state: State, gone: list[Namespace]) -> None:
         state.classes.segments.clear(ns.id)
         del state.namespaces[ns.id], state.by_digest[ns.digest]
         state.former_ids[ns.digest] = ns.id
+    state.classes.saving.remove("namespace", (ns.id for ns in gone))
     state.classes.remove([c for ns in gone for c in ns.classes], "forgotten")
     state.allocator.reclaim()

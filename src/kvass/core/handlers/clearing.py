@@ -33,6 +33,7 @@ def clear(state: State, session: ClientSession, msg: Clear) -> None:
     """
     clearing = Clearing(session.id, msg.seq, _to_clear(state, session, msg), msg.tiers)
     state.clears.append(clearing)
+    state.classes.void(clearing.left)
     _clear_some(state, clearing)
     state.allocator.reclaim()
 
@@ -90,6 +91,7 @@ def clear_tenant(state: State, session: ClientSession, msg: ClearTenant) -> None
     sets = np.flatnonzero(_of_tenant(state, tenant.id))
     clearing = Clearing(session.id, msg.seq, [], False, tenant=tenant.id, sets=sets)
     state.clears.append(clearing)
+    state.classes.table.void(sets)
     _clear_some_sets(state, clearing)
 
 

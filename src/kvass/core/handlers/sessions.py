@@ -10,6 +10,7 @@ from typing import Final
 
 from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Close, Faulted, HalfClose, Lost, Opened, PopulatedTo, Watch
+from kvass.core.handlers import former
 from kvass.core.state import State
 from kvass.core.tiers import promote
 from kvass.errors import ErrorCode, Refused
@@ -25,6 +26,7 @@ def opened(state: State, event: Opened) -> None:
     """A client has connected: refuse it, or give it a place. That may end another session."""
     assert event.session not in state.sessions, "a session id was reused"
     session = ClientSession(id=event.session, uid=event.uid, own=event.own, pid=event.pid)
+    session.start = event.start
     state.sessions[session.id] = session
     if event.refusal:
         end(state, session, "forbidden", event.refusal)
@@ -75,6 +77,7 @@ def lost(state: State, event: Lost) -> None:
     state.session_limits.leave(session)
     state.counters["ended_closed"] += not session.ending
     state.classes.removed.leave(session.id)
+    former.lost(state, session)
     if session.registered is None:
         return
     who = session.registered

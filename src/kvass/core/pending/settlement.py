@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
@@ -37,6 +37,8 @@ from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.row_table import ClassRows
 from kvass.types import DEVICE_S, SCHEDULER, Timing
 
+FORMER: Final = ""
+"""The instance of leases and reservations of former lives. No engine has that name."""
 MOVED: Final = -2
 """``Loss.rank`` of an instance that has moved to another generation."""
 
@@ -75,6 +77,9 @@ class Settlement:
         self._slice_ends = slice_ends
         self._losses: deque[Loss] = deque()
         self._next = 1
+        self._promise: Callable[[float], float] | None = None
+        self._promised = math.inf
+        """No lease may end later before ``_promise`` was called."""
 
     def issued(self, an_id: int) -> bool:
         """Whether a lease or a reservation of this boot ever had that number."""
@@ -101,6 +106,8 @@ class Settlement:
             parts=parts,
             owing=readers,
         )
+        if self._promise is not None and lease.deadline > self._promised:
+            self._promised = self._promise(lease.deadline)
         self.leases.add(lease)
         return lease
 
@@ -189,6 +196,65 @@ class Settlement:
         self.woken += sorted(reservation.waiters)
         reservation.waiters.clear()
 
+    # ------------------------------------------------------------ former lives
+
+    def promise_with(self, promise: Callable[[float], float]) -> None:
+        """Call ``promise`` with the deadline of a lease before it is given, so that a next life of
+        the daemon knows of it. It returns the latest deadline that needs no other call."""
+        self._promise, self._promised = promise, -math.inf
+
+    def hold(self, parts: list[ClassRows], until: float) -> None:
+        """Pin adopted rows, which a former life may have lent until then (law 5)."""
+        for part in parts:
+            self.rows.pin(part.rows)
+            self.leases.add(
+                Lease(
+                    id=self._new_id(),
+                    instance=FORMER,
+                    request="",
+                    deadline=until,
+                    parts=(part,),
+                    owing={0},
+                    handed_over=True,
+                )
+            )
+
+    def rest(self, parts: list[ClassRows], until: dict[int, float]) -> None:
+        """Keep QUARANTINED rows of a former life from everybody. ``until``: as
+        ``Reservation.writing_until``, by ``former_session``; at least one is finite."""
+        for part in parts:
+            reservation = Reservation(
+                id=self._new_id(),
+                instance=FORMER,
+                request="",
+                deadline=max(when for when in until.values() if when < math.inf),
+                parts=(part,),
+                owing=set(),
+                handed_over=True,
+                discarded=True,
+                writing_until=dict(until),
+            )
+            self.rows.table.loader[part.rows] = reservation.id
+            self.reservations.add(reservation)
+            for when in until.values():
+                if when < math.inf:
+                    self.reservations.wake_at(when, reservation)
+
+    def drained(self, number: int) -> None:
+        """A former worker has no copy of a former life under way any more."""
+        session = former_session(number)
+        for reservation in [*self.reservations.of(FORMER).values()]:
+            if reservation.writing_until.pop(session, None) is not None:
+                self._settle(reservation)
+
+    @property
+    def may_write(self) -> set[int]:
+        """The lost sessions whose devices may still write."""
+        named = {loss.session for loss in self._losses}
+        for reservation in self.reservations.all.values():
+            named.update(reservation.writing_until)
+        return named
+
     # ------------------------------------------------------------ time and death
 
     def lapse(self, now: float) -> None:
@@ -201,7 +267,7 @@ class Settlement:
             self._carry_out_losses()
         leases = self.leases.due(now, self._slice_ends)
         for lease in leases:
-            self._counters["lapsed_leases"] += 1
+            self._counters["lapsed_leases"] += lease.instance != FORMER
             self.end_lease(lease)
         for reservation in self.reservations.due(now, self._slice_ends - len(leases)):
             if reservation.deadline <= now:
@@ -305,3 +371,8 @@ class Settlement:
     def _of(self, instance: str) -> Iterator[Lease | Reservation]:
         yield from self.leases.of(instance).values()
         yield from self.reservations.of(instance).values()
+
+
+def former_session(number: int) -> int:
+    """What stands for a former worker in ``Reservation.writing_until``. No session has it."""
+    return -2 - number

@@ -58,6 +58,18 @@ class FreeSpace:
             self.lengths[i] -= n
         return start
 
+    def keep_out(self, starts: I64Array, lengths: I64Array) -> None:
+        """Allocate all ``[start, start + length)`` of a space that is free."""
+        assert len(self.starts) <= 1, "only a space that is free is divided"
+        order = np.argsort(starts, kind="stable")
+        starts, ends = starts[order], (starts + lengths)[order]
+        begins = np.concatenate([[0], ends])
+        stops = np.concatenate([starts, [self.total]])
+        assert (begins <= stops).all(), "two parts overlap"
+        left = begins < stops
+        self.starts, self.lengths = begins[left], (stops - begins)[left]
+        self.total = int(self.lengths.sum())
+
     def give(self, starts: I64Array, lengths: I64Array) -> None:
         """Free all ``[start, start + length)``, which must be allocated."""
         starts = np.concatenate([self.starts, starts])
@@ -104,13 +116,13 @@ class _Line(msgspec.Struct):
 
 
 class ExtentMap:
-    """All extent sets of an arena of ``size`` bytes."""
+    """All extent sets of an arena of ``size`` bytes. They have at most ``rows`` rows."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, rows: int = 1 << 48) -> None:
         self.size = size
         self.sets: dict[int, ExtentSet] = {}
         self._bytes = FreeSpace(size)
-        self._row_ids = FreeSpace(1 << 48)
+        self._row_ids = FreeSpace(rows)
         self._unused_ids: list[int] = []
         self._base, self._length, self._set = _NONE, _NONE, _NONE
         """The extents in the order of the arena, without those in ``_new``."""
@@ -133,9 +145,10 @@ class ExtentMap:
             slots //= 2
         else:
             return None
-        self._bytes = trial
         first_row = self._row_ids.take(slots)
-        assert first_row is not None, "row ids ran out"
+        if first_row is None:
+            return None
+        self._bytes = trial
         made = ExtentSet(  # ids are dense: they index arrays
             id=heapq.heappop(self._unused_ids) if self._unused_ids else len(self.sets),
             slots=slots,
@@ -148,6 +161,18 @@ class ExtentMap:
         if len(self._new) > _NEW:
             self._put_in()
         return made
+
+    def adopt(self, sets: list[ExtentSet]) -> None:
+        """Begin with ``sets``, of a former life. They do not overlap."""
+        self.sets = {each.id: each for each in sets}
+        self._unused_ids = sorted({*range(max(self.sets, default=-1) + 1)} - self.sets.keys())
+        rows = np.array([(s.first_row, s.slots) for s in sets], np.int64).reshape(-1, 2)
+        self._row_ids.keep_out(rows[:, 0], rows[:, 1])
+        self._new = [
+            (base, n, s.id) for s in sets for base, n in zip(s.bases, s.extent_bytes, strict=True)
+        ]
+        extents = np.array(self._new, np.int64).reshape(-1, 3)
+        self._bytes.keep_out(extents[:, 0], extents[:, 1])
 
     def remove(self, gone: I64Array) -> None:
         """Give back sets by their ids. All their rows are FREE."""

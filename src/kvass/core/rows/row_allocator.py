@@ -23,6 +23,7 @@ from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_classes import RowClass
 from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.row_table import FREE, NOBODY, READY, WRITING
+from kvass.core.rows.saving import saved_set
 from kvass.core.rows.sets import CLEARED
 from kvass.types import I64Array, U64Array
 
@@ -194,11 +195,14 @@ class RowAllocator:
         made = self._extents.add(row_class.spec.shard_bytes, most) if most else None
         if made is None:
             return False
-        self._table.grow(made.end_row)
+        rows = slice(made.first_row, made.end_row)
+        entered = self._table.grow(made.end_row) and self._table.enter_set(made.id, rows)
+        if not (entered and self._classes.saving.put(saved_set(made, row_class.id))):
+            self._table.set_of[rows] = NOBODY
+            self._extents.remove(np.array([made.id]))
+            return False
         self._sets.add(made, row_class.id, row_class.tenant.id)
         row_class.tenant.taken_bytes += sum(made.extent_bytes)
-        self._table.set_of[made.first_row : made.end_row] = made.id
-        self._table.slot[made.first_row : made.end_row] = np.arange(made.slots)
         row_class.free.give_new(np.arange(made.first_row, made.end_row))
         row_class.slots += made.slots
         return True
@@ -303,4 +307,5 @@ class RowAllocator:
         self._sets.cleared -= int((owners == CLEARED).sum())
         self._table.set_of[rows] = NOBODY
         self._sets.owner[sets] = NOBODY
+        self._classes.saving.remove("set", sets.tolist())
         self._extents.remove(sets)

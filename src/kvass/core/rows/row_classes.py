@@ -26,9 +26,12 @@ from kvass.core.rows.left import LeftRows, origin
 from kvass.core.rows.removed import RemovedRows
 from kvass.core.rows.retention import Retention
 from kvass.core.rows.row_table import NEVER, READY, STATE_NAMES, RowTable
+from kvass.core.rows.saving import Saving
 from kvass.core.rows.segment_index import SegmentIndex
 from kvass.core.rows.session_tags import SessionTags
 from kvass.core.rows.sets import CLEARED, FreeSlots, SetTable
+from kvass.core.saved.directory import SavedClass, SavedNamespace
+from kvass.core.saved.index_file import SavedIndex
 from kvass.messages import Register
 from kvass.types import I64Array, U64Array
 
@@ -72,6 +75,11 @@ class RowClass(msgspec.Struct, eq=False):
     free: FreeSlots = msgspec.field(default_factory=FreeSlots)
     rows: list[int] = msgspec.field(default_factory=lambda: [0] * len(STATE_NAMES))
     slots: int = 0
+
+    @property
+    def saved(self) -> SavedClass:
+        """What the next life of the daemon must know of it."""
+        return SavedClass(self.id, self.namespace, self.tenant.name, self.spec)
 
     @property
     def undivided(self) -> bool:
@@ -119,6 +127,13 @@ class Namespace(msgspec.Struct):
     traffic: Traffic = msgspec.field(default_factory=Traffic)
 
     @property
+    def saved(self) -> SavedNamespace:
+        """What the next life of the daemon must know of it."""
+        return SavedNamespace(
+            self.id, self.digest, self.chunk_tokens, self.terms, self.model, self.private
+        )
+
+    @property
     def chunk_blocks(self) -> int:
         """The blocks of a chunk, as in ``RowClassSpec.chunk_blocks``."""
         return self.classes[0].spec.chunk_blocks
@@ -141,11 +156,14 @@ class RowClasses:
         counters: dict[str, int],
         seed: bytes,
         segment_index_bytes: int,
+        index: SavedIndex | None = None,
     ) -> None:
         self.tenants = Tenants(arena_bytes)
-        self.table = RowTable()
-        self.table.grow(min(arena_bytes // TYPICAL_ROW, ROOM))
-        self.extents = ExtentMap(arena_bytes)
+        self.table = RowTable(index)
+        if index is None:
+            self.table.grow(min(arena_bytes // TYPICAL_ROW, ROOM))
+        self.saving = Saving()
+        self.extents = ExtentMap(arena_bytes, 1 << 48 if index is None else index.rows)
         self.sets = SetTable()
         self.by_id: dict[int, RowClass] = {}
         self.removed = RemovedRows()
@@ -203,12 +221,14 @@ class RowClasses:
 
     def _enter(self, made: RowClass) -> RowClass:
         self.by_id[made.id] = made.of_tenants[made.tenant.id] = made
+        self.saving.put(made.saved)
         return made
 
     def forget_empty(self, row_class: RowClass) -> None:
         """Forget a class that has no extent set, unless it is the default tenant's."""
         if not row_class.slots and row_class.tenant is not self.tenants.default:
             del self.by_id[row_class.id], row_class.of_tenants[row_class.tenant.id]
+            self.saving.remove("class", [row_class.id])
 
     def _new_blocks(self, spec: RowClassSpec) -> BlockIndex | None:
         """The index of blocks of a new class; ``None`` if its hits end at chunks. It is never
@@ -255,6 +275,7 @@ class RowClasses:
         """
         every = [each for row_class in gone for each in row_class.of_tenants.values()]
         sets = np.flatnonzero(np.isin(self.sets.owner, [c.id for c in every]))
+        self.saving.remove("class", (c.id for c in every))
         self._note_origins(sets, every, cause)
         self.kept.drop_sets(sets)
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
@@ -282,6 +303,12 @@ class RowClasses:
             origins = np.array([origin(c.namespace, c.spec.group, cause) for c in every])
             ids = np.array([c.id for c in every])
             self.sets.origin[sets] = origins[ids.searchsorted(self.sets.owner[sets])]
+
+    def void(self, namespaces: Collection[Namespace]) -> None:
+        """Void the seals of all rows of ``namespaces``, which are going to be cleared. If the
+        daemon dies before the last is, the next one has none of these rows."""
+        every = [t.id for ns in namespaces for c in ns.classes for t in c.of_tenants.values()]
+        self.table.void(np.flatnonzero(np.isin(self.sets.owner, every)))
 
     def clear(self, namespaces: Collection[Namespace], cause: str = "cleared") -> int:
         """Replace the classes of ``namespaces`` by empty ones. Returns how many rows lookups could

@@ -185,11 +185,13 @@ class RowStates:
         Returns those that may be flushed to tiers: all but tails, because a record always takes the
         size of a whole row.
         """
-        self.move(rows, WRITING, READY)
         owner = self.class_of(rows)
         if owner is None or owner.blocks is None:
+            self.move(rows, WRITING, READY)
             return rows
-        whole = rows[~owner.blocks.prints.tails(rows)]
+        tails = owner.blocks.prints.tails(rows)
+        self.move(rows, WRITING, READY, tails)
+        whole = rows[~tails]
         for row in owner.blocks.add(rows).tolist():
             self._counters["tails_replaced"] += 1
             if self.table.pins[row] > 0:
@@ -257,12 +259,18 @@ class RowStates:
             where = owner.namespace, owner.spec.group
             self.classes.left.note(*where, self.table.keys_of(rows), cause, self.uses.now)
 
-    def move(self, rows: I64Array, before: int, after: int) -> None:
+    def move(
+        self,
+        rows: I64Array,
+        before: int,
+        after: int,
+        tails: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         """Change the state of ``rows`` and update all counts. The rows are of one class, and all
-        are in state ``before``."""
+        are in state ``before``. ``tails``: as for ``RowTable.move``."""
         if not len(rows):
             return
-        self.table.move(rows, before, after)
+        self.table.move(rows, before, after, tails)
         sets = self._sets_of(rows)
         if held := (after in _IN_TRANSIT) - (before in _IN_TRANSIT):
             np.add.at(self._sets.held, sets, held)

@@ -1,6 +1,7 @@
 """The row table: one row per slot of the arena, in numpy columns, without an object per row.
 
-Law of this file: a row's state changes only through ``RowTable.move``, along ``TRANSITIONS``.
+Law of this file: a row's state changes only through ``RowTable.move``, along ``TRANSITIONS``. Where
+the table outlives the daemon, only a READY row has a seal (law 13).
 
 A FREE row has no key, no pin and no stamp. The rows ``[set.first_row, set.first_row + set.slots)``
 are the slots of an extent set.
@@ -27,6 +28,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvass.core.saved.index_file import SavedIndex
+from kvass.core.saved.seals import seals
 from kvass.types import I64Array, U64Array
 
 FREE: Final = 0
@@ -117,15 +120,19 @@ class RowTable:
 
     The columns are views of one array of records, a cache line each: a lookup goes to rows at
     random, and its time is the number of lines it fetches.
+
+    ``saved``: the memory in which the records outlive the daemon, or ``None``.
     """
 
-    def __init__(self) -> None:
-        self._view(0)
+    def __init__(self, saved: SavedIndex | None = None) -> None:
+        self._saved = saved
+        self._serials: U64Array = np.zeros(0, np.uint64)
+        self._view(cache_lines(0))
         self.clock = 0
         """The next stamp. All rows that were used earlier have smaller ones."""
 
-    def _view(self, size: int) -> None:
-        lines = cache_lines(size)
+    def _view(self, lines: npt.NDArray[np.uint8]) -> None:
+        size = len(lines)
         self._words: U64Array = lines.view(np.uint64)
         self._records = lines.view(_RECORD).reshape(size)
         self.key: U64Array = self._records["key"]
@@ -143,20 +150,63 @@ class RowTable:
         """The number of the block under which the row is in the index of blocks; or ``UNKNOWN`` or
         ``NOTED``."""
         self.loader: I64Array = self._records["loader"]
-        """The operation that fills a LOADING row, or the reservation of a WRITING row."""
-        self.set_of[:] = NOBODY
-        self.stamp[:] = NEVER
-        self.entry[:] = UNKNOWN
+        """The operation that fills a LOADING row, or the reservation of a WRITING row. In a table
+        that outlives the daemon, the seal of a READY row."""
 
     def __len__(self) -> int:
         return len(self.state)
 
-    def grow(self, to: int) -> None:
-        """Make room for ``to`` rows. The table grows by a quarter at least."""
-        old = self._records
-        if to > len(old):
-            self._view(max(to, len(old) + len(old) // 4))
-            self._records[: len(old)] = old
+    def grow(self, to: int) -> bool:
+        """Make room for ``to`` rows. The table grows by a quarter at least, if there is memory.
+        False: there is none."""
+        old = len(self)
+        if to <= old:
+            return True
+        wanted = max(to, old + old // 4)
+        if self._saved is None:
+            lines = cache_lines(wanted)
+            lines[:old] = self._words.view(np.uint8)
+        else:
+            wanted = wanted if self._saved.has_rows(wanted) else to
+            if not self._saved.has_rows(to):
+                return False
+            lines = self._saved.records[: wanted * CACHE_LINE].reshape(wanted, CACHE_LINE)
+        self._view(lines)
+        self.blank(slice(old, None))
+        return True
+
+    def adopt(self, rows: int, sets: int) -> None:
+        """Begin with the first ``rows`` records, and the serials of the first ``sets`` sets, as a
+        former life has left them."""
+        assert self._saved is not None, "there is nothing to adopt"
+        serials = self._saved.serials(sets)
+        there = self._saved.has_rows(rows)
+        assert serials is not None, "memory that was there is gone"
+        assert there, "memory that was there is gone"
+        self._serials = serials
+        self._view(self._saved.records[: rows * CACHE_LINE].reshape(rows, CACHE_LINE))
+
+    def enter_set(self, number: int, rows: slice) -> bool:
+        """Give ``rows`` to the extent set ``number``, in order. False: there is no memory."""
+        if self._saved is not None:
+            serials = self._saved.serials(number + 1)
+            if serials is None:
+                return False
+            self._serials = serials
+            self._saved.new_serial(np.array([number]))
+        self.set_of[rows] = number
+        self.slot[rows] = np.arange(rows.stop - rows.start)
+        return True
+
+    def void(self, sets: I64Array) -> None:
+        """Void the seals of all rows of ``sets``. What becomes READY later is sealed again."""
+        if self._saved is not None and len(sets):
+            self._saved.new_serial(sets)
+
+    def blank(self, rows: slice | I64Array) -> None:
+        """Make ``rows`` FREE rows of no set, whatever their records have."""
+        self._words[rows] = 0
+        self.set_of[rows], self.stamp[rows], self.entry[rows] = NOBODY, NEVER, UNKNOWN
 
     def keys_of(self, rows: I64Array) -> U64Array:
         """The keys of ``rows``. It is three times as fast as ``key[rows]``, because it copies whole
@@ -170,8 +220,18 @@ class RowTable:
         self.stamp[rows] = stamps
         return stamps
 
-    def move(self, rows: I64Array, before: int, after: int) -> None:
-        """Change the state of ``rows``, all of which are in state ``before``, to ``after``."""
+    def move(
+        self,
+        rows: I64Array,
+        before: int,
+        after: int,
+        tails: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Change the state of ``rows``, all of which are in state ``before``, to ``after``.
+
+        ``tails``: which of them are tails; ``None``: none is. A tail gets no seal, because how much
+        of it is written is not in its record.
+        """
         assert (before, after) in TRANSITIONS, (STATE_NAMES[before], STATE_NAMES[after])
         assert (self.state[rows] == before).all(), "a row was not in the state its owner thought"
         if after == FREE:
@@ -182,6 +242,13 @@ class RowTable:
             self.key[rows] = 0
             self.entry[rows] = UNKNOWN
         self.state[rows] = after
+        if after == READY and self._saved is not None:
+            whole = rows if tails is None else rows[~tails]
+            self.loader[whole] = self.seals_of(whole)
+
+    def seals_of(self, rows: I64Array) -> I64Array:
+        """The seals that ``rows`` have if they are complete."""
+        return seals(self.keys_of(rows), rows, self._serials[self.set_of[rows]])
 
     def evictable(self, rows: I64Array) -> npt.NDArray[np.bool_]:
         """Which of ``rows`` may be evicted: readable rows without a pin."""

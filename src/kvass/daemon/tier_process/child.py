@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from kvass.daemon.tier_process.server import IGNORED_SIGNALS
@@ -19,10 +20,13 @@ from kvass.daemon.tier_process.server import IGNORED_SIGNALS
 _REAP_S: Final = 0.01
 
 
-def spawn(fd: int, arena_fd: int, name: str) -> subprocess.Popen[bytes]:
+def spawn(
+    fd: int, arena_fd: int, name: str, inherited: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """Start a process that runs ``server`` with the socket ``fd`` and the arena ``arena_fd``.
 
-    ``name`` appears in the command line of the process. Raises ``OSError``.
+    ``inherited``: descriptors that it has open until it ends. ``name`` appears in the command line
+    of the process. Raises ``OSError``.
     """
     program = [sys.executable, "-P", "-m", "kvass.daemon.tier_process.server"]
     where = [os.path.abspath(path) for path in sys.path]
@@ -34,7 +38,7 @@ def spawn(fd: int, arena_fd: int, name: str) -> subprocess.Popen[bytes]:
             [*program, str(fd), str(arena_fd), str(os.getpid()), name],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=(fd, arena_fd),
+            pass_fds=(fd, arena_fd, *inherited),
             env={**env, "PYTHONPATH": os.pathsep.join(where)},
         )
     finally:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -66,7 +66,8 @@ class TierProcess:
     """Tier ``number``, which runs in its own process.
 
     ``url`` says which tier to open. ``name`` is used in log lines. ``arena_fd`` is the descriptor
-    of the arena. All methods are called in the loop's thread.
+    of the arena. ``inherited``: descriptors that its process has open until it ends. All methods
+    are called in the loop's thread.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class TierProcess:
         arena_bytes: int,
         periods: Periods | None = None,
         log_format: str = "text",
+        inherited: Sequence[int] = (),
     ) -> None:
         self._periods = p = periods or Periods()
         self._start = frames.Start(number, url, name, arena_bytes, p.close_s, log_format)
-        self._arena_fd = arena_fd
+        self._arena_fd, self._inherited = arena_fd, inherited
         self._health = self._new_health()
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -191,7 +193,9 @@ class TierProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = spawn(theirs.fileno(), self._arena_fd, self._start.name)
+                self._process = spawn(
+                    theirs.fileno(), self._arena_fd, self._start.name, self._inherited
+                )
             except OSError as error:
                 ours.close()
                 raise ConfigError(self._text(f"no process: {error.strerror}")) from error

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from kvass.tiers.disk.folder import Folder
+from kvass.folder import Folder
 
 NOTES_BYTES: Final = 32 << 10
 """The largest size of the file. The notes that were set least recently are dropped."""

@@ -29,9 +29,9 @@ import numpy as np
 import xxhash
 
 from kvass.errors import ConfigError
+from kvass.folder import Folder
 from kvass.tiers.base import Buffer, Shards
 from kvass.tiers.buffers import page_buffer, split
-from kvass.tiers.disk.folder import Folder
 from kvass.tiers.pacing import IO_BYTES, yield_cpu
 from kvass.types import DEFAULT_TENANT, PAGE, I64Array, U64Array, align_up
 

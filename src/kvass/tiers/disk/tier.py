@@ -31,6 +31,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvass.errors import ConfigError
+from kvass.folder import Folder
 from kvass.tiers.base import Shards
 from kvass.tiers.buffers import page_buffer
 from kvass.tiers.codec import (
@@ -42,7 +43,6 @@ from kvass.tiers.codec import (
     payload_checksum,
     sealed_header,
 )
-from kvass.tiers.disk.folder import Folder
 from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
 from kvass.tiers.disk.segment import (

@@ -1,4 +1,4 @@
-"""The folder of the disk tier: its lock, and how files in it are opened.
+"""A folder that one process owns, such as a disk tier's: its lock, and how its files are opened.
 
 Law of this file: a file is opened, created or removed by its name relative to the open folder
 (``dir_fd``), and never through a symbolic link. No other user may have write permission there. The
@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from kvass import processes
 from kvass.errors import ConfigError
 
 _LOCK: Final = "lock"
@@ -34,7 +35,8 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock_fd = -1
+        self.lock_fd = -1
+        """Holds the lock; -1 if it is not locked."""
         self.lost_because = ""
         """Why this process does not own the folder any more. Empty if it did at the last
         ``check``."""
@@ -51,10 +53,10 @@ class Folder:
 
     def close(self) -> None:
         """Close the folder and release the lock. Idempotent."""
-        for fd in (self._lock_fd, self.fd):
+        for fd in (self.lock_fd, self.fd):
             if fd >= 0:
                 os.close(fd)
-        self._lock_fd = self.fd = -1
+        self.lock_fd = self.fd = -1
 
     def open(self, name: str, flags: int) -> int:
         """Open a file in the folder. Raises ``OSError``, also if the file is a link, has several
@@ -91,30 +93,31 @@ class Folder:
         os.replace(written, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
 
-    def lock(self) -> None:
-        """Lock the folder for this process until ``close``. Raises ``ConfigError`` if the folder
-        cannot be written to, or another daemon has locked it."""
+    def lock(self, of_child: bool = True) -> None:
+        """Lock the folder for this process until ``close``. ``of_child``: a daemon started this
+        process, and its last owner. Raises ``ConfigError`` if the folder cannot be written to, or
+        another daemon has locked it."""
         while True:
             try:
                 fd = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise ConfigError(f"{self.path}: cannot be written: {error.strerror}") from error
             try:
-                _lock(fd)
+                _lock(fd, of_child)
                 if self._in_place(fd):
                     self._check_writable()
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, b"%d %d" % (os.getpid(), os.getppid()), 0)
-                    self._lock_fd = fd
+                    self.lock_fd = fd
                     return
                 os.close(fd)  # the lock file was removed while we waited for the lock
             except OSError as error:
                 owner, daemon = _owner(fd)
                 os.close(fd)
                 if isinstance(error, BlockingIOError):
+                    by = f"process {owner}" + f", started by process {daemon}" * of_child
                     raise ConfigError(
-                        f"{self.path}: in use by process {owner}, started by process {daemon}: "
-                        "a folder is one daemon's; choose another"
+                        f"{self.path}: in use by {by}: a folder is one daemon's; choose another"
                     ) from error
                 text = f"{self.path}: cannot be locked and written: {error.strerror}"
                 raise ConfigError(text) from error
@@ -132,8 +135,8 @@ class Folder:
     def check(self) -> None:
         """Check that this process still owns the folder. Raises ``OSError`` if it does not, or if
         an earlier check found so. Takes some microseconds."""
-        if self._lock_fd >= 0 and not self.lost_because:
-            if not self._in_place(self._lock_fd):
+        if self.lock_fd >= 0 and not self.lost_because:
+            if not self._in_place(self.lock_fd):
                 self.lost_because = "its lock file was removed or replaced"
             elif not _is_same(self.path, self.fd):
                 self.lost_because = "it was moved, or replaced by another folder"
@@ -171,7 +174,7 @@ def _untrusted(path: Path, folder: os.stat_result) -> str:
     return f"{why}, or name a folder of your own in it"
 
 
-def _lock(fd: int) -> None:
+def _lock(fd: int, of_child: bool) -> None:
     """Lock the file ``fd``. Waits for a while, because its last owner may have been killed a moment
     ago and still be exiting."""
     begun = time.monotonic()
@@ -181,7 +184,7 @@ def _lock(fd: int) -> None:
             return
         except BlockingIOError:
             waited = time.monotonic() - begun
-            if waited > _ORPHAN_WAIT_S or (waited > _LOCK_WAIT_S and not _is_orphan(*_owner(fd))):
+            if waited > _ORPHAN_WAIT_S or (waited > _LOCK_WAIT_S and not _ends(fd, of_child)):
                 raise
             time.sleep(_LOCK_RETRY_S)
 
@@ -190,6 +193,15 @@ def _owner(fd: int) -> tuple[str, str]:
     """Return the pid of the last owner of the lock file, and of the daemon that started it."""
     words = os.pread(fd, 40, 0).decode(errors="replace").split()
     return (words[0], words[1]) if len(words) == 2 else ("?", "?")
+
+
+def _ends(fd: int, of_child: bool) -> bool:
+    """Whether the owner of the lock file will release it soon, because it, or the daemon that
+    started it, has ended."""
+    owner, daemon = _owner(fd)
+    if of_child:
+        return _is_orphan(owner, daemon)
+    return owner.isdecimal() and processes.exiting(int(owner))
 
 
 def _is_orphan(owner: str, daemon: str) -> bool:

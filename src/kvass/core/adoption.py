@@ -1,0 +1,232 @@
+"""Adoption: how a core begins with the rows that a former life of the daemon has left.
+
+Law of this file: law 13. Only rows whose seals check out are adopted, in place. Nothing that the
+former life had lent is reused before the last of its leases has run out: adopted rows are pinned by
+leases of ``FORMER``. Slots that were being written rest, QUARANTINED under reservations of
+``FORMER``, until no former worker can write any more (law 3).
+
+What is read is taken from the directory and from the records. The directory is replaced at the end,
+so a daemon that dies meanwhile leaves an index that can be adopted again. Tails, rows that were
+not to be retained, and the indexes of blocks and segments are not adopted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvass.core.clients.traffic import Traffic
+from kvass.core.pending.settlement import former_session
+from kvass.core.rows.extents import ExtentSet
+from kvass.core.rows.row_classes import Namespace, RowClass
+from kvass.core.rows.row_table import (
+    FREE,
+    NEVER,
+    NOBODY,
+    QUARANTINED,
+    READY,
+    STATE_NAMES,
+    UNKNOWN,
+    WRITING,
+    ClassRows,
+)
+from kvass.core.rows.saving import saved_set
+from kvass.core.rows.sets import CLEARED
+from kvass.core.saved.directory import Entry, SavedClass, SavedNamespace, SavedSet
+from kvass.core.saved.index_file import FormerProcess, SavedIndex
+from kvass.core.saved.seals import VOID
+from kvass.core.state import State
+from kvass.types import DEVICE_S, I64Array
+
+A_LEASE: Final = 2048
+"""The most rows of one lease or reservation of ``FORMER``, so that no step has to end many."""
+
+
+class Adoption(msgspec.Struct, frozen=True):
+    """What was adopted. ``dropped``: rows that may still be read, but were not adopted.
+    ``resting``: slots that rest, those of dropped rows too. ``former``: the workers that may still
+    write to them; the daemon reports the end of each (``FormerEnded``)."""
+
+    rows: int
+    bytes: int
+    dropped: int
+    resting: int
+    former: tuple[FormerProcess, ...]
+
+
+def adopt(state: State, index: SavedIndex) -> Adoption:
+    """Begin with what ``index`` has. The state is new: it has no namespace yet."""
+    entries = index.entries
+    owner_of = _classes(state, _of(entries, SavedNamespace), _of(entries, SavedClass))
+    every = _of(entries, SavedSet)
+    inside = [s for s in every if _inside(s, state.config.arena_bytes)]
+    _sets(state, index, inside, owner_of)
+    rows, former = state.classes.sets.rows_of(_numbers(inside)), index.processes.former()
+    good, dropped, resting = _judge(state, rows)
+    _enter(state, good)
+    if index.lease_until > state.config.started_s:
+        state.settlement.hold(_parts(state, good), index.lease_until)
+    state.settlement.promise_with(index.promise)
+    state.unseen = tuple(p.number for p in former if not p.pid)
+    written = {former_session(p.number): _writes_until(state, p) for p in former}
+    # A slot may rest for readers, too: those of a row that a life before the former has dropped.
+    readers = {former_session(-1): max(state.config.started_s + DEVICE_S, index.lease_until)}
+    state.settlement.rest(_parts(state, resting), written | readers)
+    state.settlement.rest(_parts(state, dropped), readers)
+    assert index.begin(state.config.arena_bytes, _entries(state)), "less needs no more memory"
+    state.classes.saving.begin(index)
+    size = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.classes.by_id.values())
+    state.counters["l1_in_bytes"] += size
+    return Adoption(len(good), size, len(dropped), len(resting) + len(dropped), former)
+
+
+E = TypeVar("E", SavedNamespace, SavedClass, SavedSet)
+
+
+def _of(entries: list[Entry], kind: type[E]) -> list[E]:
+    return [each for each in entries if isinstance(each, kind)]
+
+
+def _inside(each: SavedSet, arena_bytes: int) -> bool:
+    """Whether a set lies in an arena that may have become smaller."""
+    ends = zip(each.bases, each.extent_bytes, strict=True)
+    return all(base + size <= arena_bytes for base, size in ends)
+
+
+def _numbers(sets: list[SavedSet]) -> I64Array:
+    return np.array([s.id for s in sets], np.int64)
+
+
+def _writes_until(state: State, process: FormerProcess) -> float:
+    """How long a former worker may write: until it ends, or a while if nobody can see its end."""
+    unseen_s = state.config.started_s + state.config.timing.dma_grace_s
+    return math.inf if process.pid else unseen_s
+
+
+def _classes(
+    state: State, namespaces: list[SavedNamespace], classes: list[SavedClass]
+) -> dict[int, RowClass]:
+    """Create the namespaces again, and their classes. By the id that it had, each class."""
+    groups: dict[int, dict[int, SavedClass]] = {}
+    for each in classes:
+        groups.setdefault(each.namespace, {})[each.spec.group] = each
+    made = dict[tuple[int, int], RowClass]()
+    for saved in namespaces[-(state.config.limits.namespaces - 1) :]:
+        specs = [one.spec for _, one in sorted(groups.get(saved.id, {}).items())]
+        if not specs or [s.group for s in specs] != [*range(len(specs))]:
+            continue
+        number = state.namespace_id(saved.digest)
+        ns = Namespace(
+            id=number,
+            digest=saved.digest,
+            classes=[state.classes.add(spec, number) for spec in specs],
+            chunk_tokens=saved.chunk_tokens,
+            private=saved.private,
+            terms=saved.terms,
+            model=saved.model,
+            traffic=Traffic(from_tiers=[0] * len(state.tiers.all)),
+        )
+        state.namespaces[number] = ns
+        state.by_digest[saved.digest] = number
+        if not ns.private:
+            ns.tier_epochs = [None] * len(state.tiers.all)
+            ns.asked_s = [-math.inf] * len(state.tiers.all)
+        made.update({(saved.id, c.spec.group): c for c in ns.classes})
+    there = [each for each in classes if (each.namespace, each.spec.group) in made]
+    return {c.id: _payer(state, made[c.namespace, c.spec.group], c.tenant) for c in there}
+
+
+def _payer(state: State, row_class: RowClass, tenant: str) -> RowClass:
+    """The class of whoever pays now for rows for which ``tenant`` paid."""
+    return state.classes.paid_by(row_class, state.tenants.payer(tenant))
+
+
+def _sets(
+    state: State, index: SavedIndex, sets: list[SavedSet], owner_of: dict[int, RowClass]
+) -> None:
+    """Enter the extent sets, each with all its rows, whose states are not known yet."""
+    classes, table, every = state.classes, state.rows.table, list[ExtentSet]()
+    for s in sets:
+        made = ExtentSet(s.id, s.slots, s.first_row, s.bases, s.extent_bytes)
+        every.append(made)
+        if (owner := owner_of.get(s.row_class)) is None:
+            classes.sets.add(made, CLEARED, state.tenants.default.id)
+            classes.sets.cleared += 1
+            continue
+        classes.sets.add(made, owner.id, owner.tenant.id)
+        owner.slots += made.slots
+        owner.tenant.taken_bytes += sum(made.extent_bytes)
+    classes.extents.adopt(every)
+    table.adopt(max((s.end_row for s in every), default=0), int(_numbers(sets).max(initial=-1)) + 1)
+    for row_class in {c.id: c for c in owner_of.values()}.values():
+        classes.forget_empty(row_class)
+
+
+def _judge(state: State, rows: I64Array) -> tuple[I64Array, I64Array, I64Array]:
+    """Which of ``rows``, the rows of all sets, are adopted; which had readers at most, and are
+    dropped; which may have writers. The others become FREE."""
+    table, sets = state.rows.table, state.classes.sets
+    known = np.zeros(len(table), np.bool_)
+    known[rows] = True
+    table.blank(np.flatnonzero(~known))
+    there = np.flatnonzero(sets.owner != NOBODY)
+    numbers, at = np.repeat(there, sets.slots[there]), sets.rows_of(there)
+    table.set_of[at] = numbers
+    table.slot[at] = at - sets.first[numbers]
+    before = table.state[rows]
+    good = (before == READY) & (sets.owner[table.set_of[rows]] >= 0)
+    good &= table.loader[rows] == table.seals_of(rows)
+    good &= table.stamp[rows] > NEVER
+    free = before == FREE
+    written = (before == WRITING) | (before == QUARANTINED) | (before >= len(STATE_NAMES))
+    for gone in (rows[free], rows[~free & ~good]):
+        table.loader[gone] = VOID
+        table.key[gone], table.stamp[gone] = 0, NEVER
+        table.offered[gone], table.read[gone] = False, False
+    table.pins[rows], table.entry[rows] = 0, UNKNOWN
+    table.state[rows[free]] = FREE
+    table.state[rows[~free & ~good]] = QUARANTINED
+    return rows[good], rows[~free & ~good & ~written], rows[written]
+
+
+def _enter(state: State, good: I64Array) -> None:
+    """Count all rows, list the free ones, and let lookups find the ``good`` ones."""
+    table, sets = state.rows.table, state.classes.sets
+    good = good[np.argsort(table.stamp[good], kind="stable")]
+    table.clock = int(table.stamp[good[-1]]) + 1 if len(good) else 0
+    used = table.state != FREE
+    np.add.at(sets.used, table.set_of[used].astype(np.int64), 1)
+    np.add.at(sets.held, table.set_of[table.state == QUARANTINED].astype(np.int64), 1)
+    np.maximum.at(sets.newest, table.set_of[good].astype(np.int64), table.stamp[good])
+    owners = sets.owner[table.set_of[good]]
+    for row_class in state.classes.by_id.values():
+        mine = good[owners == row_class.id]
+        row_class.index.add(mine)
+        row_class.log.touched(mine, table.stamp[mine])
+        every = sets.rows_of(np.flatnonzero(sets.owner == row_class.id))
+        states = table.state[every]
+        row_class.rows[READY] = len(mine)
+        row_class.rows[QUARANTINED] = int((states == QUARANTINED).sum())
+        row_class.free.give_new(every[states == FREE])
+
+
+def _parts(state: State, rows: I64Array) -> list[ClassRows]:
+    """``rows`` in parts of one class and ``A_LEASE`` rows at most."""
+    owners, parts = state.classes.sets.owner[state.rows.table.set_of[rows]], list[ClassRows]()
+    for owner in np.unique(owners).tolist():
+        mine = rows[owners == owner]
+        parts += [ClassRows(owner, mine[i : i + A_LEASE]) for i in range(0, len(mine), A_LEASE)]
+    return parts
+
+
+def _entries(state: State) -> list[Entry]:
+    """All that the directory must have now."""
+    classes, owner = state.classes, state.classes.sets.owner
+    return [
+        *(ns.saved for ns in state.namespaces.values()),
+        *(row_class.saved for row_class in classes.by_id.values()),
+        *(saved_set(each, int(owner[each.id])) for each in classes.extents.sets.values()),
+    ]

@@ -1,0 +1,122 @@
+"""The processes that may still write to the arena, in the memory that outlives the daemon.
+
+Law of this file: a process is noted before it may write, and forgotten when it can no longer (law
+3). The next daemon reads here for whom slots must rest.
+
+A place of the table is free, or it has a process in one or both of two roles: it writes in this
+life of the daemon, and it may still write because of a former life.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+PLACES: Final = 4096
+PROCESS: Final = np.dtype(
+    [("start", np.uint64), ("who", np.uint64), ("pid", np.uint32), ("roles", np.uint32)]
+)
+_WORKER: Final = 1
+_TIER: Final = 2
+_FORMER: Final = 4
+
+
+class FormerProcess(msgspec.Struct, frozen=True):
+    """A process that was noted in a former life. ``number``: its place. ``pid``: 0 if unknown.
+    ``start``: its start time, field 22 of /proc/PID/stat."""
+
+    number: int
+    pid: int
+    start: int
+
+
+def who(instance: str, rank: int) -> int:
+    """A number for a rank of an instance."""
+    text = f"{rank}/{instance}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+class Processes:
+    """The table in ``memory``: structs of ``PROCESS``, ``PLACES`` of them."""
+
+    def __init__(self, memory: npt.NDArray[np.void]) -> None:
+        self._start, self._who = memory["start"], memory["who"]
+        self._pid, self._roles = memory["pid"], memory["roles"]
+        self._place_of: dict[int, int] = {}
+        """By session of this life."""
+
+    def begin(self, pids_known: bool) -> tuple[FormerProcess, ...]:
+        """Begin a life: every worker so far is a former one. Returns the former tier processes.
+
+        ``pids_known``: whether pids mean now what they meant then.
+        """
+        if not pids_known:
+            self._pid[:] = 0
+        workers = np.flatnonzero(self._roles & _WORKER)
+        self._roles[workers] = _FORMER
+        return self._those(_TIER)
+
+    def former(self) -> tuple[FormerProcess, ...]:
+        """The workers that may still write because of a former life."""
+        return self._those(_FORMER)
+
+    def former_named(self, name: int, pid: int) -> list[int]:
+        """The former workers of that ``who`` which may be the process ``pid`` (0: unknown)."""
+        there = (self._roles & _FORMER > 0) & (self._who == name)
+        if pid:
+            there &= (self._pid == pid) | (self._pid == 0)
+        found: list[int] = np.flatnonzero(there).tolist()
+        return found
+
+    def former_ended(self, number: int) -> None:
+        """A former worker writes no more on behalf of a former life."""
+        self._roles[number] &= ~np.uint32(_FORMER)
+
+    def note_worker(self, session: int, pid: int, start: int, name: int) -> bool:
+        """Note the process of a session. False: the table is full. A second call changes
+        nothing."""
+        if session in self._place_of:
+            return True
+        same = (self._roles == _FORMER) & (self._who == name)
+        same &= (self._pid == pid) & (self._start == start)
+        if (place := self._enter(pid, start, name, _WORKER, same)) is None:
+            return False
+        self._place_of[session] = place
+        return True
+
+    def forget_worker(self, session: int) -> None:
+        """The process of a session writes no more on behalf of this life."""
+        if (place := self._place_of.pop(session, None)) is not None:
+            self._roles[place] &= ~np.uint32(_WORKER)
+
+    def note_tier(self, pid: int, start: int) -> bool:
+        """Note the process of a tier. False: the table is full."""
+        return self._enter(pid, start, 0, _TIER, self._roles == 0) is not None
+
+    def forget_tier(self, pid: int) -> None:
+        """The process of a tier has ended."""
+        self._roles[(self._roles == _TIER) & (self._pid == pid)] = 0
+
+    def _enter(
+        self, pid: int, start: int, name: int, role: int, same: npt.NDArray[np.bool_]
+    ) -> int | None:
+        """Give a process a place of ``same``, or a free one."""
+        places = np.flatnonzero(same)
+        if not len(places):
+            places = np.flatnonzero(self._roles == 0)
+        if not len(places):
+            return None
+        place = int(places[0])
+        self._start[place], self._who[place], self._pid[place] = start, name, pid
+        self._roles[place] |= np.uint32(role)  # last: only now the place is taken
+        return place
+
+    def _those(self, role: int) -> tuple[FormerProcess, ...]:
+        return tuple(
+            FormerProcess(i, int(self._pid[i]), int(self._start[i]))
+            for i in np.flatnonzero(self._roles & role).tolist()
+        )

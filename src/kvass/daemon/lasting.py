@@ -1,0 +1,106 @@
+"""The memory of L1: of this process alone, or of a place that outlives it (``--arena``).
+
+Law of this file: the rows of a former daemon are used only if the index beside them is usable.
+Otherwise slots and index are replaced by new files, because an engine of that time may still write
+to the old ones (law 3).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from pathlib import Path
+from typing import Final
+
+from kvass.arena import huge, memory
+from kvass.arena.huge import HugePages
+from kvass.arena.memory import Arena
+from kvass.arena.place import Place, open_place
+from kvass.core.saved.index_file import SavedIndex, Unusable, Where, index_bytes
+from kvass.errors import ConfigError
+from kvass.types import PAGE, Size
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_PIDS: Final = Path("/proc/self/ns/pid")
+_log: Final = logging.getLogger("kvass")
+
+
+class L1Memory:
+    """The ``arena`` of a daemon and, if it is in a place, the ``index`` of what is in it.
+
+    ``cold``: why a place had nothing to begin with; empty if it had, and without a place.
+    """
+
+    def __init__(
+        self, arena: Arena, place: Place | None, index: SavedIndex | None, cold: str
+    ) -> None:
+        self.arena, self.place, self.index, self.cold = arena, place, index, cold
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """The descriptors that the processes of tiers must have open."""
+        return () if self.place is None else (self.place.lock_fd,)
+
+    def huge(self) -> bool:
+        """Ask for huge pages. Returns whether there will be any."""
+        return self.arena.advise_huge() if self.place is None else self.place.huge
+
+    def release(self) -> None:
+        """Let another daemon have the place. From now on nothing may be written to it."""
+        if self.place is not None:
+            self.place.release()
+
+
+def real_path(path: str) -> str:
+    """The path of a place without links; empty if there is none."""
+    return os.path.realpath(path) if path else ""
+
+
+def open_memory(path: str, size: int, huge_pages: HugePages = "transparent") -> L1Memory:
+    """The memory of L1, ``size`` bytes, in the place at ``path``. Empty: of this process alone, in
+    pages as ``huge_pages`` says.
+
+    Raises ``ConfigError``.
+    """
+    if not path:
+        return L1Memory(_own(size, huge_pages), None, None, "")
+    place = open_place(path, size, index_bytes(size))
+    where = _where()
+    found: SavedIndex | Unusable
+    if place.found == (0, 0):
+        found = Unusable("it is new")
+    elif index_bytes(place.found[0]) != place.found[1]:  # both grow together, and never shrink
+        found = Unusable("one of its files was removed or cut")
+    else:
+        found = SavedIndex.open(place.index, where, place.allocate, size)
+    cold = ""
+    if isinstance(found, Unusable):
+        cold = found.reason
+        if place.found != (0, 0):
+            place.renew(size, index_bytes(size))
+        found = SavedIndex.create(place.index, where, place.allocate)
+    if isinstance(found, Unusable):
+        _log.warning("arena %s: not used: %s; L1 ends with this daemon", path, found.reason)
+        place.slots.close()
+        place.release()
+        return L1Memory(_own(size, huge_pages), None, None, "")
+    return L1Memory(place.slots, place, found, cold)
+
+
+def _own(size: int, huge_pages: HugePages) -> Arena:
+    page = huge.page_bytes(huge_pages)
+    try:
+        return memory.create(size, page)
+    except OSError as error:
+        why = "" if page == PAGE else huge.lacking(page, size)
+        said = f"no arena of {Size(size)}: {error.strerror}"
+        raise ConfigError(f"huge_pages {huge_pages}: {why}" if why else said) from error
+
+
+def _where() -> Where:
+    try:
+        boot_id = uuid.UUID(_BOOT_ID.read_text().strip())
+        return Where(boot_id.bytes, _PIDS.stat().st_ino)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"arena: /proc does not show the machine's boot id: {error}") from error

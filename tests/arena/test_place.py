@@ -1,0 +1,196 @@
+"""The place of an arena: one process's, safe to use, and its files never get smaller."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvass.arena import memory
+from kvass.arena.place import held_bytes, open_place, remove_place
+from kvass.errors import ConfigError
+
+MIB = 1 << 20
+INDEX = 4 * MIB
+
+
+def test_what_is_in_it_outlives_who_wrote_it(memory_folder: Path) -> None:
+    path = str(memory_folder / "kvass")
+    child = (
+        "import os; from kvass.arena.place import open_place;"
+        f"p = open_place({path!r}, {MIB}, {INDEX}); p.slots.buffer[7] = 3;"
+        "p.allocate(0, 4096); p.index[9] = 4; assert p.found == (0, 0); os.kill(os.getpid(), 9)"
+    )
+    ended = subprocess.run([sys.executable, "-c", child], timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    place = open_place(path, MIB, INDEX)
+    assert place.found == (MIB, INDEX)
+    assert (place.slots.buffer[7], place.index[9]) == (3, 4)
+    assert os.stat(path).st_mode & 0o777 == 0o700
+    place.release()
+
+
+def test_it_is_one_processs_until_it_is_released(memory_folder: Path) -> None:
+    path = str(memory_folder)
+    first = open_place(path, MIB, INDEX)
+    other = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from kvass.arena.place import open_place; open_place({path!r}, {MIB}, {INDEX})",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert f"ConfigError: {path}: in use by process {os.getpid()}: a folder" in other.stderr
+    with pytest.raises(ConfigError, match="in use"):
+        remove_place(path)
+    first.release()
+    second = open_place(path, MIB, INDEX)
+    second.slots.buffer[0] = 5
+    assert first.slots.buffer[0] == 5, "who released it has it mapped"
+    second.release()
+
+
+def test_a_lock_file_that_was_replaced_locks_nobody_out(memory_folder: Path) -> None:
+    """Who owns the place is in the kernel; the number in the file is for people."""
+    (memory_folder / "lock").write_text(f"{os.getpid()} 1")
+    open_place(str(memory_folder), MIB, INDEX).release()
+
+
+def test_files_never_get_smaller(memory_folder: Path) -> None:
+    path = str(memory_folder)
+    large = open_place(path, 4 * MIB, INDEX)
+    engine = memory.attach(os.dup(large.slots.fileno()), 4 * MIB)
+    engine.buffer[4 * MIB - 1] = 8
+    large.release()
+    small = open_place(path, MIB, INDEX // 2)
+    assert (small.slots.size, len(small.index)) == (MIB, INDEX)
+    attached = memory.attach(os.dup(small.slots.fileno()), MIB)
+    assert attached.size == MIB
+    small.slots.buffer[:] = 1
+    assert engine.buffer[0] == 1, "the same memory"
+    assert engine.buffer[4 * MIB - 1] == 8
+    small.release()
+    again = open_place(path, 8 * MIB, 2 * INDEX)
+    assert again.slots.buffer[4 * MIB - 1] == 8
+    assert len(again.index) == 2 * INDEX
+    again.release()
+
+
+def test_renewed_files_are_others(memory_folder: Path) -> None:
+    """A process of before may still write to the old ones."""
+    place = open_place(str(memory_folder), MIB, INDEX)
+    writer = memory.attach(os.dup(place.slots.fileno()), MIB)
+    place.index[0] = 1
+    place.renew(MIB, INDEX)
+    assert place.found == (0, 0)
+    writer.buffer[:] = 9
+    assert not np.any(place.slots.buffer)
+    assert not np.any(place.index)
+    place.release()
+
+
+def test_only_what_is_allocated_takes_memory(memory_folder: Path) -> None:
+    place = open_place(str(memory_folder), MIB, INDEX)
+    index = memory_folder / "index"
+    assert index.stat().st_blocks == held_bytes(str(memory_folder)) == 0
+    assert place.allocate(MIB, 2 * MIB)
+    assert index.stat().st_blocks * 512 == MIB
+    place.slots.populate(0, MIB)
+    assert held_bytes(str(memory_folder)) == MIB
+    place.release()
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_a_disk_is_no_memory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{tmp_path}: a file system of type \w+ is no memory"):
+        open_place(str(tmp_path), MIB, INDEX)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_others_may_write_to_is_refused(memory_folder: Path) -> None:
+    memory_folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="other users may write to it"):
+        open_place(str(memory_folder), MIB, INDEX)
+
+
+@pytest.mark.parametrize("name", ["slots", "index", "lock"])
+def test_a_link_is_not_followed(memory_folder: Path, tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"another's")
+    (memory_folder / name).symlink_to(victim)
+    with pytest.raises(ConfigError, match=f"{name} is no file of this daemon's alone"):
+        open_place(str(memory_folder), MIB, INDEX)
+    assert victim.read_bytes() == b"another's"
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(memory_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be made: No such file"):
+        open_place(str(memory_folder / "no" / "kvass"), MIB, INDEX)
+
+
+def test_more_than_the_file_system_has_is_refused(memory_folder: Path) -> None:
+    space = os.statvfs(memory_folder)
+    with pytest.raises(ConfigError, match=r"do not fit into the .*: give less"):
+        open_place(str(memory_folder), (space.f_blocks + 1) * space.f_frsize, INDEX)
+    open_place(str(memory_folder), MIB, INDEX).release()
+
+
+SMALL = """
+import os, sys
+from kvass.arena.place import open_place
+MIB = 1 << 20
+p = open_place(sys.argv[1] + "/kvass", MIB, 4 * MIB)
+p.slots.populate(0, MIB)
+print(p.allocate(0, MIB // 2), p.allocate(0, 4 * MIB), flush=True)
+p.index[0] = 1
+p.release()
+print(open_place(sys.argv[1] + "/kvass", MIB, 4 * MIB).index[0], flush=True)
+p.index[:] = 1
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root can mount"
+)
+def test_a_full_file_system_gives_no_index_and_kills_nobody(tmp_path: Path) -> None:
+    """The control, a write to what was not allocated, is killed. What the place has already is not
+    asked for again."""
+    options = f"-t tmpfs -o size=2m,mode=755 none {tmp_path}"
+    mount = f'mount {options} && exec {sys.executable} -c "$0" {tmp_path}'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, SMALL], capture_output=True, text=True, timeout=60
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.stdout.splitlines() == ["True False", "1"], done.stderr
+    assert done.returncode == -signal.SIGBUS
+
+
+# ---------------------------------------------------------------- removed
+
+
+def test_a_removed_place_is_gone_and_its_memory_with_it(memory_folder: Path) -> None:
+    path = str(memory_folder / "kvass")
+    open_place(path, MIB, INDEX).release()
+    remove_place(path)
+    assert not os.path.exists(path)
+    with pytest.raises(ConfigError, match="no such folder"):
+        remove_place(path)
+
+
+def test_a_folder_without_an_arena_is_not_taken_for_one(memory_folder: Path) -> None:
+    (memory_folder / "other").touch()
+    with pytest.raises(ConfigError, match="there is no arena"):
+        remove_place(str(memory_folder))
+    assert (memory_folder / "other").exists()
