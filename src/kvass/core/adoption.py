@@ -43,6 +43,8 @@ from kvass.types import DEVICE_S, I64Array
 
 A_LEASE: Final = 2048
 """The most rows of one lease or reservation of ``FORMER``, so that no step has to end many."""
+AT_ONCE: Final = 1 << 15
+"""How many rows one call of numpy looks at: with more, its arrays leave the caches."""
 
 
 class Adoption(msgspec.Struct, frozen=True):
@@ -178,7 +180,9 @@ def _judge(state: State, rows: I64Array) -> tuple[I64Array, I64Array, I64Array]:
     table.slot[at] = at - sets.first[numbers]
     before = table.state[rows]
     good = (before == READY) & (sets.owner[table.set_of[rows]] >= 0)
-    good &= table.loader[rows] == table.seals_of(rows)
+    for begin in range(0, len(rows), AT_ONCE):
+        some = rows[begin : begin + AT_ONCE]
+        good[begin : begin + AT_ONCE] &= table.loader[some] == table.seals_of(some)
     good &= table.stamp[rows] > NEVER
     free = before == FREE
     written = (before == WRITING) | (before == QUARANTINED) | (before >= len(STATE_NAMES))
@@ -204,7 +208,8 @@ def _enter(state: State, good: I64Array) -> None:
     owners = sets.owner[table.set_of[good]]
     for row_class in state.classes.by_id.values():
         mine = good[owners == row_class.id]
-        row_class.index.add(mine)
+        for begin in range(0, len(mine), AT_ONCE):
+            row_class.index.add(mine[begin : begin + AT_ONCE])
         row_class.log.touched(mine, table.stamp[mine])
         every = sets.rows_of(np.flatnonzero(sets.owner == row_class.id))
         states = table.state[every]

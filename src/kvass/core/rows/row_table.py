@@ -94,6 +94,10 @@ _RECORD: Final = np.dtype(
     ]
 )
 assert _RECORD.itemsize == CACHE_LINE
+_SET_OF: Final = 13
+"""Where ``set_of`` is in a record, in units of 4 bytes."""
+assert _RECORD.fields is not None
+assert _RECORD.fields["set_of"][1] == 4 * _SET_OF
 
 
 def cache_lines(count: int) -> npt.NDArray[np.uint8]:
@@ -248,7 +252,9 @@ class RowTable:
 
     def seals_of(self, rows: I64Array) -> I64Array:
         """The seals that ``rows`` have if they are complete."""
-        return seals(self.keys_of(rows), rows, self._serials[self.set_of[rows]])
+        lines = self._words.take(rows, axis=0)
+        sets = lines.view(np.int32)[:, _SET_OF]
+        return seals(lines[:, :KEY_WORDS], rows, self._serials[sets])
 
     def evictable(self, rows: I64Array) -> npt.NDArray[np.bool_]:
         """Which of ``rows`` may be evicted: readable rows without a pin."""

@@ -31,8 +31,11 @@ _ONE: Final = np.uint64(1)
 
 def seals(keys: U64Array, rows: I64Array, serials: U64Array) -> I64Array:
     """The seals of ``rows``, which have these ``keys`` and whose sets have these ``serials``."""
-    mixed = keys.dot(_KEY) + rows.view(np.uint64) * _ROW
-    mixed = (mixed ^ (mixed >> _FOLD)) * _ROW + serials * _SERIAL
-    mixed = (mixed ^ (mixed >> _FOLD)) * _KEY[0]
-    found: I64Array = ((mixed ^ (mixed >> _FOLD)) | _ONE).view(np.int64)
-    return found
+    mixed: U64Array = keys.dot(_KEY)
+    mixed += rows.view(np.uint64) * _ROW  # in place: a store pays for each temporary array
+    mixed ^= serials
+    mixed *= _SERIAL
+    mixed ^= mixed >> _FOLD
+    mixed *= _ROW
+    mixed |= _ONE
+    return mixed.view(np.int64)
