@@ -84,7 +84,7 @@ def measure_tier(text: str, l1_bytes: int, rounds: int, plan: Plan | None = None
             own = TierUrl("disk", str(folder / "tier"), url.options | {"capacity": capacity})
             _measure_daemons(figures, own, l1_bytes, plan)
     else:
-        with _own_prefix(url) as own:
+        with own_prefix(url) as own:
             for suffix, size, count in plan.sizes:
                 say(f"{count} records of {Size(size)}, {rounds} rounds")
                 add(figures, _measure_server(own, size, count, rounds), suffix=suffix)
@@ -165,7 +165,7 @@ def _measure_promotion(rows: Rows, keys: list[bytes]) -> dict[str, Any]:
 
 
 @contextmanager
-def _own_prefix(url: TierUrl) -> Iterator[TierUrl]:
+def own_prefix(url: TierUrl) -> Iterator[TierUrl]:
     """The same server, under a prefix with nothing in it; gone afterwards."""
     name = f"kvass-bench-{os.urandom(4).hex()}"
     if url.scheme in ("redis", "mooncake"):
