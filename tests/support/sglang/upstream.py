@@ -26,6 +26,8 @@ from tests.support.sglang.server import environment
 CASES: Final = Path(__file__).parent / "kit_cases.py"
 PLUGIN: Final = "tests.support.sglang.file_is_kvass"
 LIMIT_S: Final = 1800.0
+CASE_S: Final = 300
+"""The most that one test takes; then it has failed."""
 
 
 def run(paths: Sequence[str], folder: Path, backend: str, socket: str) -> dict[str, str]:
@@ -39,6 +41,7 @@ def run(paths: Sequence[str], folder: Path, backend: str, socket: str) -> dict[s
         "-p",
         "tests.support.sglang.file_is_kvass",
     ]
+    command += ["--timeout", str(CASE_S)]
     command += ["-o", "python_classes=Test", f"--junitxml={report}", *paths]
     env = environment(max(TESTED_SGLANG)) | ({VARIABLE: socket} if socket else {})
     with (folder / f"{backend}.log").open("wb") as log:
