@@ -18,7 +18,9 @@ Laws of this file:
   load has ended.
 
 An engine admits a load only if everything that it admitted before still fits. So when nothing runs,
-there are blocks for each request whose load has ended, and it suffices to reach one of them.
+there are blocks for each request whose load has ended, and it suffices to reach one of them. With
+windows or states a request whose load failed may need more, but it gave back what it held when it
+was reached: then the next one has room.
 """
 
 from __future__ import annotations

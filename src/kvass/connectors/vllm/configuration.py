@@ -38,7 +38,7 @@ from kvass.engine.boundary import log
 from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
 from kvass.transfer import DEVICES
-from kvass.types import MAX_RANKS, chunk_blocks
+from kvass.types import MAX_RANKS, GroupLayout, chunk_blocks
 
 if TYPE_CHECKING:
     from kvass.blend.plan import Choice
@@ -189,7 +189,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         spare=spare,
         chunk_blocks=chunk_blocks(layouts, chunk_tokens) if each_block else 0,
         fixed_weights=options.fixed_weights,
-        one_queue=release(vllm.__version__) < (0, 31),
+        one_queue=_has_one_queue(layouts),
         adapters=adapters,
         global_media_ids=options.global_media_ids,
         generated=_stores_generated(options, vllm_config),
@@ -200,6 +200,13 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         model=options.model_id or source,
         weights=weights_name,
     )
+
+
+def _has_one_queue(layouts: tuple[GroupLayout, ...]) -> bool:
+    """``EngineSetup.one_queue``. Since 0.31 vLLM comes to requests whose load has ended before all
+    others. But of windows and states a failed load needs more blocks to compute than vLLM reserved
+    to load, so such a request may stop those of its kind behind it."""
+    return release(vllm.__version__) < (0, 31) or any(one.kind != "full" for one in layouts)
 
 
 def _stores_generated(options: Options, vllm_config: Any) -> bool:
