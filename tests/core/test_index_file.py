@@ -76,11 +76,9 @@ def test_in_another_pid_namespace_pids_mean_nothing() -> None:
     memory = Memory()
     made = memory.create()
     made.processes.note_worker(1, 10, 99, 5)
-    made.processes.note_tier(11, 98)
     elsewhere = memory.open(where=Where(WHERE.boot_id, 8))
     assert isinstance(elsewhere, SavedIndex)
     assert [p.pid for p in elsewhere.processes.former()] == [0]
-    assert [p.pid for p in elsewhere.former_tiers] == [0]
 
 
 def test_memory_is_asked_for_before_it_is_used() -> None:

@@ -22,17 +22,14 @@ def test_the_next_life_knows_who_may_still_write() -> None:
     this, memory = table()
     assert this.note_worker(1, 10, 99, A)
     assert this.note_worker(2, 20, 98, B)
-    assert this.note_tier(30, 97)
     this.forget_worker(1)
     following = Processes(memory)
-    assert following.begin(pids_known=True) == (FormerProcess(2, 30, 97),)
+    following.begin(pids_known=True)
     assert following.former() == (FormerProcess(1, 20, 98),)
     assert following.former_named(B, 20) == [1]
     assert following.former_named(B, 21) == []
     assert following.former_named(B, 0) == [1]
-    following.forget_tier(30)
     following.former_ended(1)
-    assert Processes(memory).begin(pids_known=True) == ()
     assert Processes(memory).former() == ()
 
 
@@ -63,5 +60,4 @@ def test_a_full_table_takes_nobody() -> None:
     this, _ = table()
     assert all(this.note_worker(i, i, 0, A) for i in range(1, PLACES + 1))
     assert not this.note_worker(PLACES + 1, 7, 7, B)
-    assert not this.note_tier(7, 7)
     assert this.note_worker(PLACES, 1, 0, A), "it is noted already"

@@ -75,11 +75,7 @@ def index_bytes(arena_bytes: int) -> int:
 
 
 class SavedIndex:
-    """An index in ``memory``. ``create`` and ``open`` make one.
-
-    ``former_tiers``: the processes of tiers of the former life. They read and write slots, so they
-    must have ended before the core begins.
-    """
+    """An index in ``memory``. ``create`` and ``open`` make one."""
 
     def __init__(self, memory: Bytes, allocate: Allocate) -> None:
         self._allocate = allocate
@@ -97,7 +93,6 @@ class SavedIndex:
         self._records_there = 0
         self.entries: list[Entry] = []
         """What the directory of the former life had."""
-        self.former_tiers: tuple[FormerProcess, ...] = ()
 
     @classmethod
     def create(cls, memory: Bytes, where: Where, allocate: Allocate) -> SavedIndex | Unusable:
@@ -135,7 +130,7 @@ class SavedIndex:
             return Unusable("the index is damaged")
         made.entries = entries
         same = int(head["pid_namespace"]) == where.pid_namespace
-        made.former_tiers = made.processes.begin(pids_known=same)
+        made.processes.begin(pids_known=same)
         head["pid_namespace"] = where.pid_namespace
         return made
 

@@ -21,7 +21,6 @@ PROCESS: Final = np.dtype(
     [("start", np.uint64), ("who", np.uint64), ("pid", np.uint32), ("roles", np.uint32)]
 )
 _WORKER: Final = 1
-_TIER: Final = 2
 _FORMER: Final = 4
 
 
@@ -49,8 +48,8 @@ class Processes:
         self._place_of: dict[int, int] = {}
         """By session of this life."""
 
-    def begin(self, pids_known: bool) -> tuple[FormerProcess, ...]:
-        """Begin a life: every worker so far is a former one. Returns the former tier processes.
+    def begin(self, pids_known: bool) -> None:
+        """Begin a life: every worker so far is a former one.
 
         ``pids_known``: whether pids mean now what they meant then.
         """
@@ -58,11 +57,13 @@ class Processes:
             self._pid[:] = 0
         workers = np.flatnonzero(self._roles & _WORKER)
         self._roles[workers] = _FORMER
-        return self._those(_TIER)
 
     def former(self) -> tuple[FormerProcess, ...]:
         """The workers that may still write because of a former life."""
-        return self._those(_FORMER)
+        return tuple(
+            FormerProcess(i, int(self._pid[i]), int(self._start[i]))
+            for i in np.flatnonzero(self._roles & _FORMER).tolist()
+        )
 
     def former_named(self, name: int, pid: int) -> list[int]:
         """The former workers of that ``who`` which may be the process ``pid`` (0: unknown)."""
@@ -83,7 +84,7 @@ class Processes:
             return True
         same = (self._roles == _FORMER) & (self._who == name)
         same &= (self._pid == pid) & (self._start == start)
-        if (place := self._enter(pid, start, name, _WORKER, same)) is None:
+        if (place := self._enter(pid, start, name, same)) is None:
             return False
         self._place_of[session] = place
         return True
@@ -93,17 +94,7 @@ class Processes:
         if (place := self._place_of.pop(session, None)) is not None:
             self._roles[place] &= ~np.uint32(_WORKER)
 
-    def note_tier(self, pid: int, start: int) -> bool:
-        """Note the process of a tier. False: the table is full."""
-        return self._enter(pid, start, 0, _TIER, self._roles == 0) is not None
-
-    def forget_tier(self, pid: int) -> None:
-        """The process of a tier has ended."""
-        self._roles[(self._roles == _TIER) & (self._pid == pid)] = 0
-
-    def _enter(
-        self, pid: int, start: int, name: int, role: int, same: npt.NDArray[np.bool_]
-    ) -> int | None:
+    def _enter(self, pid: int, start: int, name: int, same: npt.NDArray[np.bool_]) -> int | None:
         """Give a process a place of ``same``, or a free one."""
         places = np.flatnonzero(same)
         if not len(places):
@@ -112,11 +103,5 @@ class Processes:
             return None
         place = int(places[0])
         self._start[place], self._who[place], self._pid[place] = start, name, pid
-        self._roles[place] |= np.uint32(role)  # last: only now the place is taken
+        self._roles[place] |= np.uint32(_WORKER)  # last: only now the place is taken
         return place
-
-    def _those(self, role: int) -> tuple[FormerProcess, ...]:
-        return tuple(
-            FormerProcess(i, int(self._pid[i]), int(self._start[i]))
-            for i in np.flatnonzero(self._roles & role).tolist()
-        )
