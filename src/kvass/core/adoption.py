@@ -208,6 +208,7 @@ def _enter(state: State, good: I64Array) -> None:
     owners = sets.owner[table.set_of[good]]
     for row_class in state.classes.by_id.values():
         mine = good[owners == row_class.id]
+        row_class.index.expect(len(mine))
         for begin in range(0, len(mine), AT_ONCE):
             row_class.index.add(mine[begin : begin + AT_ONCE])
         row_class.log.touched(mine, table.stamp[mine])

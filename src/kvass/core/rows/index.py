@@ -124,11 +124,15 @@ class KeyIndex:
             rows[i] = self._search(keys[i], int(bucket[i]), int(mark[i]))
         return rows
 
+    def expect(self, more: int) -> None:
+        """Make room for ``more`` rows at once."""
+        if len(self) + more > self._fill * self._mark.size:
+            self._grow(more)
+
     def add(self, rows: I64Array) -> None:
         """Index ``rows`` under their keys in the table. The keys are distinct and not in the
         index."""
-        if len(self) + len(rows) > self._fill * self._mark.size:
-            self._grow(len(rows))
+        self.expect(len(rows))
         self._insert(rows)
         if self._old is not None:
             self._move(MOVED + len(rows) // 2)
