@@ -44,8 +44,10 @@ class Client(FakeClient):
         super().__init__()
         self.digests: dict[int, list[bytes]] = {}
 
-    def match(self, request: str, digests: bytes, width: int, first: int, *args: Any) -> Any:
-        match = super().match(request, digests, width, first, *args)
+    def match(
+        self, request: str, digests: bytes, width: int, first: int, *args: Any, **use: Any
+    ) -> Any:
+        match = super().match(request, digests, width, first, *args, **use)
         if isinstance(match, Match):
             self.digests[match.lease] = split(digests, width)[match.first : match.chunks]
         return match
