@@ -189,8 +189,9 @@ def test_a_removed_place_is_gone_and_its_memory_with_it(memory_folder: Path) -> 
         remove_place(path)
 
 
-def test_a_folder_without_an_arena_is_not_taken_for_one(memory_folder: Path) -> None:
-    (memory_folder / "other").touch()
+@pytest.mark.parametrize("name", ["other", "index"])
+def test_a_folder_without_an_arena_is_not_taken_for_one(memory_folder: Path, name: str) -> None:
+    (memory_folder / name).touch()
     with pytest.raises(ConfigError, match="there is no arena"):
         remove_place(str(memory_folder))
-    assert (memory_folder / "other").exists()
+    assert (memory_folder / name).exists()

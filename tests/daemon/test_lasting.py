@@ -202,6 +202,18 @@ def test_a_former_process_is_told_by_its_start() -> None:
     assert former_process(ours, start - 1) is None, "its pid was given to another process"
 
 
+def test_a_former_process_whose_pid_is_a_thread_s_now_has_ended() -> None:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    assert thread.native_id is not None
+    try:
+        assert former_process(thread.native_id, start_time(os.getpid())) is None
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_a_second_daemon_gets_neither_the_place_nor_the_socket(tmp_path: Path, place: Path) -> None:
     with running_daemon(tmp_path, arena=str(place)) as daemon:
         other = ("--socket", str(tmp_path / "other"), "--l1-size", "1MiB", "--arena", str(place))

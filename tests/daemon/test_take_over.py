@@ -49,10 +49,21 @@ def test_a_web_port_is_taken_over_too(tmp_path: Path) -> None:
         assert first.running
 
 
-def test_what_cannot_be_served_does_not_stop_the_daemon(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (("--socket-group", "no such group"), "no such group"),
+        (("--numa", "x"), "give numbers of nodes"),
+        (("--numa", "65535"), "the nodes with memory here are"),
+        (("--arena", "/dev/shm/no", "--huge-pages", "2MiB"), "not with arena"),
+    ],
+)
+def test_what_cannot_be_served_does_not_stop_the_daemon(
+    tmp_path: Path, wrong: tuple[str, ...], why: str
+) -> None:
     with running_daemon(tmp_path) as daemon:
-        flags = ("--socket", daemon.socket, "--l1-size", "1MiB", "--take-over")
-        assert "no such group" in refused(serve(*flags, "--socket-group", "no such group"))
+        flags = ("--socket", daemon.socket, "--l1-size", "4MiB", "--take-over")
+        assert why in refused(serve(*flags, *wrong))
         assert daemon.running
         assert daemon.status()["boot"] == daemon.boot.hex()
 

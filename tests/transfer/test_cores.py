@@ -125,3 +125,19 @@ def test_each_spare_cpu_gets_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     _, names = where_a_load_is_copied()
     assert names == ["kvass-copy", *(f"kvass-copy-{number}" for number in range(2, 9))]
     assert not [t for t in threading.enumerate() if t.name.startswith("kvass-copy")]
+
+
+def test_loads_are_copied_where_the_kernel_does_not_tell_of_the_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copy thread would end, and every load and store would wait for it forever."""
+    real, parent = os.sched_getaffinity, os.getppid()
+
+    def affinity(pid: int) -> set[int]:
+        if pid == parent:
+            raise ProcessLookupError
+        return real(pid)
+
+    monkeypatch.setattr(os, "sched_getaffinity", affinity)
+    assert spare_cpus() == set()
+    assert where_a_load_is_copied()[0] == ALLOWED

@@ -151,7 +151,8 @@ def remove_place(path: str) -> None:
         folder = _locked(path, undo)
         try:
             found = SLOTS in os.listdir(folder.fd)
-            for name in (INDEX, SLOTS, LOCK):  # the lock last: nobody finds half a place
+            # The lock last: nobody finds half a place. Without slots an index may be another file.
+            for name in (INDEX, SLOTS, LOCK) if found else (LOCK,):
                 folder.unlink(name)
         except OSError as error:
             raise ConfigError(f"arena {path}: cannot be removed: {error.strerror}") from error

@@ -62,14 +62,14 @@ def run(argv: list[str]) -> int:
     logs.start_logging(config.log_level, config.log_format)
     for line in overridden:
         _log.info("%s", line)
-    from kvass.daemon.listen import LOCK_WAIT_S, Access
-    from kvass.daemon.main import serve
+    from kvass.daemon.listen import LOCK_WAIT_S
+    from kvass.daemon.main import check, serve
 
     again = partial(_load, options, file, lambda line: None)
     read_again = again if file or os.environ.get(FILE_ENV) else None
     patience_s = LOCK_WAIT_S
     if taking_over:
-        Access(config)  # an error in it is said while the other daemon still serves
+        check(config)  # an error in it is said while the other daemon still serves
         _take_over(config)
         patience_s = _LEAVING_S
     with _web_process(config, patience_s):

@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a request
@@ -56,12 +56,10 @@ def serve(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
     _raise_descriptor_limit()
     _return_freed_memory()
+    access = check(config)
     page = huge.page_bytes(config.huge_pages)
     if page == PAGE:
         _check_memory(Size(max(0, config.l1_size - held_bytes(config.arena))))
-    elif config.arena:
-        raise ConfigError(f"huge_pages {config.huge_pages}: not with arena, a folder of files")
-    access = Access(config)
     with listening(config.socket, access, patience_s) as listener:
         size = config.l1_size // page * page
         l1 = open_memory(config.arena, size, config.huge_pages)
@@ -87,6 +85,14 @@ def serve(
             if recorder is not None:
                 recorder.close()
         l1.arena.close()
+
+
+def check(config: Config) -> Access:
+    """Check what can be checked while another daemon serves. Raises ``ConfigError``."""
+    if config.arena and huge.page_bytes(config.huge_pages) != PAGE:
+        raise ConfigError(f"huge_pages {config.huge_pages}: not with arena, a folder of files")
+    _named_nodes(config.numa, nodes.nodes())
+    return Access(config)
 
 
 def _adopted(l1: L1Memory, machine: CacheMachine, took_s: float) -> str:
@@ -149,14 +155,7 @@ def _spread(arena: Arena, numa: str) -> None:
     """Spread the arena over the nodes that ``numa`` names, or over all. Nothing is done where there
     is one node, and none is named. Raises ``ConfigError`` if the named ones cannot be used."""
     there = nodes.nodes()
-    try:
-        named = nodes.numbers(numa)
-    except ValueError:
-        raise ConfigError(f"numa {numa}: give numbers of nodes, like 0 or 0,2-3") from None
-    if not named <= {*there}:
-        raise ConfigError(
-            f"numa {numa}: the nodes with memory here are {', '.join(map(str, there))}"
-        )
+    named = _named_nodes(numa, there)
     if not named and len(there) == 1:
         return
     try:
@@ -166,6 +165,19 @@ def _spread(arena: Arena, numa: str) -> None:
         if named:
             raise ConfigError(f"numa {numa}: {why}") from error
         _log.warning("L1 is not spread evenly over the %d NUMA nodes: %s", len(there), why)
+
+
+def _named_nodes(numa: str, there: Collection[int]) -> set[int]:
+    """The nodes that ``numa`` names, all of which must be ``there``. Raises ``ConfigError``."""
+    try:
+        named = nodes.numbers(numa)
+    except ValueError:
+        raise ConfigError(f"numa {numa}: give numbers of nodes, like 0 or 0,2-3") from None
+    if not named <= {*there}:
+        raise ConfigError(
+            f"numa {numa}: the nodes with memory here are {', '.join(map(str, there))}"
+        )
+    return named
 
 
 def _pages(l1: L1Memory) -> str:

@@ -7,6 +7,7 @@ forever; a pid may be reused for another one. If the kernel gives no pidfd there
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -15,6 +16,9 @@ from typing import Final
 from kvass import processes
 
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
+_NO_PROCESS: Final = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
+"""What pidfd_open says of a pid that no process has. A thread of another process may have it by
+now: then it is ``EINVAL``, and ``ENOENT`` of a newer kernel."""
 
 
 class PeerProcess:
@@ -68,8 +72,10 @@ def former_process(pid: int, start: int) -> PeerProcess | None:
     if it has ended. If its start time cannot be read now, whoever has the pid is watched."""
     try:
         pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
+    except OSError as error:
+        if error.errno in _NO_PROCESS:
+            return None
+        raise
     now = processes.start_time(pid)
     if start and now and now != start:
         os.close(pidfd)

@@ -22,17 +22,19 @@ write up to 300 GB/s, which is about what a socket has."""
 
 def spare_cpus() -> set[int]:
     """The CPUs that this process was started with and that no thread of it is bound to. Empty if
-    the calling thread was not bound, or if there is none."""
-    own, ours = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
-    if not own < ours:
+    the calling thread was not bound, if there is none, or if the kernel does not tell."""
+    try:
+        own, ours = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+        threads = {*os.listdir("/proc/self/task")} if own < ours else set[str]()
+    except OSError:  # the parent ended a moment ago, or a sandbox hides it
         return set()
     copying = {str(t.native_id) for t in threading.enumerate() if t.name.startswith(NAME)}
     bound = set[int]()
-    for thread in {*os.listdir("/proc/self/task")} - copying:
+    for thread in threads - copying:
         with suppress(ProcessLookupError):  # it has ended meanwhile
             cpus = os.sched_getaffinity(int(thread))
             bound |= cpus if len(cpus) == 1 else set()
-    return ours - own - bound
+    return ours - own - bound if threads else set()
 
 
 def threads_on(spare: set[int]) -> int:
