@@ -176,6 +176,25 @@ def test_what_a_changed_option_keeps(
         assert found(Rows(after.socket, "mine", ROW, ending)) == kept
 
 
+def test_an_arena_that_was_made_smaller_and_then_larger_is_empty(
+    tmp_path: Path, place: Path
+) -> None:
+    """A row of the table, too. Not even the size of before is needed for it."""
+    lives = {
+        "64MiB": (0, "it is new"),
+        "32MiB": (12, ""),
+        "33MiB": (0, "the arena was larger once, and a writer of that time may still write"),
+        "34MiB": (12, ""),
+    }
+    for size, (kept, why) in lives.items():
+        with running_daemon(tmp_path, size, arena=str(place)) as daemon, ExitStack() as ending:
+            rows = Rows(daemon.socket, "mine", ROW, ending)
+            assert (found(rows), of_arena(daemon)["started_empty"]) == (kept, why), size
+            if not kept:
+                rows.store(KEYS)
+            daemon.kill()
+
+
 def test_a_process_of_a_tier_has_the_lock_until_it_ends(tmp_path: Path, place: Path) -> None:
     """So no other daemon uses the slots to which it may write."""
     (tmp_path / "disk").mkdir()
