@@ -193,7 +193,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.25
     stop_s: Annotated[
         float,
-        Meta(ge=0, le=86_400, description="seconds for flushing to tiers after SIGTERM"),
+        Meta(ge=0, le=86_400, description="seconds to flush and, with arena, store after SIGTERM"),
     ] = 10.0
     record: Annotated[
         str,

@@ -1,11 +1,11 @@
-"""``TakeOver``: who may have the daemon stop, and what goes on until it has."""
+"""Who may have the daemon stop (``TakeOver``), and what goes on until it has."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvass import messages as m
-from kvass.core.effects import Leave
+from kvass.core.effects import Leave, Stopping
 from tests.core.rig import WIDTH, Rig, digests
 
 PLACE = "/dev/shm/kvass"
@@ -62,3 +62,17 @@ def test_what_nobody_can_complete_is_not_waited_for(rig: Rig) -> None:
     take_over(rig)
     rig.lose(*e.workers)
     assert not rig.machine.busy
+
+
+@pytest.mark.parametrize("place", [PLACE, ""])
+def test_a_daemon_that_is_stopped_waits_if_its_memory_lasts(place: str) -> None:
+    rig = Rig(core={"place": place})
+    e = rig.engine()
+    grant = e.begin("a")
+    rig.step(Stopping())
+    assert rig.machine.busy == bool(place), "without a place nobody could read the row"
+    item = m.ReserveItem(request="r", digests=digests("b"))
+    granted = rig.ask(e.scheduler, m.Reserve(seq=4, items=[item], width=WIDTH))
+    assert isinstance(granted, m.Error) == bool(place)
+    e.commit(grant.reservation)
+    assert not place or not rig.machine.busy

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
+import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.daemon.peer_process import former_process
 from kvass.errors import Unavailable
 from kvass.processes import start_time
-from kvass.testing.daemon import KVASS, Daemon, running_daemon
+from kvass.testing.daemon import KVASS, READY_S, Daemon, running_daemon
 from kvass.testing.fake_engine import PATIENCE_S, FakeEngine, spread
 from kvass.testing.pages import WrongPageError
 from kvass.types import GroupLayout, RankLayout
@@ -176,6 +178,25 @@ def test_what_a_changed_option_keeps(
         assert found(Rows(after.socket, "mine", ROW, ending)) == kept
 
 
+def test_an_arena_that_was_made_smaller_and_then_larger_is_empty(
+    tmp_path: Path, place: Path
+) -> None:
+    """A row of the table, too. Not even the size of before is needed for it."""
+    lives = {
+        "64MiB": (0, "it is new"),
+        "32MiB": (12, ""),
+        "33MiB": (0, "the arena was larger once, and a writer of that time may still write"),
+        "34MiB": (12, ""),
+    }
+    for size, (kept, why) in lives.items():
+        with running_daemon(tmp_path, size, arena=str(place)) as daemon, ExitStack() as ending:
+            rows = Rows(daemon.socket, "mine", ROW, ending)
+            assert (found(rows), of_arena(daemon)["started_empty"]) == (kept, why), size
+            if not kept:
+                rows.store(KEYS)
+            daemon.kill()
+
+
 def test_a_process_of_a_tier_has_the_lock_until_it_ends(tmp_path: Path, place: Path) -> None:
     """So no other daemon uses the slots to which it may write."""
     (tmp_path / "disk").mkdir()
@@ -187,6 +208,34 @@ def test_a_process_of_a_tier_has_the_lock_until_it_ends(tmp_path: Path, place: P
         assert held in open_files
         daemon.restart()
         assert of_arena(daemon)["started_empty"] == ""
+
+
+STUCK = """
+import signal, sys
+from kvass.arena.memory import Arena
+from kvass.cli.main import main
+
+Arena.close = lambda arena: signal.pause()
+sys.exit(main())
+"""
+"""A daemon that takes forever to unmap its arena."""
+
+
+def test_the_next_daemon_serves_while_the_former_one_unmaps_the_arena(
+    tmp_path: Path, place: Path
+) -> None:
+    """That takes minutes with 1 TiB."""
+    with running_daemon(tmp_path, program=("-c", STUCK), arena=str(place)) as before:
+        with ExitStack() as ending:
+            Rows(before.socket, "mine", ROW, ending).store(KEYS)
+        os.kill(before.pid, signal.SIGTERM)
+        deadline_s = time.monotonic() + READY_S
+        while Path(before.socket + ".lock").exists():
+            assert time.monotonic() < deadline_s, "it keeps the path"
+            time.sleep(0.01)
+        with running_daemon(tmp_path, arena=str(place)) as after, ExitStack() as ending:
+            assert found(Rows(after.socket, "mine", ROW, ending)) == 12
+            assert before.running
 
 
 def children(pid: int) -> list[int]:

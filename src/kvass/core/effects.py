@@ -104,7 +104,7 @@ class TiersAre(msgspec.Struct, frozen=True):
 
 class Stopping(msgspec.Struct, frozen=True):
     """The daemon will stop: rows that are queued for tiers are flushed, and no others are
-    queued."""
+    queued. If its memory has a place, nothing more is granted."""
 
 
 # The answers of tiers. Each ends one operation, ``op``. They come in any order. ``held`` and

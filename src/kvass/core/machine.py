@@ -144,7 +144,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.TierReport: _tier_report,
     effects.QuotasAre: lambda state, event: clearing.replace_quotas(state, event.quotas),
     effects.TiersAre: tier_changes.change,
-    effects.Stopping: lambda state, _: flush.stop(state),
+    effects.Stopping: lambda state, _: taking_over.stop(state),
 }
 
 
@@ -228,8 +228,8 @@ class CacheMachine:
 
     @property
     def busy(self) -> bool:
-        """Whether the daemon should wait before it ends: tiers are storing rows, or, if another
-        daemon takes over, ranks are writing rows that it could read."""
+        """Whether the daemon should wait before it ends: tiers are storing rows, or ranks are
+        writing rows that the next daemon could read."""
         settling = self.state.leaving and any(
             not r.discarded for r in self.state.reservations.all.values()
         )

@@ -132,7 +132,7 @@ class State:
         self.promotions = Promotions()
         self.stopping = False
         self.leaving = False
-        """Whether another daemon takes over: nothing is granted any more."""
+        """Whether the next daemon gets the memory: nothing is granted any more."""
 
     def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
         """Add an effect that sends a message."""

@@ -166,8 +166,8 @@ class Server:
         await self._tiers.change(urls, self._machine.tier_number, self._handle)
 
     def _stop(self) -> None:
-        """Handle SIGTERM or SIGINT. The first one starts to flush, for at most ``stop_s``; the
-        second one ends the daemon at once."""
+        """Handle SIGTERM or SIGINT. The first one starts to flush and lets stores end, for at
+        most ``stop_s``; the second one ends the daemon at once."""
         if self._draining:
             self._end()
             return

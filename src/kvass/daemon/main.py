@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
-import numpy.ma  # noqa: F401 - np.unique would import it, in the middle of a request
+import numpy.ma  # np.unique would import it, in the middle of a request
+import numpy.random  # noqa: F401 - nodes.by_node would import it, while engines connect
 
 from kvass._version import __version__
 from kvass.arena import huge, nodes
@@ -84,7 +85,9 @@ def serve(
             l1.release()
             if recorder is not None:
                 recorder.close()
-        l1.arena.close()
+        if l1.place is None:
+            l1.arena.close()  # while the path is locked: the next daemon needs the memory
+    l1.arena.close()  # 0.1 to 0.3 s per GiB, for which no daemon waits that has the same memory
 
 
 def check(config: Config) -> Access:

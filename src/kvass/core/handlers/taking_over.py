@@ -1,4 +1,5 @@
-"""``TakeOver``: another daemon gets the memory of this one, and its socket.
+"""The daemon stops, and the next one gets its memory, because that has a place or the next one
+asked (``TakeOver``).
 
 Law of this file: nothing is granted from then on, so what is being written is soon either complete
 or given up. Lookups are answered until the end.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Leave
 from kvass.core.state import State
+from kvass.core.tiers import flush
 from kvass.errors import Refused
 from kvass.messages import Leaving, TakeOver
 
@@ -23,3 +25,9 @@ def take_over(state: State, session: ClientSession, msg: TakeOver) -> Leaving:
     state.leaving = True
     state.out.append(Leave(msg.within_s))
     return Leaving()
+
+
+def stop(state: State) -> None:
+    """The daemon stops: flush, and let what is being written become complete if it lasts."""
+    state.leaving |= bool(state.config.place)
+    flush.stop(state)

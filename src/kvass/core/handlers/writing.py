@@ -21,7 +21,7 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     """Grant slots for the chunks of one scheduler step that have no row yet."""
     instance = scheduler_of(state, session)
     if state.leaving:
-        raise Refused("shutting_down", "another daemon takes over: reserve there")
+        raise Refused("shutting_down", "the daemon stops: reserve from the next one")
     ns = state.namespace_of(instance)
     if ns is None:  # nothing was decided: the engine reserves again
         raise Refused("not_registered", f"ranks {instance.missing} are missing: reserve later")
