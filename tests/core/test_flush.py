@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from kvass.core.effects import (
     Stopping,
+    TierReport,
     TierStore,
 )
-from kvass.core.tiers import epochs
+from kvass.core.tiers import epochs, flush
 from kvass.core.tiers.flush import REST_S
 from kvass.types import PAGE
 from tests.core.rig import BOOT, layout
@@ -228,3 +230,101 @@ def test_the_queue_of_a_dead_tier_stays_in_proportion_to_l1() -> None:
     rig.wait(300)
     rig.answer_all()
     assert len(rig.shelves[0]) == 256
+
+
+# ---------------------------------------------------------------- a write budget
+
+
+def over(rig: TierRig, *tiers: int, is_over: bool = True) -> None:
+    for tier in tiers:
+        rig.step(TierReport(tier, {"up": True, "over_budget": is_over}))
+
+
+def stored_in(rig: TierRig, tier: int) -> set[bytes]:
+    """The chunks that a tier has."""
+    return {chunk.rstrip(b"\0") for _, _, _, chunk in rig.shelves[tier]}
+
+
+def test_over_its_budget_a_tier_gets_a_row_at_its_first_hit() -> None:
+    """The other tier, which is not over, gets all at once. A second hit queues nothing."""
+    rig = TierRig(tiers=2)
+    e = rig.ready()
+    e.store("before")
+    rig.answer_all()
+    over(rig, 0)
+    e.store("a", "b")
+    rig.answer_all()
+    assert stored_in(rig, 0) == {b"before"}
+    assert stored_in(rig, 1) == {b"before", b"a", b"b"}
+    assert [tier["rows_over_budget"] for tier in rig.status["tiers"]] == [2, 0]
+    assert e.holds("a") == 1
+    assert {store.tier for store in rig.open_ops(TierStore)} == {0}
+    rig.answer_all()
+    assert stored_in(rig, 0) == {b"before", b"a"}
+    assert e.holds("a") == 1
+    assert not rig.asked
+    over(rig, 0, is_over=False)
+    e.store("c")
+    rig.answer_all()
+    assert stored_in(rig, 0) == {b"before", b"a", b"c"}
+
+
+def test_a_row_that_was_hit_while_it_was_queued_is_stored_over_the_budget(rig: TierRig) -> None:
+    e = rig.ready()
+    e.store(*range(12))  # 8 are being stored, 4 are queued
+    assert e.holds(*range(9)) == 9
+    over(rig, 0)
+    rig.answer_all()
+    assert stored_in(rig, 0) == {str(i).encode() for i in range(9)}
+    assert rig.status["tiers"][0]["rows_over_budget"] == 3
+    assert not rig.flushing()
+
+
+def test_without_a_budget_a_hit_queues_nothing(rig: TierRig) -> None:
+    e = rig.ready()
+    e.store("a")
+    rig.answer_all()
+    assert e.holds("a") == 1
+    assert not rig.asked
+
+
+def test_a_long_queue_over_the_budget_is_left_out_in_many_steps(
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step leaves out 2 rows here, and asks to be called again at once."""
+    monkeypatch.setattr(flush, "_LEAVE_OUT", 2)
+    e = rig.ready()
+    rig.down = True
+    for i in range(7):
+        e.store(i)
+    rig.answer_all()
+    over(rig, 0)
+    rig.down = False
+    rig.wait(REST_S)
+    left = [rig.status["tiers"][0]["flush_queue_rows"]]
+    while rig.machine.next_deadline() == rig.now:
+        rig.wait(0)
+        left.append(rig.status["tiers"][0]["flush_queue_rows"])
+    assert left[0] > 0 == left[-1]
+    assert all(a - b in (1, 2) for a, b in itertools.pairwise(left))
+    assert rig.status["tiers"][0]["rows_over_budget"] == 7
+    assert not rig.shelves[0]
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_on_evict_over_the_budget_flushes_only_what_was_hit(is_over: bool) -> None:
+    """A row that leaves L1 later without a hit is not stored. One that is hit later is."""
+    rig = TierRig(pages=16, extent=1, core={"flush": "on_evict"})
+    e = rig.ready()
+    over(rig, 0, is_over=is_over)
+    e.store(*range(4))
+    assert e.holds(0, 1) == 2
+    for start in range(4, 16, 4):
+        e.store(*range(start, start + 4))
+    rig.answer_all()
+    have = stored_in(rig, 0)
+    assert {b"0", b"1"} <= have
+    assert (b"2" in have) is not is_over
+    assert e.holds(2) == 1
+    rig.answer_all()
+    assert b"2" in stored_in(rig, 0)

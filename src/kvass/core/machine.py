@@ -177,6 +177,8 @@ class CacheMachine:
         if state.settlement.woken:
             woken, state.settlement.woken = state.settlement.woken, []
             promote.continue_some(state, woken)
+        if state.settlement.first_hits:
+            flush.queue_first_hits(state)
         flush.retry_due(state)
         return state.out
 

@@ -79,6 +79,7 @@ TIER_COUNTERS: Final[dict[str, str]] = {
     "stored_rows": "Rows stored in the tier.",
     "stored_bytes": "Bytes of the rows stored in the tier.",
     "store_failures": "Rows that could not be stored in the tier.",
+    "rows_over_budget": "Rows not stored because the tier was over its write budget.",
     "stores_put_off": "Rows whose store was delayed because the tier was down.",
     "stores_abandoned": "Rows not stored because the tier was down while the daemon stopped.",
     "epochs_unknown": "Times that the tier could not read or write a namespace's epoch.",

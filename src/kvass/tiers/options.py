@@ -42,6 +42,18 @@ class DiskOptions(RecordOptions, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=1, le=64)] = 4
     quota: str = ""
     """``NAME=CAP:RESERVED;...``: the quotas of tenants."""
+    write: str = ""
+    """``SIZE/day``: the write budget. Empty: none."""
+
+    @property
+    def day_bytes(self) -> int:
+        """The write budget in bytes a day; 0: none. Raises ``ValueError``."""
+        if not self.write:
+            return 0
+        size, _, per = self.write.partition("/")
+        if per != "day" or not (day := _size_or_zero(size)):
+            raise ValueError(f"write: {self.write!r:.120}: write it like 2TB/day")
+        return day
 
     @property
     def quotas(self) -> tuple[Quota, ...]:
@@ -49,6 +61,7 @@ class DiskOptions(RecordOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_quotas_of(self.quotas, "a capacity", self.capacity)
+        _ = self.day_bytes
 
 
 class RedisOptions(RecordOptions, frozen=True, kw_only=True):
@@ -154,6 +167,13 @@ def host_and_port(scheme: str, where: str, port: int) -> tuple[str, int]:
     if not host or not port_text.isdecimal() or not 0 < int(port_text) < 65536:
         raise ConfigError(f"{scheme}:{where}: {port_text!r} is no port; write {scheme}:HOST:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port_text)
+
+
+def _size_or_zero(text: str) -> int:
+    try:
+        return Size.parse(text)
+    except ValueError:
+        return 0
 
 
 def _size(_: type, text: object) -> Size:

@@ -49,6 +49,8 @@ TIER_REPORT: Final = {
     "restarts": "Times that the tier's process was replaced.",
     "bytes": "Bytes in the tier, if it reports them.",
     "capacity_bytes": "Capacity of the tier, if it has one.",
+    "write_budget_bytes": "Bytes a day that the tier may write, if it has a write budget.",
+    "over_budget": "Whether the tier is over its write budget.",
     "not_decrypted": "Records of an encrypted tier that were loaded but could not be decrypted.",
     "other_keys": "Keys that stored records in an encrypted tier and are not in its key file.",
 }

@@ -70,6 +70,10 @@ class Settlement:
         self.reservations = Ledger[Reservation]()
         self.published: list[ClassRows] = []
         """Rows that became READY in this step and are not queued for tiers yet (``flush``)."""
+        self.notes_first_hits = False
+        """Whether a tier has left out rows that no lookup had hit (``flush``)."""
+        self.first_hits: list[ClassRows] = []
+        """Then: rows that a lookup hit for the first time in this step."""
         self.woken: list[int] = []
         """Promotions that waited for a reservation that ended or was discarded in this step."""
         self._counters = counters
@@ -97,6 +101,9 @@ class Settlement:
         """Pin ``parts`` for ``readers``, each of which owes one release."""
         for part in parts:
             self.rows.pin(part.rows)
+            if self.notes_first_hits:
+                first = part.rows[~self.rows.table.read[part.rows]]
+                self.first_hits.append(ClassRows(part.row_class, first))
             self.rows.table.read[part.rows] = True
         lease = Lease(
             id=self._new_id(),

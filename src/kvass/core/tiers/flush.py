@@ -8,6 +8,11 @@ With ``write_through`` rows are queued when they become READY. With ``on_evict``
 when L1 is nearly full and they are the least recently used. A row that a tier refuses is not queued
 for it again. Rows of a session that its client has ended are not queued. A tier that is down is
 asked again after a while, for the rows that are still in L1.
+
+While a tier reports that it is over its write budget (``over_budget``), rows that no lookup has hit
+are left out when their turn comes. Such a row is queued again at its first hit. It is not known
+which rows a tier left out, so from then on every first hit queues its rows for that tier, which
+stores what it does not hold.
 """
 
 from __future__ import annotations
@@ -38,6 +43,8 @@ _AHEAD: Final = 256
 """How many rows of a class ``on_evict`` looks at, least recently used first."""
 _FORGET: Final = 4096
 """How many parts of a removed tier's queue one step drops: 1 ms of work."""
+_LEAVE_OUT: Final = 128
+"""In how many parts of a tier's queue one call leaves out rows that are over its budget."""
 _LOOK: Final = 16
 """How many parts of a queue one step looks at for rows whose epoch is known."""
 
@@ -69,6 +76,17 @@ def queue_next_victims(state: State) -> None:
         for row_class in state.classes.by_id.values():
             if len(row_class.free) * row_class.spec.row_bytes <= size // _ROOM_SHARE:
                 _queue_new(state, row_class, row_class.log.oldest(_AHEAD, state.rows.table.clock))
+
+
+def queue_first_hits(state: State) -> None:
+    """Queue the rows that lookups hit for the first time in this step, for the tiers that have left
+    out rows. With ``on_evict``, only those whose turn was before."""
+    parts, state.settlement.first_hits = state.settlement.first_hits, []
+    tiers = [tier for tier in state.tiers.used if tier.counters["rows_over_budget"]]
+    for part in parts if tiers else ():
+        rows = part.rows[state.rows.table.offered[part.rows]]
+        if len(rows) and not state.stopping:
+            _queue(state, ClassRows(part.row_class, rows), tiers)
 
 
 def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
@@ -109,6 +127,7 @@ def store_next(state: State, tier: TierState, look: int = _LOOK) -> None:
         return
     most = min(FLUSH_BYTES, state.config.arena_bytes // 8 // len(state.tiers.used))
     look, waiting = len(tier.queue) if state.stopping else look, 0
+    left_out = 0
     while len(tier.queue) > waiting and waiting < look and tier.storing_bytes < most:
         row_class = state.classes.by_id.get(tier.queue[0].row_class)
         room = min(STORE_BYTES, most - tier.storing_bytes)
@@ -116,10 +135,14 @@ def store_next(state: State, tier: TierState, look: int = _LOOK) -> None:
             _live(state, _pop(tier, room))
         elif tier.number in epochs.usable(state, state.namespaces[row_class.namespace]):
             rows = _live(state, _pop(tier, max(1, room // row_class.spec.row_bytes)))
+            rows, some = _within_budget(state, tier, rows)
             payers = state.classes.sets.tenant[state.rows.table.set_of[rows]]
             for payer in np.unique(payers).tolist():
                 name = state.tenants.named(payer)
                 _store(state, tier, row_class, rows[payers == payer], name)
+            if (left_out := left_out + some) == _LEAVE_OUT:
+                tier.rests_until = state.now  # the next step goes on
+                return
         else:
             tier.queue.rotate(-1)  # rows of other namespaces need not wait for this epoch
             waiting += 1
@@ -144,6 +167,16 @@ def _live(state: State, queued: Queued) -> I64Array:
         rows = rows[state.rows.table.state[rows] >= READY]
     state.counters["flushes_lost"] += len(queued.rows) - len(rows)
     return rows
+
+
+def _within_budget(state: State, tier: TierState, rows: I64Array) -> tuple[I64Array, bool]:
+    """The rows that the tier may store now: over its write budget, only those that a lookup has
+    hit. Also returns whether any were left out."""
+    if not tier.report.get("over_budget") or (hit := state.rows.table.read[rows]).all():
+        return rows, False
+    tier.counters["rows_over_budget"] += int((~hit).sum())
+    state.settlement.notes_first_hits = True
+    return rows[hit], True
 
 
 def _drop_stale(state: State, tier: TierState, most: int) -> None:
@@ -205,8 +238,8 @@ def retry_due(state: State) -> None:
         elif tier.rests_until is not None and tier.rests_until <= state.now:
             tier.rests_until = None
             store_next(state, tier)
-            if tier.queue and not tier.storing_bytes:  # its epochs are not known yet
-                tier.rests_until = state.now + REST_S
+            if tier.queue and not tier.storing_bytes and tier.rests_until is None:
+                tier.rests_until = state.now + REST_S  # its epochs are not known yet
 
 
 def stop(state: State) -> None:

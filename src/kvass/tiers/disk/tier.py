@@ -54,6 +54,7 @@ from kvass.tiers.disk.segment import (
     disk_bytes,
     slot_bytes_of,
 )
+from kvass.tiers.disk.write_budget import WriteBudget
 from kvass.tiers.options import DiskOptions
 from kvass.tiers.record_tier import Outcome, RecordTier
 from kvass.tiers.worker_pool import WorkerPool, as_down
@@ -87,6 +88,8 @@ class _Scratch(threading.local):
 
 class DiskTier(RecordTier):
     """``Tier`` with a folder as the backend. ``quotas`` divides its capacity among tenants.
+    ``day_bytes``: the bytes a day that it is to write; 0: no limit. The tier only counts and
+    reports them; the core leaves out rows (``core/tiers/flush.py``).
 
     Raises ``ConfigError`` if the folder cannot be used with this capacity and these quotas.
     """
@@ -98,6 +101,7 @@ class DiskTier(RecordTier):
         *,
         threads: int = 4,
         quotas: Sequence[Quota] = (),
+        day_bytes: int = 0,
     ) -> None:
         super().__init__(str(folder))
         self._index = DiskIndex(capacity, time.time_ns(), quotas)
@@ -121,6 +125,7 @@ class DiskTier(RecordTier):
                     "choose less"
                 )
             self._number = self._reopen()
+            self._budget = WriteBudget(self._folder, day_bytes) if day_bytes else None
             undo.pop_all()
         self._checked = time.monotonic()
         self._pool = WorkerPool(self.name, threads)
@@ -168,9 +173,13 @@ class DiskTier(RecordTier):
 
     def _put(self, keys: Sequence[bytes], data: Sequence[Shards], tenant: str) -> list[Outcome]:
         owner, seal = self._index.owner(tenant), self._seal(tenant)
-        return self._pool.each(
-            lambda i: self._store(keys[i], data[i], owner, seal), [0] * len(keys)
-        )
+        try:
+            return self._pool.each(
+                lambda i: self._store(keys[i], data[i], owner, seal), [0] * len(keys)
+            )
+        finally:
+            if self._budget:
+                self._budget.save_if_due()
 
     def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         for key in keys:
@@ -204,6 +213,8 @@ class DiskTier(RecordTier):
         self._remove_dead()
         for segment in self._index.segments.values():
             segment.file.close()
+        if self._budget:
+            self._budget.save()
         self._folder.close()
 
     @contextmanager
@@ -242,6 +253,7 @@ class DiskTier(RecordTier):
                 "segments": len(self._index.segments),
                 "bytes": self._index.spent,
                 "capacity_bytes": self._index.capacity,
+                **(self._budget.report() if self._budget else {}),
                 **self._counts,
             }
 
@@ -314,6 +326,8 @@ class DiskTier(RecordTier):
                 page[: len(raw)] = memoryview(raw)
                 page[len(raw) :] = 0
 
+            if self._budget:
+                self._budget.spend(segment.file.slot_bytes)
             segment.file.set_entry(slot, 0, 0)
             segment.file.write(slot, [page, *body], write_header)
             segment.file.set_entry(slot, number, stamp)
@@ -453,4 +467,10 @@ def _decrypted(open_: Open, header: Header, parts: Iterator[memoryview], copies:
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:
     """Open the tier of a URL ``disk:PATH?...``. Raises ``ConfigError``."""
-    return DiskTier(path, options.capacity, threads=options.threads, quotas=options.quotas)
+    return DiskTier(
+        path,
+        options.capacity,
+        threads=options.threads,
+        quotas=options.quotas,
+        day_bytes=options.day_bytes,
+    )
