@@ -138,7 +138,7 @@ def setup_of_a_worker() -> Any:
     """What a worker must know before it has found its pages."""
     return SimpleNamespace(
         strategy=ParallelStrategy(),
-        register=lambda *_: None,
+        register=lambda *_: SimpleNamespace(),
         chunk_tokens=0,
         groups=(),
     )

@@ -473,7 +473,8 @@ def test_a_made_up_trace_is_written_played_and_reported(
     assert main(["simulate", *files[:1], *flags[2:]]) == 0
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 79
-    assert "L1 of" in table[-1]
+    assert "L1 of" in table[-2]
+    assert "a day" in table[-1]
 
 
 SWEPT = {
