@@ -25,7 +25,7 @@ from kvass.core.handlers.checks import (
     scheduler_of,
     split_keys,
 )
-from kvass.core.matching.prefix import NO_BLOCKS, PrefixView
+from kvass.core.matching.prefix import NO_BLOCKS, Hit, PrefixView
 from kvass.core.metrics import MISSES
 from kvass.core.pending.promotion import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.core.rows.index import digests_of
@@ -94,28 +94,43 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
             if promote.begin(state, promotion, msg.writing):
                 return None
             why = "not_waited"
-    lookup_tokens = ns.tokens(len(keys) - msg.first, len(blocks))
-    hit_tokens = ns.tokens(chunks - msg.first, hit.blocks)
-    if msg.again:
+    ending = None if msg.again else explain.why_ended(state, view, there, hit, why, msg)
+    if cut and ending is explain.ALL:
+        ending = explain.Ending("too_long")
+    asked = ns.tokens(len(keys) - msg.first, len(blocks))
+    _count(state, instance, ns, msg, asked, hit, ending, why)
+    matched = state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
+    matched.why = "" if ending is None else ending.why
+    matched.kept = state.keep(ns, view.to_keep(chunks), msg.keep_s, msg.tenant)
+    return matched
+
+
+def _count(
+    state: State,
+    instance: Instance,
+    ns: Namespace,
+    msg: Lookup,
+    lookup_tokens: int,
+    hit: Hit,
+    ending: explain.Ending | None,
+    why: str,
+) -> None:
+    """Count an answered lookup of ``lookup_tokens``. ``ending``: what ended the match; ``None``: it
+    was counted when the engine asked first. ``why``: the reason of the misses, if ``ending`` has
+    none."""
+    hit_tokens = ns.tokens(hit.chunks - msg.first, hit.blocks)
+    if ending is None:
         lookup_tokens = hit_tokens = ns.tokens(0, hit.blocks)
         explain.note_again(state, instance, msg.request, hit_tokens)
-        ended_by = ""
     else:
-        ending = explain.why_ended(state, view, there, hit, why, msg)
-        if cut and ending is explain.ALL:
-            ending = explain.Ending("too_long")
-        end, ended_by = ns.tokens(chunks, hit.blocks), ending.why
+        end = ns.tokens(hit.chunks, hit.blocks)
         explain.note(state, instance, msg.request, msg, ending, lookup_tokens, hit_tokens, end)
-        why = ended_by if ended_by in MISSES else why
+        why = ending.why if ending.why in MISSES else why
     state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, _speed(msg), msg.again)
     if instance.terms.counted:
         state.tenants.of(msg.tenant).traffic.count_lookup(
             state.now, lookup_tokens, hit_tokens, why, again=msg.again
         )
-    matched = state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
-    matched.why = ended_by
-    matched.kept = state.keep(ns, view.to_keep(chunks), msg.keep_s, msg.tenant)
-    return matched
 
 
 def _unasked(state: State, instance: Instance, msg: Lookup, why: str) -> Matched:
