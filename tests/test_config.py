@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvass import config
 from kvass.arena import room
 from kvass.config import Config, Parser, Size, add_flags, load, to_yaml
 from kvass.daemon import main as daemon_main
@@ -51,7 +51,7 @@ def test_size_texts_parse_back(size: int) -> None:
 
 def test_defaults() -> None:
     got = load({}, {})
-    assert got.l1_size <= config.memory_bytes() / 4
+    assert got.l1_size <= room.memory_bytes() / 4
     assert got.l1_size % (1 << 20) == 0
     assert (got.lease_s, got.lost_engine_grace_s) == (Timing().lease_s, Timing().dma_grace_s)
     assert (got.allow_uid, got.socket_group) == ([], "")
@@ -262,12 +262,12 @@ def test_cgroup_limits_count(
     for path in (own, limit):
         path.parent.mkdir(parents=True, exist_ok=True)
     own.write_text(cgroup + "\n")
-    monkeypatch.setattr(config, "room", lambda: room.room(tmp_path))
-    whole = config.memory_bytes()
+    monkeypatch.setattr(room, "room", partial(room.room, tmp_path))
+    whole = room.memory_bytes()
     limit.write_text("max\n")
-    assert config.memory_bytes() == whole
+    assert room.memory_bytes() == whole
     limit.write_text("1073741824\n")
-    assert config.memory_bytes() == 1 << 30
+    assert room.memory_bytes() == 1 << 30
     with pytest.raises(ConfigError, match=r"more than the 1GiB"):
         load({"l1_size": "2GiB"}, {})
 

@@ -12,7 +12,6 @@ names of ``ENGINE_OPTIONS`` are known here, and ignored.
 from __future__ import annotations
 
 import argparse
-import os
 import pwd
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ import msgspec
 from msgspec import Meta, field
 
 from kvass.arena.huge import HugePages, page_bytes
-from kvass.arena.room import room
+from kvass.arena.room import memory_bytes, physical_bytes
 from kvass.errors import ConfigError
 from kvass.tiers.options import DiskOptions
 from kvass.tiers.url import read_tier_url, redacted, tier_name
@@ -59,17 +58,6 @@ ENGINE_OPTIONS: Final = (
     "verify",
 )
 """The options of an engine's connector, without their prefix ``kvass.``."""
-
-
-def physical_bytes() -> int:
-    """The memory of the machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def memory_bytes() -> int:
-    """The memory that this process may use: all of the machine's, or less if a cgroup limits it."""
-    physical = physical_bytes()
-    return min(physical, room().limit or physical)
 
 
 def _quarter_of_memory() -> Size:

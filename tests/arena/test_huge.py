@@ -15,6 +15,7 @@ import pytest
 from kvass import config
 from kvass.arena import memory
 from kvass.arena.huge import Pool, lacking, page_bytes, pool
+from kvass.arena.room import physical_bytes
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import load
 from kvass.errors import ConfigError, UsageError
@@ -159,7 +160,7 @@ def mapped(pid: int) -> list[int]:
 
 
 def test_a_daemon_that_cannot_have_them_says_how_to_reserve(tmp_path: Path) -> None:
-    size = Size(config.physical_bytes() >> 30 << 30)
+    size = Size(physical_bytes() >> 30 << 30)
     with (
         pytest.raises(RuntimeError, match=r"of \d+ pages of 2MiB only \d+ are free: as root, echo"),
         running_daemon(tmp_path, str(size), huge_pages="2MiB"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -51,6 +52,17 @@ def room(root: Path = _ROOT) -> Room:
     left = [n for n in (available, *(left for _, left in groups)) if n is not None]
     limit = min((limit for limit, _ in groups), default=None)
     return Room(total, limit, min(left, default=None))
+
+
+def physical_bytes() -> int:
+    """The memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_bytes() -> int:
+    """The memory that this process may use: all of the machine's, or less if a cgroup limits it."""
+    physical = physical_bytes()
+    return min(physical, room().limit or physical)
 
 
 def committable(root: Path = _ROOT) -> int | None:
