@@ -62,7 +62,9 @@ def test_it_is_one_processs_until_it_is_released(memory_folder: Path) -> None:
 def test_a_lock_file_that_was_replaced_locks_nobody_out(memory_folder: Path) -> None:
     """Who owns the place is in the kernel; the number in the file is for people."""
     (memory_folder / "lock").write_text(f"{os.getpid()} 1")
-    open_place(str(memory_folder), MIB, INDEX).release()
+    place = open_place(str(memory_folder), MIB, INDEX)
+    assert place.slots.size == MIB
+    place.release()
 
 
 def test_files_never_get_smaller(memory_folder: Path) -> None:
