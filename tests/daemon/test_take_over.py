@@ -56,6 +56,8 @@ def test_a_web_port_is_taken_over_too(tmp_path: Path) -> None:
         (("--numa", "x"), "give numbers of nodes"),
         (("--numa", "65535"), "the nodes with memory here are"),
         (("--arena", "/dev/shm/no", "--huge-pages", "2MiB"), "not with arena"),
+        (("--tier", "disk:/no/such?capacity=1GiB"), "no such folder"),
+        (("--tier", "redis:localhost:1?key_file=/no/such"), "cannot be read"),
     ],
 )
 def test_what_cannot_be_served_does_not_stop_the_daemon(

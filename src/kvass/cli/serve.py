@@ -64,12 +64,15 @@ def run(argv: list[str]) -> int:
         _log.info("%s", line)
     from kvass.daemon.listen import LOCK_WAIT_S
     from kvass.daemon.main import check, serve
+    from kvass.tiers.url import check_tier
 
     again = partial(_load, options, file, lambda line: None)
     read_again = again if file or os.environ.get(FILE_ENV) else None
     patience_s = LOCK_WAIT_S
     if taking_over:
         check(config)  # an error in it is said while the other daemon still serves
+        for url in config.tier:
+            check_tier(url)
         _take_over(config)
         patience_s = _LEAVING_S
     with _web_process(config, patience_s):
