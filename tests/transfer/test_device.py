@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvass.transfer.batch import Batch, Kind, Way
-from kvass.transfer.device import KERNEL_TABLES, DeviceRuntime, Fault, Operations
+from kvass.transfer.device import DeviceRuntime, Fault, Operations
 from kvass.types import PAGE, U64Array
-from tests.support.gpu.fake_gpu import FakeGpu
+from tests.support.gpu.fake_gpu import KERNEL_TABLES, FakeGpu
 from tests.support.gpu.fake_torch import FakeStream, FakeTensor, fake_torch
 
 
@@ -129,7 +130,7 @@ def test_a_kernel_waits_for_no_table() -> None:
     rig.gpu.few = 1
     assert rig.gpu.register(rig.host, PAGE) is None
     batches = [rig.batch("load", "kernel", 8, 8 * n) for n in range(KERNEL_TABLES + 1)]
-    rig.here[:64] = 5
+    rig.here[: 8 * len(batches)] = 5
     for batch in batches:
         assert rig.give(batch) is None
     assert rig.gpu.tables is not None
@@ -140,3 +141,15 @@ def test_a_kernel_waits_for_no_table() -> None:
         batch.keep.clear()
     assert len(rig.gpu.tables.free) == KERNEL_TABLES
     assert rig.gpu.violations == []
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_stream_of_an_older_torch_is_asked_another_way(capturing: bool) -> None:
+    """Before torch 2.13 a stream does not say whether it is being captured."""
+    torch = SimpleNamespace(
+        accelerator=SimpleNamespace(current_stream=lambda device: SimpleNamespace()),
+        cuda=SimpleNamespace(is_current_stream_capturing=lambda: capturing),
+        Event=lambda device: SimpleNamespace(record=lambda stream: None),
+    )
+    runtime = DeviceRuntime("fake:0", Operations(lambda *_: None), torch)
+    assert isinstance(runtime.order(), Fault) is capturing

@@ -44,8 +44,9 @@ Stream = NewType("Stream", object)
 Event = NewType("Event", object)
 """A ``torch.Event``."""
 
-KERNEL_TABLES: Final = 3
-"""How many kernels may be in flight."""
+KERNEL_TABLES: Final = 32
+"""How many kernels may be in flight, 96 KiB of pinned memory each: more than a lane of loads has
+full batches. Copies that find none free go by DMA, which is several times slower for them."""
 _MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14."""
 
@@ -114,10 +115,11 @@ class DeviceRuntime:
     """
 
     batch_runs: int = MAX_DESCRIPTORS
+    kernel_tables: int = KERNEL_TABLES
 
     def __init__(self, device: str, operations: Operations, torch: Any) -> None:
         self._device, self._operations, self._torch = device, operations, torch
-        self.tables = Tables(torch) if operations.copy_short else None
+        self.tables = Tables(torch, self.kernel_tables) if operations.copy_short else None
 
     @_faults("device")
     def enter_thread(self) -> None:
@@ -134,9 +136,15 @@ class DeviceRuntime:
         """A new event after all work that is queued on the calling thread's current stream. A
         stream that is being captured has none: an event there would be a part of the graph."""
         stream = self._torch.accelerator.current_stream(self._device)
-        if stream.is_capturing():
+        if self._captures(stream):
             return Fault("the engine's stream is being captured into a graph")
         return self._record(stream)
+
+    def _captures(self, stream: Any) -> bool:
+        """Whether ``stream``, the calling thread's current one, is being captured."""
+        if hasattr(stream, "is_capturing"):
+            return bool(stream.is_capturing())
+        return bool(self._torch.cuda.is_current_stream_capturing())  # before torch 2.13
 
     @_faults("stream")
     def open_stream(self, kind: Kind) -> Stream:
@@ -257,8 +265,8 @@ class Tables:
     """All tables. They are taken on any thread and let go of on any. Raises RuntimeError if there
     is no pinned memory. It is allocated now, because the device stops for it."""
 
-    def __init__(self, torch: Any) -> None:
-        shape = (KERNEL_TABLES, 3, MAX_DESCRIPTORS)
+    def __init__(self, torch: Any, count: int) -> None:
+        shape = (count, 3, MAX_DESCRIPTORS)
         self.free: deque[Any] = deque(torch.empty(shape, dtype=torch.int64, pin_memory=True))
 
     def take(self) -> Table | None:

@@ -23,13 +23,14 @@ from typing import Any, Final
 import numpy as np
 
 from kvass.transfer.batch import Batch
-from kvass.transfer.device import KERNEL_TABLES as KERNEL_TABLES
 from kvass.transfer.device import DeviceRuntime, Event, Fault, Operations, Stream
 from tests.support.gpu.fake_device import Copy, FakeDevice, Mark, Piece, Wait, holds, meet
 from tests.support.gpu.fake_torch import Current, FakeEvent, FakeStream, FakeTensor, fake_torch
 
 DEAD: Final = "unspecified launch failure"
 PIECES: Final = 3
+KERNEL_TABLES: Final = 3
+"""Fewer than a real one has, so that they run out."""
 
 
 @dataclass(eq=False)
@@ -48,6 +49,8 @@ class Plans:
 class FakeGpu(FakeDevice, DeviceRuntime):
     """See above. ``eager``: each query of an event lets the device do up to so many pieces of work.
     ``unsigned``: as for ``Operations``."""
+
+    kernel_tables = KERNEL_TABLES
 
     def __init__(
         self, seed: int, eager: int = 4, watched: bool = True, unsigned: bool = False
