@@ -11,7 +11,7 @@ from typing import Any
 from bench import engine, gpu, sglang, tiers
 from bench.core_time import measure_coverage, measure_longest
 from bench.footprint import first_touch_gbps, measure_footprint
-from bench.gpu import torch_device
+from bench.gpu import engines, torch_device
 from bench.pages import measure_pages
 from bench.pings import measure_pings
 from bench.segments import measure_segments
@@ -36,7 +36,11 @@ def run(argv: Sequence[str]) -> int:
     parser = shipped.flags("python -m bench")
     parser.add_argument("--tier", metavar="URL", help="measure a tier instead: disk:PATH")
     parser.add_argument("--gpu", action="store_true", help="measure copies to and from this GPU")
-    parser.add_argument("--engine", action="store_true", help="measure vLLM with and without kvass")
+    parser.add_argument(
+        "--engine",
+        action="store_true",
+        help="measure vLLM with and without kvass; with --gpu, on this GPU",
+    )
     parser.add_argument("--sglang", action="store_true", help="measure SGLang with kvass and file")
     parser.add_argument(
         "--blend",
@@ -52,6 +56,8 @@ def run(argv: Sequence[str]) -> int:
         figures, shown = measure_one(args.l1_size, args.rounds), blend.markdown
     elif args.sglang:
         figures = sglang.measure_sglang(args.l1_size, args.rounds)
+    elif args.engine and args.gpu:
+        figures = engines.measure_engines(args.rounds)
     elif args.engine:
         figures = engine.measure_engine(args.l1_size, args.rounds)
     elif args.gpu:

@@ -64,7 +64,7 @@ def default(options: type[msgspec.Struct], name: str) -> object:
 
 Number = object
 NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
-    ("README.md", "on CPUs, with vLLM 0.{} to", (VERSIONS[0][1],)),
+    ("README.md", "This works with vLLM 0.{} to", (VERSIONS[0][1],)),
     (
         "ARCHITECTURE.md",
         "then up to {} ms. The source blocks",

@@ -548,10 +548,17 @@ def _flip(verifier: Any) -> None:
                 job.arena[row.slot + at + (row.first + len(row.blocks)) * plane.run - 1] ^= 0x44
             else:
                 place = plane.base + int(row.blocks[-1]) * plane.block_stride + plane.run - 1
-                memory.regions[plane.region][place] ^= 0x44
+                _bytes_of(memory.owners[plane.region])[place] ^= 0x44
         return check(job, holds)
 
     verifier.check = flipped
+
+
+def _bytes_of(storage: Any) -> Any:
+    """A tensor of the bytes of ``storage``, on whatever device it is."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def page_sizes() -> list[list[tuple[int, int]]]:

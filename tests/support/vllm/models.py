@@ -118,11 +118,11 @@ def _name(shape: Sizes) -> str:
 
 def write_model(folder: Path, shape: Sizes, seed: int) -> None:
     """Write configuration and weights into an existing ``folder``."""
-    _write_json(folder / "config.json", _config(shape))
+    _write_json(folder / "config.json", config_of(shape))
     _write_json(
         folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     )
-    tensors = shape.tensors if isinstance(shape, Blueprint) else tuple(_tensors(shape))
+    tensors = shape.tensors if isinstance(shape, Blueprint) else tuple(tensors_of(shape))
     _write_tensors(folder / "model.safetensors", tensors, seed)
 
 
@@ -150,7 +150,7 @@ def write_lora(folder: Path, shape: Shape, seed: int, rank: int = 8) -> None:
     _write_tensors(folder / "adapter_model.safetensors", tensors, seed)
 
 
-def _config(shape: Sizes) -> dict[str, object]:
+def config_of(shape: Sizes) -> dict[str, object]:
     sizes: dict[str, object] = {}
     if not isinstance(shape, Blueprint):
         sizes = {
@@ -219,7 +219,7 @@ def weight(
     return Tensor(name, size, usual if deviation is None else deviation, mean or 0.0)
 
 
-def _tensors(shape: Shape | LatentShape) -> Iterator[Tensor]:
+def tensors_of(shape: Shape | LatentShape) -> Iterator[Tensor]:
     """Names and shapes as Hugging Face stores them, in file order."""
     yield weight("model.embed_tokens.weight", shape.vocab, shape.hidden)
     for layer in range(shape.layers):
@@ -251,10 +251,10 @@ def eagle_head(target: Shape = TINY) -> Blueprint:
     at = "model.layers.0."
     tensors += [
         msgspec.structs.replace(one, name=one.name.removeprefix("model."))
-        for one in _tensors(target)
+        for one in tensors_of(target)
         if one.name.startswith(at) and "input_layernorm" not in one.name
     ]
-    config = _config(target) | {"num_hidden_layers": 1}
+    config = config_of(target) | {"num_hidden_layers": 1}
     return Blueprint("eagle", target.vocab, target.max_tokens, config, tuple(tensors))
 
 
