@@ -22,11 +22,10 @@ import numpy.random  # noqa: F401 - nodes.by_node would import it, while engines
 from kvass._version import __version__
 from kvass.arena import huge, nodes
 from kvass.arena.memory import Arena
-from kvass.arena.place import held_bytes
 from kvass.arena.room import SAFE_SHARE, committable, room
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.daemon.lasting import L1Memory, open_memory, real_path
+from kvass.daemon.lasting import L1Memory, check_place, held_bytes, open_memory, real_path
 from kvass.daemon.listen import LOCK_WAIT_S, Access, listening
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
@@ -92,8 +91,7 @@ def serve(
 
 def check(config: Config) -> Access:
     """Check what can be checked while another daemon serves. Raises ``ConfigError``."""
-    if config.arena and huge.page_bytes(config.huge_pages) != PAGE:
-        raise ConfigError(f"huge_pages {config.huge_pages}: not with arena, a folder of files")
+    check_place(config.arena, config.huge_pages)
     _named_nodes(config.numa, nodes.nodes())
     return Access(config)
 
@@ -104,12 +102,12 @@ def _adopted(l1: L1Memory, machine: CacheMachine, took_s: float) -> str:
     if l1.place is None or found is None:
         return ""
     if l1.cold:
-        _log.info("arena %s: L1 starts empty: %s", l1.place.path, l1.cold)
+        _log.info("arena %s: L1 starts empty: %s", l1.place.name, l1.cold)
     else:
         _log.info(
             "arena %s: adopted %d rows, %s, in %.2f s; %d slots rest until their engines have "
             "ended or said that they are done",
-            *(l1.place.path, found.rows, Size(found.bytes).rounded(), took_s, found.resting),
+            *(l1.place.name, found.rows, Size(found.bytes).rounded(), took_s, found.resting),
         )
     return f" adopted={found.rows}"
 
