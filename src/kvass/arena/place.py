@@ -209,7 +209,13 @@ def _locked(path: str, undo: ExitStack) -> Folder:
     """The folder at ``path``, locked. It must be in a file system of memory."""
     folder = Folder(Path(path))
     undo.callback(folder.close)
-    if (kind := _mount(folder.fd).kind) not in _MEMORY:
+    kind = _mount(folder.fd).kind
+    if kind == "hugetlbfs":  # its files can only be mapped: no lock file, no index of small parts
+        raise ConfigError(
+            f"arena {path}: not in hugetlbfs: --arena systemd --huge-pages 2MiB takes pages that "
+            "root has reserved; a folder of a tmpfs mounted with huge=always has huge ones, too"
+        )
+    if kind not in _MEMORY:
         raise ConfigError(
             f"arena {path}: a file system of type {kind} is no memory: name a folder of a tmpfs, "
             "such as /dev/shm/kvass"
