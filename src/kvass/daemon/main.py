@@ -55,7 +55,6 @@ def serve(
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
     _raise_descriptor_limit()
-    _return_freed_memory()
     access = check(config)
     page = huge.page_bytes(config.huge_pages)
     if page == PAGE:
@@ -68,6 +67,7 @@ def serve(
         began_s = time.monotonic()
         machine = CacheMachine(core, l1.index)
         found = _adopted(l1, machine, time.monotonic() - began_s)
+        _return_freed_memory()
         fd = l1.arena.fileno()
         tiers = TierSet(config.tier, fd, size, config.log_format, l1.inherited)
         ready = (
@@ -210,10 +210,14 @@ def _check_memory(l1_bytes: Size) -> None:
 
 def _return_freed_memory() -> None:
     """Fix glibc's mmap threshold at a low value, so that freed tables go back to the system. By
-    default the threshold rises to the size of the largest freed block."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent in musl
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 256 << 10)
+    default the threshold rises to the size of the largest freed block.
+
+    Only now, because each of the many large arrays of an adoption would be faulted in anew.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # absent in musl
+        libc.mallopt(_M_MMAP_THRESHOLD, 256 << 10)
+        libc.malloc_trim(0)
 
 
 def _raise_descriptor_limit() -> None:
