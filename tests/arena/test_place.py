@@ -179,37 +179,6 @@ def test_a_full_file_system_gives_no_index_and_kills_nobody(tmp_path: Path) -> N
     assert done.returncode == -signal.SIGBUS
 
 
-REFUSED = """
-import sys
-from kvass.arena.place import open_place
-open_place(sys.argv[1], 2 << 20, 4 << 20)
-"""
-
-
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root can mount"
-)
-def test_hugetlbfs_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    mount = f"mount -t hugetlbfs -o mode=700 none {tmp_path}"
-    done = subprocess.run(
-        [
-            "unshare",
-            "-m",
-            "sh",
-            "-c",
-            f'{mount} && exec {sys.executable} -c "$0" "$1"',
-            REFUSED,
-            str(tmp_path),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if "unshare" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(done.stderr)
-    assert "not in hugetlbfs: --arena systemd --huge-pages 2MiB" in done.stderr.splitlines()[-1]
-
-
 # ---------------------------------------------------------------- removed
 
 

@@ -24,6 +24,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvass.arena.huge import lacking
 from kvass.arena.memory import Arena
 from kvass.errors import ConfigError
 from kvass.folder import Folder
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
 SLOTS: Final = "slots"
 INDEX: Final = "index"
 LOCK: Final = "lock"
-_MEMORY: Final = ("tmpfs",)
-"""The file systems that a place may be in."""
+_MEMORY: Final = ("tmpfs", "hugetlbfs")
+"""The file systems that a place may be in. A file of hugetlbfs can be mapped, but not written, and
+has whole huge pages, which root has reserved."""
+_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)  # only from Python 3.13 on
 _HUGE: Final = ("huge=always", "huge=within_size", "huge=advise")
 
 
@@ -45,9 +48,11 @@ class Place:
     """A place that this process has locked, with its memory open. Each kind of place says how its
     memory is opened and removed."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, page_bytes: int) -> None:
         self.name = name
         """For people: the option ``arena``."""
+        self.page_bytes = page_bytes
+        """The size of the slots' pages; more than ``PAGE`` if root has reserved them."""
         self.unusable = ""
         """Why what was there is not in ``found``; empty if it is, or if nothing was there."""
         self.lock_fd = -1
@@ -66,8 +71,9 @@ class Place:
 
     def open(self, slots_bytes: int, index_bytes: int) -> None:
         """Open the memory, or make it. Larger memory stays as large as it is. Both sizes are
-        multiples of ``PAGE``. Raises ``ConfigError``."""
-        assert slots_bytes % PAGE == index_bytes % PAGE == 0, "not whole pages"
+        multiples of ``page_bytes``. Raises ``ConfigError``."""
+        page = self.page_bytes
+        assert slots_bytes % page == index_bytes % page == 0, "not whole pages"
         with ExitStack() as undo:
             try:
                 fds = list[int]()
@@ -82,7 +88,10 @@ class Place:
                 self.index = _mapped(fds[1])
                 self.slots = Arena(fds[0], slots_bytes)
             except OSError as error:
-                raise ConfigError(f"arena {self.name}: {error.strerror}") from error
+                said = f"arena {self.name}: {error.strerror}"
+                if page != PAGE and (why := lacking(page, slots_bytes)):
+                    said += f": {why}"
+                raise ConfigError(said) from error
             undo.pop_all()
         self._index_fd = fds[1]
 
@@ -131,12 +140,12 @@ class FolderPlace(Place):
     """Files in a folder."""
 
     def __init__(self, name: str, folder: Folder) -> None:
-        super().__init__(name)
+        super().__init__(name, page_bytes(name))
         self._folder = folder
         self.lock_fd = folder.lock_fd
 
     def huge(self) -> bool:
-        return any(word in _HUGE for word in _mount(self._folder.fd).options)
+        return any(word in _HUGE for word in _mount(os.fstat(self._folder.fd)).options)
 
     def _open(self, name: str) -> int:
         return self._folder.open(name, os.O_RDWR | os.O_CREAT)
@@ -147,7 +156,9 @@ class FolderPlace(Place):
     def _check_room(self, fds: list[int], wanted: int) -> None:
         space = os.fstatvfs(fds[0])
         free = space.f_bavail * space.f_frsize + sum(os.fstat(fd).st_blocks * 512 for fd in fds)
-        if space.f_blocks and wanted > free:  # no blocks: a tmpfs without a limit
+        if not space.f_blocks or self.page_bytes != PAGE:
+            return  # a tmpfs without a limit; or the kernel reserves pages when they are mapped
+        if wanted > free:
             raise ConfigError(
                 f"arena {self.name}: {Size(wanted).rounded()} do not fit into the "
                 f"{Size(free).rounded()} that its file system has for them: give less, or mount a "
@@ -176,6 +187,13 @@ def open_place(path: str, slots_bytes: int, index_bytes: int) -> Place:
         place.open(slots_bytes, index_bytes)
         undo.pop_all()
     return place
+
+
+def page_bytes(path: str) -> int:
+    """The size of the pages of memory at ``path``, or in its parent if it does not exist yet."""
+    there = next((p for p in (Path(path), Path(path).absolute().parent) if p.exists()), Path("/"))
+    huge = _mount(there.stat()).kind == "hugetlbfs"
+    return os.statvfs(there).f_bsize if huge else PAGE
 
 
 def held_bytes(path: str) -> int:
@@ -209,13 +227,7 @@ def _locked(path: str, undo: ExitStack) -> Folder:
     """The folder at ``path``, locked. It must be in a file system of memory."""
     folder = Folder(Path(path))
     undo.callback(folder.close)
-    kind = _mount(folder.fd).kind
-    if kind == "hugetlbfs":  # its files can only be mapped: no lock file, no index of small parts
-        raise ConfigError(
-            f"arena {path}: not in hugetlbfs: --arena systemd --huge-pages 2MiB takes pages that "
-            "root has reserved; a folder of a tmpfs mounted with huge=always has huge ones, too"
-        )
-    if kind not in _MEMORY:
+    if (kind := _mount(os.fstat(folder.fd)).kind) not in _MEMORY:
         raise ConfigError(
             f"arena {path}: a file system of type {kind} is no memory: name a folder of a tmpfs, "
             "such as /dev/shm/kvass"
@@ -227,7 +239,9 @@ def _locked(path: str, undo: ExitStack) -> Folder:
 def _mapped(fd: int) -> npt.NDArray[np.uint8]:
     import numpy as np
 
-    return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED), np.uint8)
+    # Without a reservation: most of the index is never used, and ``allocate`` says what is.
+    flags = mmap.MAP_SHARED | _NORESERVE
+    return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, flags), np.uint8)
 
 
 class _Mount(NamedTuple):
@@ -236,10 +250,9 @@ class _Mount(NamedTuple):
     options: list[str]
 
 
-def _mount(fd: int) -> _Mount:
-    """The file system of an open folder."""
-    device = os.fstat(fd).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
+def _mount(folder: os.stat_result) -> _Mount:
+    """The file system of a folder."""
+    number = f"{os.major(folder.st_dev)}:{os.minor(folder.st_dev)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:

@@ -20,7 +20,6 @@ import time
 from contextlib import ExitStack
 from typing import Final
 
-from kvass.arena.huge import lacking
 from kvass.arena.memory import memfd
 from kvass.arena.place import INDEX, SLOTS, Place
 from kvass.daemon import notify
@@ -49,8 +48,7 @@ class StoredPlace(Place):
     ``page_bytes``: the size of the pages of the slots."""
 
     def __init__(self, stored: dict[str, list[int]], page_bytes: int) -> None:
-        super().__init__(NAME)
-        self._page_bytes = page_bytes
+        super().__init__(NAME, page_bytes)
         self._stored = dict[str, int]()
         self.unusable = (
             "" if stored else f"systemd had nothing for it; if this repeats, {_SETTINGS}"
@@ -73,7 +71,7 @@ class StoredPlace(Place):
         return fd if fd >= 0 else self._new(name)
 
     def _new(self, name: str) -> int:
-        fd = memfd(_PREFIX + name, self._page_bytes if name == SLOTS else PAGE)
+        fd = memfd(_PREFIX + name, self.page_bytes if name == SLOTS else PAGE)
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             notify.send_with(f"FDSTORE=1\nFDNAME={_PREFIX}{name}", fd)
@@ -109,12 +107,7 @@ def open_stored(slots_bytes: int, index_bytes: int, page_bytes: int = PAGE) -> S
     with ExitStack() as undo:
         place = StoredPlace(received(), page_bytes)
         undo.callback(place.release)
-        try:
-            place.open(slots_bytes, index_bytes)
-        except ConfigError as error:
-            if page_bytes == PAGE or not (why := lacking(page_bytes, slots_bytes)):
-                raise
-            raise ConfigError(f"{error}: {why}") from error
+        place.open(slots_bytes, index_bytes)
         undo.pop_all()
     return place
 

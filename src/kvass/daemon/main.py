@@ -20,12 +20,19 @@ import numpy.ma  # np.unique would import it, in the middle of a request
 import numpy.random  # noqa: F401 - nodes.by_node would import it, while engines connect
 
 from kvass._version import __version__
-from kvass.arena import huge, nodes
+from kvass.arena import nodes
 from kvass.arena.memory import Arena
 from kvass.arena.room import SAFE_SHARE, committable, room
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.daemon.lasting import L1Memory, check_place, held_bytes, open_memory, real_path
+from kvass.daemon.lasting import (
+    L1Memory,
+    check_place,
+    held_bytes,
+    open_memory,
+    page_bytes,
+    real_path,
+)
 from kvass.daemon.listen import LOCK_WAIT_S, Access, listening
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
@@ -56,11 +63,13 @@ def serve(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
     _raise_descriptor_limit()
     access = check(config)
-    page = huge.page_bytes(config.huge_pages)
+    page = page_bytes(config.arena, config.huge_pages)
     if page == PAGE:
         _check_memory(Size(max(0, config.l1_size - held_bytes(config.arena))))
     with listening(config.socket, access, patience_s) as listener:
         size = config.l1_size // page * page
+        if not size:
+            raise ConfigError(f"l1_size {config.l1_size}: smaller than a page of {Size(page)}")
         l1 = open_memory(config.arena, size, config.huge_pages)
         _spread(l1.arena, config.numa)
         core = core_config(config, size)
