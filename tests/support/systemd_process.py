@@ -1,4 +1,8 @@
-"""A real systemd for a test: one of a user, in a mount namespace with a ``/run`` of its own."""
+"""A real systemd for a test: one of a user, in a mount namespace with a ``/run`` of its own.
+
+Law of this file: it finds no unit but those of the test. The machine's own units would clean
+temporary folders and start what the machine's user has.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,9 @@ mount -t tmpfs tmpfs /run
 mkdir -p /run/systemd/system /run/user/0
 for group in $GROUPS_OF_TEST; do mkdir $group; echo $$ > $group/cgroup.procs; done
 exec env -i PATH="$PATH" HOME="$HOME_OF_TEST" XDG_RUNTIME_DIR=/run/user/0 SYSTEMD_LOG_TARGET=null \
-    /lib/systemd/systemd --user
+    SYSTEMD_UNIT_PATH="$HOME_OF_TEST/units" /lib/systemd/systemd --user --unit=test.target
 """
+_ALONE: Final = "[Unit]\nDefaultDependencies=no\n"
 
 Systemctl = Callable[..., str]
 """Runs ``systemctl --user``. Returns what it prints."""
@@ -42,9 +47,10 @@ def user_manager(folder: Path, unit: str) -> Iterator[Systemctl]:
     """A running systemd with the unit ``kvass.service``. Skips the test where none can run."""
     if os.geteuid() or not PROGRAM.exists() or not shutil.which("unshare"):
         pytest.skip("there is no systemd that this user can start")
-    units = folder / ".config/systemd/user"
-    units.mkdir(parents=True)
-    (units / "kvass.service").write_text(unit)
+    units = folder / "units"
+    units.mkdir()
+    (units / "test.target").write_text(_ALONE)
+    (units / "kvass.service").write_text(_ALONE + unit)
     groups = [_GROUPS / part for part in ("systemd", "unified") if (_GROUPS / part).is_dir()]
     groups = [group / f"kvass-test-{os.getpid()}" for group in groups or [_GROUPS]]
     env = {"HOME_OF_TEST": str(folder), "GROUPS_OF_TEST": " ".join(map(str, groups))}
@@ -72,19 +78,19 @@ def user_manager(folder: Path, unit: str) -> Iterator[Systemctl]:
             pytest.skip("systemd does not answer here")
         yield systemctl
     finally:
-        systemd.send_signal(signal.SIGTERM)  # it stops its units first
-        try:
-            systemd.wait(30)
-        finally:
-            systemd.kill()
-            for group in groups:
-                for inner, _, _ in os.walk(group, topdown=False):
-                    eventually(partial(_removed, inner), 5)
+        systemd.kill()
+        systemd.wait()
+        for group in groups:
+            for inner, _, _ in os.walk(group, topdown=False):
+                eventually(partial(_removed, Path(inner)), 5)
 
 
-def _removed(group: str) -> bool:
+def _removed(group: Path) -> bool:
+    """Kill what is left in a control group of the test, and remove the group."""
     try:
-        os.rmdir(group)
-    except OSError:
-        return not os.path.isdir(group)
+        for pid in (group / "cgroup.procs").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+        group.rmdir()
+    except (OSError, ValueError):
+        return not group.is_dir()
     return True
