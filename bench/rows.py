@@ -27,10 +27,12 @@ class Rows(EngineSessions):
     A row is noise with a number of its own at the beginning, so that it can be told from all else.
     """
 
-    def __init__(self, socket: str, name: str, row_bytes: int, ending: ExitStack) -> None:
+    def __init__(
+        self, socket: str, name: str, row_bytes: int, ending: ExitStack, *, populate: bool = True
+    ) -> None:
         page_bytes = row_bytes * _BLOCK_TOKENS // CHUNK_TOKENS
         layout = GroupLayout("full", _BLOCK_TOKENS, ("0",), (page_bytes,))
-        super().__init__(socket, (layout,), ending, name=name)
+        super().__init__(socket, (layout,), ending, name=name, populate=populate)
         self._noise: U64Array = np.random.default_rng(0).integers(
             0, 1 << 63, row_bytes // 8, np.uint64
         )

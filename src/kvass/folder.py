@@ -107,7 +107,7 @@ class Folder:
                 if self._in_place(fd):
                     self._check_writable()
                     os.ftruncate(fd, 0)
-                    os.pwrite(fd, b"%d %d" % (os.getpid(), os.getppid()), 0)
+                    _sign(fd)
                     self.lock_fd = fd
                     return
                 os.close(fd)  # the lock file was removed while we waited for the lock
@@ -187,6 +187,15 @@ def _lock(fd: int, of_child: bool) -> None:
             if waited > _ORPHAN_WAIT_S or (waited > _LOCK_WAIT_S and not _ends(fd, of_child)):
                 raise
             time.sleep(_LOCK_RETRY_S)
+
+
+def _sign(fd: int) -> None:
+    """Write into the lock file whose it is. Raises ``OSError``."""
+    try:
+        os.pwrite(fd, b"%d %d" % (os.getpid(), os.getppid()), 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file of hugetlbfs cannot be written: not said
+            raise
 
 
 def _owner(fd: int) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kvass.core.rows.eviction import UseLog
 from kvass.core.rows.row_table import RowTable
@@ -43,6 +44,17 @@ def test_a_log_of_stale_touches_stays_small_and_right() -> None:
         assert log.oldest(1, table.clock).tolist() == [0]
     assert log.oldest(9, table.clock).tolist() == [0, 2, 4, 6, 7, 5, 3, 1]
     assert len(log._segments) <= 3
+
+
+@pytest.mark.parametrize("rows", [0, 5, 4096, 10_000])
+def test_a_filled_log_is_as_if_its_rows_had_been_touched(rows: int) -> None:
+    table = ready_table(rows + 1)
+    order = np.random.default_rng(1).permutation(rows).astype(np.int64)
+    log = UseLog(table)
+    log.fill(order, table.stamp_rows(order))
+    last = np.array([rows])
+    log.touched(last, table.stamp_rows(last))
+    assert log.oldest(rows + 2, table.clock).tolist() == [*order.tolist(), rows]
 
 
 def test_a_log_of_many_rows_stays_short_and_in_order() -> None:

@@ -85,6 +85,24 @@ def test_grows_a_little_at_a_time(small: None, monkeypatch: pytest.MonkeyPatch) 
     assert max(inserted) <= 32, "four buckets of eight are moved at a time"
 
 
+@pytest.mark.parametrize("before", [0, 3, 200])
+def test_very_many_rows_are_filled_in(
+    small: None, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    monkeypatch.setattr(index_file, "PART", 16)
+    table, rows = RowTable(), np.arange(1000)
+    table.grow(1000)
+    table.key[:, 0] = np.arange(1000)
+    index = Crowded(table, odd_numbers(b""))
+    index.add(rows[:before])
+    for many in (rows[before:before], rows[before:]):
+        index.fill(many)
+    assert len(index) == 1000
+    assert index.find(table.key).tolist() == rows.tolist()
+    index.remove(rows[::2])
+    assert sorted(index.rows().tolist()) == rows[1::2].tolist()
+
+
 def test_grows_and_empties() -> None:
     rng = np.random.default_rng(0)
     table = RowTable()

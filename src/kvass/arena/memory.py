@@ -1,8 +1,7 @@
 """The arena: one memfd, or one file of a tmpfs, mapped by the daemon and by every worker.
 
-Its size never changes: a memfd is sealed, so no client can shrink it while others use it. The file
-of a place (``place.py``) cannot be sealed, so any client could. A mapping ends when the last view
-of it ends.
+Its size never changes: a memfd is sealed, so no client can shrink it while others use it. A file
+(``place.py``) cannot be sealed, so any client could. A mapping ends when the last view of it ends.
 """
 
 from __future__ import annotations
@@ -136,10 +135,7 @@ def create(size: int, page_bytes: int = PAGE) -> Arena:
     """
     if size <= 0 or size % page_bytes:
         raise UsageError(f"arena of {size} bytes: use a positive multiple of {page_bytes}")
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    if page_bytes != PAGE:
-        flags |= os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
-    fd = os.memfd_create("kvass-arena", flags)
+    fd = memfd("kvass-arena", page_bytes)
     try:
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -149,18 +145,26 @@ def create(size: int, page_bytes: int = PAGE) -> Arena:
         raise
 
 
+def memfd(name: str, page_bytes: int = PAGE) -> int:
+    """A new memfd of no size, whose pages are as those of ``create``. Raises ``OSError``."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if page_bytes != PAGE:
+        flags |= os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
+    return os.memfd_create(name, flags)
+
+
 def attach(fd: int, size: int) -> Arena:
     """The arena of the daemon, mapped from its descriptor ``fd``, which belongs to it from now on.
     Touches no page.
 
-    Raises ``RemoteError`` if ``fd`` is neither a memfd of ``size`` bytes that keeps its size, nor
-    a file of memory that has as many.
+    Raises ``RemoteError`` if ``fd`` is neither a memfd that cannot get smaller, nor a file of
+    memory, or if it has fewer than ``size`` bytes.
     """
     arena = None
     try:
         seals, there = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
-        memfd, file = seals & _SEALS == _SEALS, seals == fcntl.F_SEAL_SEAL
-        if not ((memfd and there == size) or (file and there >= size)):
+        sealed, file = seals & fcntl.F_SEAL_SHRINK, seals == fcntl.F_SEAL_SEAL
+        if not (sealed or file) or there < size:
             raise RemoteError(f"the daemon's descriptor is no arena of {size} bytes")
         arena = Arena(fd, size)
     except (OSError, ValueError) as error:

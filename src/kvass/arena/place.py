@@ -1,18 +1,19 @@
-"""The place of an arena that outlives the daemon: a folder in a file system of memory.
+"""The place of an arena that outlives the daemon, and the one that is a folder in a file system of
+memory. ``daemon/descriptor_store.py`` has another one.
 
-``slots`` is the arena, ``index`` says what it holds, and ``lock`` is locked while processes use the
-place (``folder.py``).
+``slots`` is the arena, ``index`` says what it holds. In a folder both are files, and ``lock`` is
+locked while processes use the place (``folder.py``).
 
 Laws of this file:
 
 - The lock belongs to a daemon and to the processes of its tiers, which inherit ``lock_fd``. So it
   is free only when all of them have ended, whatever their pids are, and none of them writes to the
   slots (law 3).
-- A file of a place never gets smaller: a process of an earlier daemon's engine may map it, and
+- The memory of a place never gets smaller: a process of an earlier daemon's engine may map it, and
   would be killed (SIGBUS). For the same reason ``allocate`` comes before the first write to a part
   of the index.
-- If the index is of no use, both files are replaced by new ones, and never emptied: such a process
-  may still write to the old slots (law 3).
+- If the index is of no use, slots and index are replaced by new ones, and never emptied: such a
+  process may still write to the old slots (law 3).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvass.arena.huge import lacking
 from kvass.arena.memory import Arena
 from kvass.errors import ConfigError
 from kvass.folder import Folder
@@ -35,17 +37,26 @@ if TYPE_CHECKING:
 SLOTS: Final = "slots"
 INDEX: Final = "index"
 LOCK: Final = "lock"
-_MEMORY: Final = ("tmpfs",)
-"""The file systems that a place may be in."""
+_MEMORY: Final = ("tmpfs", "hugetlbfs")
+"""The file systems that a place may be in. A file of hugetlbfs can be mapped, but not written, and
+has whole huge pages, which root has reserved."""
+_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)  # only from Python 3.13 on
 _HUGE: Final = ("huge=always", "huge=within_size", "huge=advise")
 
 
 class Place:
-    """A place that this process has locked. ``open_place`` makes one, with its files open."""
+    """A place that this process has locked, with its memory open. Each kind of place says how its
+    memory is opened and removed."""
 
-    def __init__(self, path: str, folder: Folder) -> None:
-        self.path = path
-        self._folder = folder
+    def __init__(self, name: str, page_bytes: int) -> None:
+        self.name = name
+        """For people: the option ``arena``."""
+        self.page_bytes = page_bytes
+        """The size of the slots' pages; more than ``PAGE`` if root has reserved them."""
+        self.unusable = ""
+        """Why what was there is not in ``found``; empty if it is, or if nothing was there."""
+        self.lock_fd = -1
+        """The descriptor that holds the lock, in each process that has it open."""
         self._index_fd = -1
         self.slots: Arena
         """The arena. It has what its last owner left in it."""
@@ -54,24 +65,22 @@ class Place:
         self.found = (0, 0)
         """The sizes that the slots and the index had before they were opened; 0: there was none."""
 
-    @property
-    def lock_fd(self) -> int:
-        """The descriptor that holds the lock, in each process that has it open."""
-        return self._folder.lock_fd
-
-    @property
     def huge(self) -> bool:
-        """Whether the file system gives huge pages."""
-        return any(word in _HUGE for word in _mount(self._folder.fd).options)
+        """Ask for huge pages. Returns whether there will be any."""
+        return self.slots.advise_huge()
 
     def open(self, slots_bytes: int, index_bytes: int) -> None:
-        """Open the files, or make them. Larger files stay as large as they are. Both sizes are
-        multiples of ``PAGE``. Raises ``ConfigError``."""
-        assert slots_bytes % PAGE == index_bytes % PAGE == 0, "not whole pages"
+        """Open the memory, or make it. Larger memory stays as large as it is. Both sizes are
+        multiples of ``page_bytes``. Raises ``ConfigError``."""
+        page = self.page_bytes
+        assert slots_bytes % page == index_bytes % page == 0, "not whole pages"
         with ExitStack() as undo:
             try:
-                fds = [self._file(name, undo) for name in (SLOTS, INDEX)]
-                _check_room(self.path, fds, slots_bytes)
+                fds = list[int]()
+                for name in (SLOTS, INDEX):
+                    fds.append(self._open(name))
+                    undo.callback(os.close, fds[-1])
+                self._check_room(fds, slots_bytes)
                 self.found = (os.fstat(fds[0]).st_size, os.fstat(fds[1]).st_size)
                 for fd, size in zip(fds, (slots_bytes, index_bytes), strict=True):
                     if os.fstat(fd).st_size < size:
@@ -79,24 +88,34 @@ class Place:
                 self.index = _mapped(fds[1])
                 self.slots = Arena(fds[0], slots_bytes)
             except OSError as error:
-                raise ConfigError(f"arena {self.path}: {error.strerror}") from error
+                said = f"arena {self.name}: {error.strerror}"
+                if page != PAGE and (why := lacking(page, slots_bytes)):
+                    said += f": {why}"
+                raise ConfigError(said) from error
             undo.pop_all()
         self._index_fd = fds[1]
 
-    def _file(self, name: str, undo: ExitStack) -> int:
-        fd = self._folder.open(name, os.O_RDWR | os.O_CREAT)
-        undo.callback(os.close, fd)
-        return fd
+    def _open(self, name: str) -> int:
+        """The descriptor of ``SLOTS`` or ``INDEX``, which is made if there is none. Raises
+        ``OSError``."""
+        raise NotImplementedError
+
+    def _remove(self, name: str) -> None:
+        """Remove ``SLOTS`` or ``INDEX``, so that ``_open`` makes a new one. Raises ``OSError``."""
+        raise NotImplementedError
+
+    def _check_room(self, fds: list[int], wanted: int) -> None:
+        """Raise ``ConfigError`` unless there is room for ``wanted`` bytes in ``fds``."""
 
     def renew(self, slots_bytes: int, index_bytes: int) -> None:
-        """Replace both files by new ones. Raises ``ConfigError``."""
+        """Replace slots and index by new ones. Raises ``ConfigError``."""
         self.slots.close()
         os.close(self._index_fd)
         try:
             for name in (INDEX, SLOTS):
-                self._folder.unlink(name)
+                self._remove(name)
         except OSError as error:
-            raise ConfigError(f"arena {self.path}: {error.strerror}") from error
+            raise ConfigError(f"arena {self.name}: {error.strerror}") from error
         self.open(slots_bytes, index_bytes)
 
     def allocate(self, lo: int, hi: int) -> bool:
@@ -110,11 +129,46 @@ class Place:
 
     def release(self) -> None:
         """Give up the place: another process may open it once the tiers' processes have ended, so
-        this one must not write to it any more. Both files stay mapped. Idempotent."""
+        this one must not write to it any more. Slots and index stay mapped. Idempotent."""
+        for fd in (self.lock_fd, self._index_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.lock_fd = self._index_fd = -1
+
+
+class FolderPlace(Place):
+    """Files in a folder."""
+
+    def __init__(self, name: str, folder: Folder) -> None:
+        super().__init__(name, page_bytes(name))
+        self._folder = folder
+        self.lock_fd = folder.lock_fd
+
+    def huge(self) -> bool:
+        return any(word in _HUGE for word in _mount(os.fstat(self._folder.fd)).options)
+
+    def _open(self, name: str) -> int:
+        return self._folder.open(name, os.O_RDWR | os.O_CREAT)
+
+    def _remove(self, name: str) -> None:
+        self._folder.unlink(name)
+
+    def _check_room(self, fds: list[int], wanted: int) -> None:
+        space = os.fstatvfs(fds[0])
+        free = space.f_bavail * space.f_frsize + sum(os.fstat(fd).st_blocks * 512 for fd in fds)
+        if not space.f_blocks or self.page_bytes != PAGE:
+            return  # a tmpfs without a limit; or the kernel reserves pages when they are mapped
+        if wanted > free:
+            raise ConfigError(
+                f"arena {self.name}: {Size(wanted).rounded()} do not fit into the "
+                f"{Size(free).rounded()} that its file system has for them: give less, or mount a "
+                "larger tmpfs"
+            )
+
+    def release(self) -> None:
+        self.lock_fd = -1  # the folder's
         self._folder.close()
-        if self._index_fd >= 0:
-            os.close(self._index_fd)
-            self._index_fd = -1
+        super().release()
 
 
 def open_place(path: str, slots_bytes: int, index_bytes: int) -> Place:
@@ -128,11 +182,18 @@ def open_place(path: str, slots_bytes: int, index_bytes: int) -> Place:
     except OSError as error:
         raise ConfigError(f"arena {path}: cannot be made: {error.strerror}") from error
     with ExitStack() as undo:
-        place = Place(path, _locked(path, undo))
+        place = FolderPlace(path, _locked(path, undo))
         undo.callback(place.release)
         place.open(slots_bytes, index_bytes)
         undo.pop_all()
     return place
+
+
+def page_bytes(path: str) -> int:
+    """The size of the pages of memory at ``path``, or in its parent if it does not exist yet."""
+    there = next((p for p in (Path(path), Path(path).absolute().parent) if p.exists()), Path("/"))
+    huge = _mount(there.stat()).kind == "hugetlbfs"
+    return os.statvfs(there).f_bsize if huge else PAGE
 
 
 def held_bytes(path: str) -> int:
@@ -166,7 +227,7 @@ def _locked(path: str, undo: ExitStack) -> Folder:
     """The folder at ``path``, locked. It must be in a file system of memory."""
     folder = Folder(Path(path))
     undo.callback(folder.close)
-    if (kind := _mount(folder.fd).kind) not in _MEMORY:
+    if (kind := _mount(os.fstat(folder.fd)).kind) not in _MEMORY:
         raise ConfigError(
             f"arena {path}: a file system of type {kind} is no memory: name a folder of a tmpfs, "
             "such as /dev/shm/kvass"
@@ -175,21 +236,12 @@ def _locked(path: str, undo: ExitStack) -> Folder:
     return folder
 
 
-def _check_room(path: str, fds: list[int], wanted: int) -> None:
-    """Raise ``ConfigError`` unless the file system has room for ``wanted`` bytes in the files."""
-    space = os.fstatvfs(fds[0])
-    free = space.f_bavail * space.f_frsize + sum(os.fstat(fd).st_blocks * 512 for fd in fds)
-    if space.f_blocks and wanted > free:  # no blocks: a tmpfs without a limit
-        raise ConfigError(
-            f"arena {path}: {Size(wanted).rounded()} do not fit into the {Size(free).rounded()} "
-            "that its file system has for them: give less, or mount a larger tmpfs"
-        )
-
-
 def _mapped(fd: int) -> npt.NDArray[np.uint8]:
     import numpy as np
 
-    return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED), np.uint8)
+    # Without a reservation: most of the index is never used, and ``allocate`` says what is.
+    flags = mmap.MAP_SHARED | _NORESERVE
+    return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, flags), np.uint8)
 
 
 class _Mount(NamedTuple):
@@ -198,10 +250,9 @@ class _Mount(NamedTuple):
     options: list[str]
 
 
-def _mount(fd: int) -> _Mount:
-    """The file system of an open folder."""
-    device = os.fstat(fd).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
+def _mount(folder: os.stat_result) -> _Mount:
+    """The file system of a folder."""
+    number = f"{os.major(folder.st_dev)}:{os.minor(folder.st_dev)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:

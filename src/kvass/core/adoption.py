@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvass.core.clients.traffic import Traffic
 from kvass.core.pending.settlement import former_session
@@ -32,9 +33,10 @@ from kvass.core.rows.row_table import (
     UNKNOWN,
     WRITING,
     ClassRows,
+    RowTable,
 )
 from kvass.core.rows.saving import saved_set
-from kvass.core.rows.sets import CLEARED
+from kvass.core.rows.sets import CLEARED, SetTable
 from kvass.core.saved.directory import Entry, SavedClass, SavedNamespace, SavedSet
 from kvass.core.saved.index_file import FormerProcess, SavedIndex
 from kvass.core.saved.seals import VOID
@@ -175,46 +177,57 @@ def _judge(state: State, rows: I64Array) -> tuple[I64Array, I64Array, I64Array]:
     known[rows] = True
     table.blank(np.flatnonzero(~known))
     there = np.flatnonzero(sets.owner != NOBODY)
-    numbers, at = np.repeat(there, sets.slots[there]), sets.rows_of(there)
-    table.set_of[at] = numbers
-    table.slot[at] = at - sets.first[numbers]
-    before = table.state[rows]
-    good = (before == READY) & (sets.owner[table.set_of[rows]] >= 0)
+    numbers, rows = np.repeat(there, sets.slots[there]), sets.rows_of(there)
+    found = np.empty(len(rows), np.uint8)
     for begin in range(0, len(rows), AT_ONCE):
-        some = rows[begin : begin + AT_ONCE]
-        good[begin : begin + AT_ONCE] &= table.loader[some] == table.seals_of(some)
+        some = slice(begin, begin + AT_ONCE)
+        found[some] = _judge_some(table, sets, rows[some], numbers[some])
+    size = len(sets.owner)
+    sets.used += np.bincount(numbers[found != FREE], minlength=size)
+    sets.held += np.bincount(numbers[(found == WRITING) | (found == QUARANTINED)], minlength=size)
+    return rows[found == READY], rows[found == QUARANTINED], rows[found == WRITING]
+
+
+def _judge_some(
+    table: RowTable, sets: SetTable, rows: I64Array, numbers: I64Array
+) -> npt.NDArray[np.uint8]:
+    """Judge ``rows`` of the sets ``numbers``. For each: READY, adopted; QUARANTINED, it had readers
+    at most; WRITING, it may have writers; FREE. The last but one is QUARANTINED now, too."""
+    table.set_of[rows] = numbers
+    table.slot[rows] = rows - sets.first[numbers]
+    before = table.state[rows]
+    good = (before == READY) & (sets.owner[numbers] >= 0)
+    good &= table.loader[rows] == table.seals_of(rows)
     good &= table.stamp[rows] > NEVER
-    free = before == FREE
     written = (before == WRITING) | (before == QUARANTINED) | (before >= len(STATE_NAMES))
-    for gone in (rows[free], rows[~free & ~good]):
-        table.loader[gone] = VOID
-        table.key[gone], table.stamp[gone] = 0, NEVER
-        table.offered[gone], table.read[gone] = False, False
+    gone = rows[~good]
+    table.loader[gone] = VOID
+    table.key[gone], table.stamp[gone] = 0, NEVER
+    table.offered[gone], table.read[gone] = False, False
     table.pins[rows], table.entry[rows] = 0, UNKNOWN
-    table.state[rows[free]] = FREE
-    table.state[rows[~free & ~good]] = QUARANTINED
-    return rows[good], rows[~free & ~good & ~written], rows[written]
+    table.state[rows[~good & (before != FREE)]] = QUARANTINED
+    found = np.where(good | (before == FREE), before, np.uint8(QUARANTINED))
+    found[written] = WRITING
+    return found
 
 
 def _enter(state: State, good: I64Array) -> None:
-    """Count all rows, list the free ones, and let lookups find the ``good`` ones."""
+    """List the free rows, and let lookups find the ``good`` ones."""
     table, sets = state.rows.table, state.classes.sets
-    good = good[np.argsort(table.stamp[good], kind="stable")]
-    table.clock = int(table.stamp[good[-1]]) + 1 if len(good) else 0
-    used = table.state != FREE
-    np.add.at(sets.used, table.set_of[used].astype(np.int64), 1)
-    np.add.at(sets.held, table.set_of[table.state == QUARANTINED].astype(np.int64), 1)
-    np.maximum.at(sets.newest, table.set_of[good].astype(np.int64), table.stamp[good])
-    owners = sets.owner[table.set_of[good]]
+    stamps = table.stamp[good]
+    order = np.argsort(stamps, kind="stable")
+    good, stamps = good[order], stamps[order]
+    table.clock = int(stamps[-1]) + 1 if len(good) else 0
+    numbers = table.set_of[good].astype(np.int64)
+    sets.newest[numbers] = stamps  # the last of each set is the newest
+    owners = sets.owner[numbers]
     for row_class in state.classes.by_id.values():
-        mine = good[owners == row_class.id]
-        row_class.index.expect(len(mine))
-        for begin in range(0, len(mine), AT_ONCE):
-            row_class.index.add(mine[begin : begin + AT_ONCE])
-        row_class.log.touched(mine, table.stamp[mine])
+        mine = owners == row_class.id
+        row_class.index.fill(good[mine])
+        row_class.log.fill(good[mine], stamps[mine])
         every = sets.rows_of(np.flatnonzero(sets.owner == row_class.id))
         states = table.state[every]
-        row_class.rows[READY] = len(mine)
+        row_class.rows[READY] = int(mine.sum())
         row_class.rows[QUARANTINED] = int((states == QUARANTINED).sum())
         row_class.free.give_new(every[states == FREE])
 

@@ -1,7 +1,7 @@
 """The memory of L1: of this process alone, or of a place that outlives it (``--arena``).
 
 Law of this file: the rows of a former daemon are used only if the index beside them is usable.
-Otherwise slots and index are replaced by new files, because an engine of that time may still write
+Otherwise slots and index are replaced by new ones, because an engine of that time may still write
 to the old ones (law 3).
 """
 
@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Final
 
 from kvass.arena import huge, memory
+from kvass.arena import place as folder_place
 from kvass.arena.huge import HugePages
 from kvass.arena.memory import Arena
 from kvass.arena.place import Place, open_place
 from kvass.core.saved.index_file import SavedIndex, Unusable, Where, index_bytes
+from kvass.daemon import descriptor_store
+from kvass.daemon.descriptor_store import open_stored
 from kvass.errors import ConfigError
-from kvass.types import PAGE, Size
+from kvass.types import PAGE, Size, align_up
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _PIDS: Final = Path("/proc/self/ns/pid")
@@ -44,7 +47,7 @@ class L1Memory:
 
     def huge(self) -> bool:
         """Ask for huge pages. Returns whether there will be any."""
-        return self.arena.advise_huge() if self.place is None else self.place.huge
+        return self.arena.advise_huge() if self.place is None else self.place.huge()
 
     def release(self) -> None:
         """Let another daemon have the place. From now on nothing may be written to it."""
@@ -53,38 +56,80 @@ class L1Memory:
 
 
 def real_path(path: str) -> str:
-    """The path of a place without links; empty if there is none."""
-    return os.path.realpath(path) if path else ""
+    """The path of a place without links, or its name; empty if there is none."""
+    return os.path.realpath(path) if path and path != descriptor_store.NAME else path
+
+
+def held_bytes(path: str) -> int:
+    """How many bytes of memory the slots of a place have already. 0 if there are none."""
+    if path == descriptor_store.NAME:
+        return descriptor_store.held_bytes()
+    return folder_place.held_bytes(path)
+
+
+def check_place(path: str, huge_pages: HugePages) -> None:
+    """Check what can be checked while another daemon uses the place. Raises ``ConfigError``."""
+    if path == descriptor_store.NAME:
+        descriptor_store.check()
+    elif huge.page_bytes(huge_pages) not in (PAGE, page_bytes(path, huge_pages)):
+        raise ConfigError(
+            f"huge_pages {huge_pages}: not with arena {path}: give a folder of a hugetlbfs with "
+            "such pages"
+        )
+
+
+def page_bytes(path: str, huge_pages: HugePages) -> int:
+    """The size of the pages of L1."""
+    folder = path and path != descriptor_store.NAME
+    return folder_place.page_bytes(path) if folder else huge.page_bytes(huge_pages)
 
 
 def open_memory(path: str, size: int, huge_pages: HugePages = "transparent") -> L1Memory:
-    """The memory of L1, ``size`` bytes, in the place at ``path``. Empty: of this process alone, in
-    pages as ``huge_pages`` says.
-
-    Raises ``ConfigError``.
-    """
+    """The memory of L1, ``size`` bytes, in the place at ``path``. Empty: of this process alone.
+    ``huge_pages`` is about memory that is not in a folder. Raises ``ConfigError``."""
+    page = page_bytes(path, huge_pages)
+    if path == descriptor_store.NAME:
+        return _lasting(open_stored(size, _index_bytes(size, page), page), size)
+    descriptor_store.remove_stored()
     if not path:
         return L1Memory(_own(size, huge_pages), None, None, "")
-    place = open_place(path, size, index_bytes(size))
-    where = _where()
+    return _lasting(open_place(path, size, _index_bytes(size, page)), size)
+
+
+def _index_bytes(size: int, page_bytes: int) -> int:
+    """The size of the index beside slots of ``size`` bytes."""
+    return align_up(index_bytes(size), page_bytes)
+
+
+def _lasting(place: Place, size: int) -> L1Memory:
+    """L1 in ``place``, with what is in it if that is usable."""
+    where, page = _where(), place.page_bytes
     found: SavedIndex | Unusable
-    if place.found == (0, 0):
+    if place.unusable:
+        found = Unusable(place.unusable)
+    elif place.found == (0, 0):
         found = Unusable("it is new")
-    elif index_bytes(place.found[0]) != place.found[1]:  # both grow together, and never shrink
-        found = Unusable("one of its files was removed or cut")
+    elif _index_bytes(place.found[0], page) != place.found[1]:  # both grow, and never shrink
+        found = Unusable("its slots or its index were removed or cut")
+    elif not place.allocate(0, PAGE):  # a read of a page that cannot be had would kill us
+        found = Unusable("there is no memory for the index")
     else:
         found = SavedIndex.open(place.index, where, place.allocate, size)
     cold = ""
     if isinstance(found, Unusable):
         cold = found.reason
         if place.found != (0, 0):
-            place.renew(size, index_bytes(size))
+            place.renew(size, _index_bytes(size, page))
         found = SavedIndex.create(place.index, where, place.allocate)
+    if isinstance(found, Unusable) and page != PAGE:
+        place.release()
+        what = f"arena {place.name}: {found.reason}"
+        raise ConfigError(f"{what}: reserve some pages more than L1 has")
     if isinstance(found, Unusable):
-        _log.warning("arena %s: not used: %s; L1 ends with this daemon", path, found.reason)
+        _log.warning("arena %s: not used: %s; L1 ends with this daemon", place.name, found.reason)
         place.slots.close()
         place.release()
-        return L1Memory(_own(size, huge_pages), None, None, "")
+        return L1Memory(_own(size, "transparent"), None, None, "")
     return L1Memory(place.slots, place, found, cold)
 
 

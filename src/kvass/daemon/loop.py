@@ -365,7 +365,7 @@ class Server:
     def _l1_fields(self) -> dict[str, Any]:
         place, found = self._l1.place, self._machine.adoption
         return {
-            "place": "" if place is None else place.path,
+            "place": "" if place is None else place.name,
             "started_empty": self._l1.cold,
             "adopted_rows": 0 if found is None else found.rows,
             "adopted_bytes": 0 if found is None else found.bytes,

@@ -20,13 +20,19 @@ import numpy.ma  # np.unique would import it, in the middle of a request
 import numpy.random  # noqa: F401 - nodes.by_node would import it, while engines connect
 
 from kvass._version import __version__
-from kvass.arena import huge, nodes
+from kvass.arena import nodes
 from kvass.arena.memory import Arena
-from kvass.arena.place import held_bytes
 from kvass.arena.room import SAFE_SHARE, committable, room
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.daemon.lasting import L1Memory, open_memory, real_path
+from kvass.daemon.lasting import (
+    L1Memory,
+    check_place,
+    held_bytes,
+    open_memory,
+    page_bytes,
+    real_path,
+)
 from kvass.daemon.listen import LOCK_WAIT_S, Access, listening
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
@@ -56,19 +62,21 @@ def serve(
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
     _raise_descriptor_limit()
-    _return_freed_memory()
     access = check(config)
-    page = huge.page_bytes(config.huge_pages)
+    page = page_bytes(config.arena, config.huge_pages)
     if page == PAGE:
         _check_memory(Size(max(0, config.l1_size - held_bytes(config.arena))))
     with listening(config.socket, access, patience_s) as listener:
         size = config.l1_size // page * page
+        if not size:
+            raise ConfigError(f"l1_size {config.l1_size}: smaller than a page of {Size(page)}")
         l1 = open_memory(config.arena, size, config.huge_pages)
         _spread(l1.arena, config.numa)
         core = core_config(config, size)
         began_s = time.monotonic()
         machine = CacheMachine(core, l1.index)
         found = _adopted(l1, machine, time.monotonic() - began_s)
+        _return_freed_memory()
         fd = l1.arena.fileno()
         tiers = TierSet(config.tier, fd, size, config.log_format, l1.inherited)
         ready = (
@@ -92,8 +100,7 @@ def serve(
 
 def check(config: Config) -> Access:
     """Check what can be checked while another daemon serves. Raises ``ConfigError``."""
-    if config.arena and huge.page_bytes(config.huge_pages) != PAGE:
-        raise ConfigError(f"huge_pages {config.huge_pages}: not with arena, a folder of files")
+    check_place(config.arena, config.huge_pages)
     _named_nodes(config.numa, nodes.nodes())
     return Access(config)
 
@@ -104,12 +111,12 @@ def _adopted(l1: L1Memory, machine: CacheMachine, took_s: float) -> str:
     if l1.place is None or found is None:
         return ""
     if l1.cold:
-        _log.info("arena %s: L1 starts empty: %s", l1.place.path, l1.cold)
+        _log.info("arena %s: L1 starts empty: %s", l1.place.name, l1.cold)
     else:
         _log.info(
             "arena %s: adopted %d rows, %s, in %.2f s; %d slots rest until their engines have "
             "ended or said that they are done",
-            *(l1.place.path, found.rows, Size(found.bytes).rounded(), took_s, found.resting),
+            *(l1.place.name, found.rows, Size(found.bytes).rounded(), took_s, found.resting),
         )
     return f" adopted={found.rows}"
 
@@ -212,10 +219,14 @@ def _check_memory(l1_bytes: Size) -> None:
 
 def _return_freed_memory() -> None:
     """Fix glibc's mmap threshold at a low value, so that freed tables go back to the system. By
-    default the threshold rises to the size of the largest freed block."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent in musl
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 256 << 10)
+    default the threshold rises to the size of the largest freed block.
+
+    Only now, because each of the many large arrays of an adoption would be faulted in anew.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # absent in musl
+        libc.mallopt(_M_MMAP_THRESHOLD, 256 << 10)
+        libc.malloc_trim(0)
 
 
 def _raise_descriptor_limit() -> None:

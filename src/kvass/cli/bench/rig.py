@@ -186,6 +186,7 @@ class EngineSessions:
         instance: str = "",
         chunk_tokens: int = CHUNK_TOKENS,
         private: bool = False,
+        populate: bool = True,
         daemon_uid: int | None = None,
     ) -> None:
         name = name or fresh_name()
@@ -213,7 +214,8 @@ class EngineSessions:
         session = self.workers[0].session
         if session is None or session.arena is None:
             raise Unavailable("the daemon went away")
-        session.arena.populate(0, session.arena.size)  # map everything before anything is measured
+        if populate:  # map everything before anything is measured
+            session.arena.populate(0, session.arena.size)
         self.arena: U8Array = session.arena.buffer
         ending.callback(delattr, self, "arena")  # before the rest: a view keeps the mapping
 

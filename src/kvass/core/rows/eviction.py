@@ -74,6 +74,17 @@ class UseLog:
                 for _ in range(_TIDIED):
                     self._tidy()
 
+    def fill(self, rows: I64Array, stamps: I64Array) -> None:
+        """As ``touched``, of an empty log, with entries that are not stale: nothing is
+        compacted."""
+        assert self._used == len(self._segments) == 0, "the log has entries"
+        whole = len(rows) // _SEGMENT * _SEGMENT
+        self._segments = [
+            (rows[at : at + _SEGMENT].copy(), stamps[at : at + _SEGMENT].copy())
+            for at in range(0, whole, _SEGMENT)
+        ]
+        self.touched(rows[whole:], stamps[whole:])
+
     def _tidy(self) -> None:
         """Compact one segment, and join it to the one before if both fit into one."""
         at = self._tidied % len(self._segments)

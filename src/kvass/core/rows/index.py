@@ -33,6 +33,8 @@ WARMED: Final = (512 << 10) // CACHE_LINE
 MOVED: Final = 64
 """How many buckets each ``add`` moves while the index grows, besides half a bucket per added row.
 Growing doubles the room, so all buckets have moved before the index is full again."""
+PART: Final = 1 << 15
+"""How many rows ``fill`` looks at in one call of numpy: with more, its arrays leave the caches."""
 _PAGE_BUCKETS: Final = 4096 // CACHE_LINE
 
 _EMPTY: Final = 0
@@ -124,7 +126,39 @@ class KeyIndex:
             rows[i] = self._search(keys[i], int(bucket[i]), int(mark[i]))
         return rows
 
-    def expect(self, more: int) -> None:
+    def fill(self, rows: I64Array) -> None:
+        """As ``add``, of very many rows. An index without rows takes a third of the time, because
+        its buckets are written in order and nobody looks for free entries."""
+        self._expect(len(rows))
+        parts = [rows[at : at + PART] for at in range(0, len(rows), PART)]
+        if len(self):
+            for part in parts:
+                self.add(part)
+            return
+        places = [self._place(self._table.keys_of(part)) for part in parts]
+        buckets = np.concatenate([_absent(0), *(bucket for bucket, _ in places)])
+        entries = np.concatenate([np.empty(0, np.uint64), *(mark for _, mark in places)])
+        entries <<= _HALF
+        entries |= rows.view(np.uint64)
+        order = buckets.argsort()
+        buckets, entries = buckets[order], entries[order]
+        spilled, begin = [order[:0]], 0
+        while begin < len(rows):
+            last = buckets[min(begin + PART, len(rows)) - 1]
+            some = slice(begin, int(buckets.searchsorted(last, "right")))  # whole buckets
+            spilled.append(order[some][self._fill_empty(buckets[some], entries[some])])
+            begin = some.stop
+        self._insert(rows[np.concatenate(spilled)])
+
+    def _fill_empty(self, bucket: I64Array, entry: U64Array) -> npt.NDArray[np.bool_]:
+        """Write entries into empty buckets; ``bucket`` is ascending. Returns which did not fit."""
+        nth = np.arange(len(bucket)) - bucket.searchsorted(bucket)
+        fits = nth < SLOTS
+        self._entry[bucket[fits], nth[fits]] = entry[fits]
+        self._count += int(fits.sum())
+        return ~fits
+
+    def _expect(self, more: int) -> None:
         """Make room for ``more`` rows at once."""
         if len(self) + more > self._fill * self._mark.size:
             self._grow(more)
@@ -132,7 +166,7 @@ class KeyIndex:
     def add(self, rows: I64Array) -> None:
         """Index ``rows`` under their keys in the table. The keys are distinct and not in the
         index."""
-        self.expect(len(rows))
+        self._expect(len(rows))
         self._insert(rows)
         if self._old is not None:
             self._move(MOVED + len(rows) // 2)
