@@ -38,6 +38,7 @@ from kvass.engine import (
 )
 from kvass.simulate import report, traces
 from kvass.tiers.options import DiskOptions, MooncakeOptions, ObjectStoreOptions, RedisOptions
+from kvass.tiers.pacing import IO_BYTES
 from kvass.tiers.redis import PIECE_BYTES
 from kvass.types import (
     GUESS_TOKENS_S,
@@ -155,6 +156,8 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/tiers.md", "parallel reads and writes | {} |", (default(DiskOptions, "threads"),)),
     ("docs/tiers.md", "`timeout_s` ({})", (default(RedisOptions, "timeout_s"),)),
     ("docs/tiers.md", "A record up to {} MiB is one value", (PIECE_BYTES / MIB,)),
+    ("docs/tiers.md", "decrypts each {} MiB where", (IO_BYTES / MIB,)),
+    ("docs/tiers.md", "{} MiB for each thread that", (2 * IO_BYTES / MIB,)),
     (
         "docs/tiers.md",
         "ten times as long while bytes come | {} |",

@@ -176,6 +176,23 @@ def test_what_is_wrong_with_a_tier(fields: dict[str, Any], line: str) -> None:
     assert tier_trouble(broken(**fields)) == line
 
 
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({"over_budget": True}, "up, over its write budget"),
+        ({"over_budget": False}, "up"),
+        ({"over_budget": True, "trouble": "slow"}, "degraded, over its write budget"),
+    ],
+)
+def test_a_spent_write_budget_is_shown_and_no_trouble(
+    own_fields: dict[str, Any], fields: dict[str, Any], state: str
+) -> None:
+    own_fields["tiers"] = [broken(up=True, store_failures=0, stored_rows=0, **fields)]
+    (line,) = (line for line in report(own_fields) if line.startswith("disk:"))
+    assert line.split("  ")[1].strip() == state
+    assert len(troubles(own_fields)) == ("trouble" in fields)
+
+
 def test_long_names_give_way_and_no_name_moves_the_cursor(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "16MiB") as daemon:
         fields = daemon.status()

@@ -79,7 +79,7 @@ class Prompt:
 class Blocks:
     """Blocks that are given out once (``protocols.BlockPool``). ``users``: by block id."""
 
-    blocks = BLOCKS
+    blocks = free_blocks = BLOCKS
 
     def __init__(self) -> None:
         self.users: Counter[int] = Counter()

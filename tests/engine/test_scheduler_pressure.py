@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any, Literal
 
 import pytest
 
 from tests.support.vllm.hybrid import GroupShape, make_hybrid_configs
-from tests.support.vllm.pressure import IDLE, SHAPES, GroupClient, World
+from tests.support.vllm.pressure import IDLE, SHAPES, Engine, GroupClient, World
 from tests.support.vllm.scheduler import CHUNK, SchedulerHarness
+
+TOKENS = {"full": 416, "window": 416, "windows": 416, "state": 420}
+"""Of a prompt: 13 chunks, after which vLLM keeps a state if more tokens follow."""
+LOADS = {"full": 1, "window": 1, "windows": 2, "state": 2}
+"""Loads of prompts that leave no room for one more, in a pool in which just one can be computed."""
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -55,3 +61,155 @@ def test_two_loads_that_fail_together_are_both_computed(
     for _ in range(IDLE):
         world.step()
     assert not world.scheduler.has_unfinished_requests()
+
+
+def room(shapes: str, answer: int, drafts: int = 0) -> int:
+    """Blocks with which an engine can compute one of the prompts alone, and its answer."""
+    states = sum(1 + drafts for kind, *_ in SHAPES[shapes] if kind == "state")
+    block = SHAPES[shapes][0][1]
+    tokens = TOKENS[shapes] + answer + 2 * drafts
+    return 2 + states + len(SHAPES[shapes]) * -(-tokens // block)
+
+
+def prompts(shapes: str) -> list[range]:
+    """Four, of which the daemon of ``scene`` holds all but the first."""
+    return [range(at, at + TOKENS[shapes]) for at in range(0, 4000, 1000)]
+
+
+def scene(
+    shapes: str,
+    asynchronous: bool,
+    policy: str = "fcfs",
+    *,
+    blocks: int = 0,
+    drafts: int = 0,
+    drafter: str = "eagle",
+    client: GroupClient | None = None,
+) -> Engine:
+    """An engine, and a daemon that holds rows of prompts."""
+    configs = make_hybrid_configs(
+        {"kvass.chunk_tokens": CHUNK},
+        SHAPES[shapes],
+        blocks=blocks or room(shapes, 4),
+        draft_states=drafts,
+        drafts=drafts,
+        drafter=drafter,
+    )
+    configs[0].scheduler_config.policy = policy
+    engine = Engine(client or GroupClient(tails=False), asynchronous, configs, drafts)
+    for tokens in prompts(shapes)[1:]:
+        engine.world.add(f"writer of {tokens}", tokens, max_tokens=1)
+        engine.run()
+    assert engine.world.scheduler.reset_prefix_cache()
+    return engine
+
+
+def block(engine: Engine, shapes: str, prompt: int) -> None:
+    """Add a request of one of the prompts, and behind it loads that leave no room for it. Its
+    lookup is pending, so it is passed over. After the next step it has its answer, and no
+    blocks."""
+    loads = [f"load {number}" for number in range(LOADS[shapes])]
+    engine.world.add("first", prompts(shapes)[prompt], priority=0)
+    for name, tokens in zip(loads, prompts(shapes)[2:], strict=False):
+        engine.world.add(name, tokens, priority=1)
+    engine.client.pending = 1
+    engine.step()
+    assert [*engine.loads] == loads
+    engine.step()
+    assert [*engine.loads] == loads
+    assert engine.client.lookups[-1] == ("first", 0)
+    assert not engine.client.pending
+    assert not engine.world.scheduler.running
+
+
+SHAPED = pytest.mark.parametrize("shapes", SHAPES)
+BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["loaded", "failed"])
+@POLICIES
+@BOTH
+@SHAPED
+def test_a_miss_after_a_pending_lookup_ahead_of_a_load(
+    shapes: str, asynchronous: bool, policy: str, fails: bool
+) -> None:
+    """The request needs blocks that a load behind it holds. So once that load has ended, its
+    request must be reached."""
+    engine = scene(shapes, asynchronous, policy)
+    block(engine, shapes, 0)
+    engine.loads = {name: (ends, fails) for name, (ends, _) in engine.loads.items()}
+    engine.run()
+    assert engine.seen["failed"] == fails * LOADS[shapes]
+
+
+@pytest.mark.parametrize("endless", ["lookup", "load"])
+def test_a_standstill_is_seen(endless: str) -> None:
+    """The control of the tests here."""
+    engine = scene("full", False)
+    block(engine, "full", 0)
+    if endless == "lookup":
+        engine.client.pending = 1 << 30
+    else:
+        engine.loads = dict.fromkeys(engine.loads, (1 << 30, False))
+    with pytest.raises(AssertionError, match="WAITING"):
+        engine.run()
+
+
+@POLICIES
+@BOTH
+@SHAPED
+def test_full_hits_that_fill_the_pool_with_drafts(
+    shapes: str, asynchronous: bool, policy: str
+) -> None:
+    """Each needs more blocks as soon as it decodes, for its tokens and its drafts. Without EAGLE a
+    hit has all chunks of the prompt."""
+    drafter = "eagle" if asynchronous or policy == "priority" else "ngram"
+    blocks, seen = room(shapes, 160, 2), Counter[str]()
+    for more in range(2 * blocks):
+        engine = scene(
+            shapes, asynchronous, policy, blocks=blocks + more, drafts=2, drafter=drafter
+        )
+        for number, tokens in enumerate(prompts(shapes)[1 : LOADS[shapes] + 2]):
+            engine.world.add(f"hit {number}", tokens, max_tokens=160, priority=-number)
+        engine.step()
+        seen["together"] += len(engine.loads) == LOADS[shapes] + 1
+        engine.run()
+        assert engine.seen["drafts"] > 10
+        seen["preempted"] += engine.seen["preempted"]
+        if seen["together"] == 2:
+            break
+    assert seen["together"] == 2
+    assert seen["preempted"] > 0, "they had no room for all their answers"
+
+
+class Lapsing(GroupClient):
+    """A lease has ended whenever its request is looked up again. What that finds: ``then``."""
+
+    then: Literal["hit", "miss", "pending"] = "hit"
+    lapsed = 0
+
+    def match(self, request: str, *args: Any, **options: Any) -> Any:
+        """A new lookup."""
+        if request in self.held:
+            self.give_back(request)
+            self.lapsed += 1
+            self.pending = int(self.then == "pending")
+            if self.then == "miss":
+                self.rows.clear()
+        return super().match(request, *args, **options)
+
+
+@pytest.mark.parametrize("then", ["hit", "miss", "pending"])
+@BOTH
+@SHAPED
+def test_a_lease_that_ends_while_allocation_fails(
+    shapes: str, asynchronous: bool, then: Literal["hit", "miss", "pending"]
+) -> None:
+    client = Lapsing(tails=False)
+    client.then = then
+    engine = scene(shapes, asynchronous, client=client)
+    block(engine, shapes, 1)
+    assert [*client.held] == ["first"], "it hits, and has no room"
+    engine.run()
+    assert client.lapsed > 0

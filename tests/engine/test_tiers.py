@@ -134,11 +134,29 @@ def awake(engine: EngineProcess, daemon: Daemon, prompt: Make) -> None:
     assert engine.reset()
 
 
+def write_key(path: Path, key: str) -> str:
+    """Replace a file of one key. Returns the option of a tier's URL for it."""
+    new = path.with_suffix(".new")
+    new.touch(0o600)
+    new.write_text(key)
+    new.replace(path)
+    return f"&key_file={path}"
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
 def test_a_killed_daemons_disk_serves_a_new_engine_and_the_old_one(
-    place: Place, disk: Path, movables: Sequence[Movable], judge: Judge, prompt: Make
+    place: Place,
+    disk: Path,
+    movables: Sequence[Movable],
+    judge: Judge,
+    prompt: Make,
+    encrypted: bool,
 ) -> None:
+    """Of an encrypted one, a daemon with another key serves nothing, and says so."""
     tokens, others = prompt(1000), prompt(600)
-    with place.daemon(url(disk)) as daemon:
+    keys = disk.with_name("keys")
+    option = write_key(keys, "11" * 32) if encrypted else ""
+    with place.daemon(url(disk) + option) as daemon:
         a = movables[0].goes_to(daemon)
         awake(a, daemon, prompt)
         for one in (tokens, others):
@@ -158,6 +176,18 @@ def test_a_killed_daemons_disk_serves_a_new_engine_and_the_old_one(
         assert (warm.local, warm.external) == (0, 512)
         assert tier_of(daemon)["loaded_rows"] == 3 + 2
         judge.check(others, warm)
+        if encrypted:
+            assert tier_of(daemon)["other_keys"] == 0
+            assert a.reset()
+            daemon.kill()
+            write_key(keys, "22" * 32)
+            daemon.start()
+            awake(a, daemon, prompt)
+            cold = a.one(others)
+            assert (cold.local, cold.external) == (0, 0)
+            judge.check(others, cold)
+            assert eventually(lambda: tier_of(daemon)["other_keys"] == 1, WAIT_S)
+            assert tier_of(daemon).get("loaded_rows", 0) == 0
         assert all(one.engine.reset() for one in movables)
         daemon.wait_until(leases=0, reservations=0, pins=0, rows_loading=0, promotions=0)
 

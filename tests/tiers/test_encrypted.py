@@ -251,15 +251,17 @@ def test_each_tenant_has_its_data_keys_for_so_many_records(
 ) -> None:
     monkeypatch.setattr(encryption, "MOST_RECORDS", 2)
     cipher = encryption.Encryption(KeyFile(str(key_file)))
-    shard, into = [np.zeros(100, np.uint8)], [np.zeros(100, np.uint8)]
+
+    def seal(tenant: str) -> bytes:
+        return cipher.seal(tenant, b"name", (100,)).end()
 
     def salt(tenant: str) -> bytes:
-        return cipher.seal(tenant, b"name", shard, into)[8:24]
+        return seal(tenant)[8:24]
 
     one, other = [salt("a") for _ in range(5)], salt("b")
     assert one[0] == one[1] != one[2] == one[3] != one[4]
     assert other not in one
-    seals = {cipher.seal("c", b"name", shard, into) for _ in range(50)}
+    seals = {seal("c") for _ in range(50)}
     assert len({seal[24:36] for seal in seals}) == 50  # nonces
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ from kvass.tiers.pacing import CHECKSUM_BYTES as CHECK
 from kvass.tiers.pacing import IO_BYTES, paced, yield_cpu
 from kvass.types import PAGE
 from tests.tiers.conftest import OpenDisk
+from tests.tiers.system_calls import Calls
 
 Count = Callable[[], int]
 TURN = 3 * PAGE
@@ -47,26 +47,6 @@ def noise(size: int, seed: int) -> Buffer:
     made = page_buffer(size)
     made[:] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
     return made
-
-
-class Calls:
-    """Stands before one of the two system calls: how long each was; the ``nth`` ends early."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, name: str, nth: int = 0) -> None:
-        self.sizes: list[int] = []
-        self.nth = nth
-        self._real = getattr(os, name)
-        patch.setattr(os, name, self)
-
-    def __call__(self, fd: int, parts: list[memoryview], at: int) -> Any:
-        assert at % PAGE == 0
-        assert all(np.frombuffer(p, np.uint8).ctypes.data % PAGE == 0 for p in parts), "O_DIRECT"
-        size = sum(map(len, parts))
-        if size > PAGE:  # a page is a segment's own
-            self.sizes.append(size)
-            if len(self.sizes) == self.nth:
-                parts = [parts[0][:PAGE]]
-        return self._real(fd, parts, at)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 23])

@@ -166,6 +166,27 @@ def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
         assert one.fired() == {"KvassTierStoresFail"}
 
 
+def test_a_write_budget_that_is_spent(tmp_path: Path) -> None:
+    """Eight rows take more than the six hours' worth with which it begins. Near its end a budget is
+    over at one scrape and not at the next; then the rows that are left out tell."""
+    (tier,) = disk(tmp_path)
+    is_over = ("kvass_tier_over_budget", (("tier", "disk"),))
+    left_out = ("kvass_tier_rows_over_budget_total", (("tier", "disk"),))
+    with scene(tmp_path, tier=[f"{tier}&write={32 * ROW}/day"]) as one:
+        assert eventually(lambda: one.scrape().get(is_over) == 0)
+        one.before = one.scrape()
+        assert one.before["kvass_tier_write_budget_bytes", (("tier", "disk"),)] == 32 * ROW
+        assert one.fired() == set()
+        one.rows.store(keys(8))
+        assert eventually(lambda: one.scrape()[is_over] == 1)
+        assert one.fired() == {"KvassTierOverBudget"}
+        one.rows.store(keys(4))
+        assert eventually(lambda: one.scrape()[left_out] == 4)
+        now = one.scrape() | {is_over: 0.0}
+        assert fired(tmp_path, (one.before, now, HOURS * 60)) == {"KvassTierOverBudget"}
+        assert fired(tmp_path, (now, now, HOURS * 60)) == set(), "and then no more"
+
+
 def test_the_hit_rate_falls(tmp_path: Path) -> None:
     """A day of hits, then an hour of misses: 100 chunks a minute. A day of all series is slow."""
     names = ("kvass_hit_tokens_total", "kvass_lookup_tokens_total", "kvass_up")

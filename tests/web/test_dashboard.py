@@ -238,6 +238,18 @@ def test_engines_in_shadow_mode_have_a_section(
         assert page.errors == []
 
 
+@pytest.mark.parametrize("spent", [True, False])
+def test_a_tier_whose_write_budget_is_spent(
+    browser: Browser, daemon: Daemon, web: WebServer, tmp_path: Path, spent: bool
+) -> None:
+    fields = daemon.status()
+    fields["tiers"][0]["over_budget"] = spent
+    with serving(daemon.socket, tmp_path) as web:
+        web.source._newest = lambda: fields  # type: ignore[method-assign]
+        text = shown(browser, web).text("#tiers")
+        assert ("up, over its write budget" in text) is spent
+
+
 def test_lines_are_broken_where_there_is_no_sample(browser: Browser, web: WebServer) -> None:
     """A daemon that was away, or began again, is neither a line through that time nor a negative
     rate. Numbers of another server, which may stand elsewhere, are dropped."""

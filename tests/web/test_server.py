@@ -254,7 +254,7 @@ def test_explain(web: WebServer, daemon: Daemon) -> None:
 
 def test_tiers(tmp_path: Path) -> None:
     (folder := tmp_path / "disk").mkdir(mode=0o755)
-    tier = f"disk:{folder}?capacity=64MiB&quota=default=:1MiB"
+    tier = f"disk:{folder}?capacity=64MiB&quota=default=:1MiB&write=1GiB/day"
     with (
         running_daemon(tmp_path, "16MiB", tier=[tier]) as daemon,
         serving(daemon.socket, tmp_path) as web,
@@ -273,6 +273,7 @@ def test_tiers(tmp_path: Path) -> None:
         one = listed()
         assert (one["tier"], one["state"], one["place"]) == (f"disk:{folder}", "up", 1)
         assert one["tenants"]["default"]["reserved_bytes"] == 1 << 20
+        assert (one["over_budget"], one["write_budget_bytes"]) == (False, 1 << 30)
         body = json.dumps({"tier": f"disk:{folder}", "clear": True}).encode()
         assert ask(web, "POST", "/api/v1/tiers", body)[0] == 401
         assert ask(web, "POST", "/api/v1/tiers", body, **WRITE)[0] == 200

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import Any, Final
 
-from kvass.client.health import tier_state, troubles, used_tiers
+from kvass.client.health import tier_note, tier_state, troubles, used_tiers
 
 WIDTH: Final = 79
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -166,9 +166,8 @@ def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:
         if tier.get("capacity_bytes"):
             holds += f" of {size(tier['capacity_bytes'])}"
         queue = f"{tier['flush_queue_rows']:,}"
-        rows.append(
-            (tier["tier"], tier_state(tier), holds, queue, f"{size(speed)}/s" if speed else "-")
-        )
+        state = ", ".join(filter(None, (tier_state(tier), tier_note(tier))))
+        rows.append((tier["tier"], state, holds, queue, f"{size(speed)}/s" if speed else "-"))
     yield from _table(("tier", "state", "holds", "queue", "speed"), rows)
     for tier in tiers:
         tenants = [

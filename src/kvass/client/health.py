@@ -39,6 +39,11 @@ def tier_state(tier: dict[str, Any]) -> str:
     return ("degraded" if tier_trouble(tier) else "up") if tier.get("up") else "down"
 
 
+def tier_note(tier: dict[str, Any]) -> str:
+    """What to know of a tier that is no trouble, as a few words; empty: nothing."""
+    return "over its write budget" if tier.get("over_budget") else ""
+
+
 def tier_trouble(tier: dict[str, Any]) -> str:
     """The trouble of a tier, as one line; empty: none."""
     if not tier.get("up"):

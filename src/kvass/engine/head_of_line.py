@@ -51,6 +51,11 @@ class HeadOfLine:
             return True
         return self._passing and name not in self._loaded
 
+    def held_back(self) -> None:
+        """The engine passes over a request, because there are no blocks for its load yet
+        (``load_admission.py``)."""
+        self._passing = True
+
     def answered(self, name: str) -> None:
         """The lookup of a request was answered with a number of tokens."""
         self._answered.add(name)

@@ -26,6 +26,7 @@ from kvass.engine.changes import OwnCache, WeightChanges
 from kvass.engine.explain import Explainer
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
+from kvass.engine.load_admission import LoadAdmission
 from kvass.engine.prefill_speed import PrefillSpeed
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import Answer, LoadState, RequestState
@@ -100,6 +101,7 @@ class Planner:
             self._explain.unstored,
         )
         self._changes.bind(pool, self._stores.abandon_pending)
+        self._admission = LoadAdmission(self._setup, self._requests, pool)
 
     @property
     def client(self) -> SchedulerClient:
@@ -148,6 +150,9 @@ class Planner:
         tokens: int | None = 0  # the engine gets a miss if ``_match`` raises
         try:
             tokens = self._match(name, local)
+            if tokens and not self._admission.admits(name):
+                tokens = None
+                self._head_of_line.held_back()
         finally:
             if tokens is not None:
                 self._head_of_line.answered(name)

@@ -127,6 +127,11 @@ class BlockPool(Protocol):
     def blocks(self) -> int:
         """How many blocks the pool has."""
 
+    @property
+    def free_blocks(self) -> int:
+        """How many of them a request could get now. Used only with
+        ``EngineSetup.uncounted_tokens``."""
+
     def hold(self, ids: Iterable[int]) -> list[Any]:
         """Keep these blocks from being reused, also after their requests have ended. The result is
         an argument of ``free`` and ``freed_by``."""

@@ -63,6 +63,9 @@ class EngineSetup:
     one_queue: bool = False
     """The engine stops at the first waiting request for which it has no free blocks. Requests that
     hold blocks, because their load has ended, may wait behind it (``head_of_line.py``)."""
+    uncounted_tokens: int = 0
+    """How many tokens, drafts among them, a request needs room for when it begins to decode, if the
+    engine does not count them when it admits a load (``load_admission.py``). 0: it does."""
     adapters: str = ""
     """The engine's settings that change what a LoRA adapter computes."""
     shadow: float = 0.0

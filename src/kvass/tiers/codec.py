@@ -85,8 +85,19 @@ class Header(msgspec.Struct, frozen=True):
     seal: bytes = b""
 
 
-Seal: TypeAlias = Callable[[bytes, Shards, Shards], bytes]
-"""``(key, shards, into) -> seal``: encrypts the shards of a record into other memory."""
+class Closing(Protocol):
+    """The encryption of one record. If what ``move`` has written cannot be kept, the record is
+    encrypted anew with another ``Closing``: one of them encrypts its bytes once."""
+
+    def move(self, source: memoryview, target: memoryview) -> None:
+        """Encrypt the record's next bytes. ``target`` is as long."""
+
+    def end(self) -> bytes:
+        """Return the seal. These were all bytes of the record. Called once."""
+
+
+Seal: TypeAlias = Callable[[bytes, tuple[int, ...]], Closing]
+"""``(key, lengths)``: begins to encrypt a record with shards of these lengths."""
 
 
 class Opening(Protocol):
@@ -166,13 +177,19 @@ def header_of(key: bytes, shards: Shards, sequence: int = 0) -> Header:
     return Header(key, tuple(map(len, shards)), sequence, payload_checksum(shards))
 
 
-def sealed_header(
-    key: bytes, shards: Shards, into: Shards, seal: Seal, sequence: int = 0
-) -> Header:
+def sealed_header(key: bytes, lengths: tuple[int, ...], seal: bytes, sequence: int = 0) -> Header:
+    """Return the header of an encrypted record. ``seal``: what ``Closing.end`` returned."""
+    check = int.from_bytes(seal[-TAG_BYTES:][: _CHECK.size], "little")
+    return Header(key, lengths, sequence, check, seal)
+
+
+def _encrypted(key: bytes, shards: Shards, into: Shards, seal: Seal) -> Header:
     """Encrypt the shards into other memory, and return the header of that record."""
-    made = seal(key, shards, into)
-    check = int.from_bytes(made[-TAG_BYTES:][: _CHECK.size], "little")
-    return Header(key, tuple(map(len, shards)), sequence, check, made)
+    lengths = tuple(map(len, shards))
+    closing = seal(key, lengths)
+    for shard, part in zip(shards, into, strict=True):
+        closing.move(shard.data, part.data)
+    return sealed_header(key, lengths, closing.end())
 
 
 def prepared(key: bytes, shards: Shards, seal: Seal | None) -> tuple[Header, Shards]:
@@ -181,7 +198,7 @@ def prepared(key: bytes, shards: Shards, seal: Seal | None) -> tuple[Header, Sha
     if seal is None:
         return header_of(key, shards), shards
     into = _parts(page_buffer(size_of(shards)), shards)
-    return sealed_header(key, shards, into, seal), into
+    return _encrypted(key, shards, into, seal), into
 
 
 def pack(key: bytes, shards: Shards, seal: Seal | None = None) -> Buffer:
@@ -193,7 +210,7 @@ def pack(key: bytes, shards: Shards, seal: Seal | None = None) -> Buffer:
         return np.concatenate([header, *shards], out=piece)
     at = header_bytes(Header(key, tuple(map(len, shards)), 0, 0, bytes(SEAL_BYTES)))
     piece = page_buffer(at + size_of(shards))
-    made = sealed_header(key, shards, _parts(piece[at:], shards), seal)
+    made = _encrypted(key, shards, _parts(piece[at:], shards), seal)
     piece[:at] = memoryview(encode_header(made))
     return piece
 

@@ -31,7 +31,6 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from kvass.tiers.base import Shards
 from kvass.tiers.codec import SEAL_BYTES, TAG_BYTES, Header, authenticated
 from kvass.tiers.key_file import KEY_BYTES, KeyFile
 from kvass.tiers.pacing import CIPHER_BYTES, yield_cpu
@@ -98,18 +97,15 @@ class Encryption:
                 self._keys, self._ring = keys, tuple(known.get(k) or MasterKey(k) for k in keys)
             return self._ring
 
-    def seal(self, tenant: str, key: bytes, shards: Shards, into: Shards) -> bytes:
+    def seal(self, tenant: str, key: bytes, lengths: tuple[int, ...]) -> Sealer:
         """See ``codec.Seal``. ``key`` is the record's name."""
         master = self.ring()[0]
         salt = self._salt_for(master, tenant)
         nonce = os.urandom(_NONCE_BYTES)
         encryptor = Cipher(AES256(master.data_key(salt)), GCM(nonce)).encryptor()
         seal = master.id + salt + nonce
-        encryptor.authenticate_additional_data(authenticated(key, tuple(map(len, shards)), seal))
-        for shard, part in zip(shards, into, strict=True):
-            _paced(encryptor.update_into, shard.data, part.data)
-        encryptor.finalize()
-        return seal + encryptor.tag
+        encryptor.authenticate_additional_data(authenticated(key, lengths, seal))
+        return Sealer(encryptor, seal)
 
     def open(self, header: Header) -> Decryption | None:
         """See ``codec.Open``. None if the record is not encrypted, or its key is not in the
@@ -138,6 +134,21 @@ class Encryption:
     def _failed(self) -> None:
         with self._lock:
             self.not_decrypted += 1
+
+
+class Sealer:
+    """See ``codec.Closing``."""
+
+    def __init__(self, encryptor: Any, seal: bytes) -> None:
+        self._encryptor, self._seal = encryptor, seal
+
+    def move(self, source: memoryview, target: memoryview) -> None:
+        _paced(self._encryptor.update_into, source, target)
+
+    def end(self) -> bytes:
+        self._encryptor.finalize()
+        tag: bytes = self._encryptor.tag
+        return self._seal + tag
 
 
 class Decryption:

@@ -171,7 +171,7 @@ def host_and_port(scheme: str, where: str, port: int) -> tuple[str, int]:
 
 def _size_or_zero(text: str) -> int:
     try:
-        return Size.parse(text)
+        return int(Size.parse(text))  # a plain number, as it is part of the tier's report
     except ValueError:
         return 0
 

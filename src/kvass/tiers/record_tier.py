@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 
 from kvass.errors import TierDown, UsageError
 from kvass.tiers.base import Shards, check_batch, check_note
-from kvass.tiers.codec import Header, Open, Opening, Seal
+from kvass.tiers.codec import Closing, Header, Open, Opening, Seal
 from kvass.types import DEFAULT_TENANT
 
 Outcome: TypeAlias = bool | TierDown
@@ -26,7 +26,7 @@ Outcome: TypeAlias = bool | TierDown
 class Sealing(Protocol):
     """Encrypts and decrypts the records of a tier."""
 
-    def seal(self, tenant: str, key: bytes, shards: Shards, into: Shards) -> bytes:
+    def seal(self, tenant: str, key: bytes, lengths: tuple[int, ...]) -> Closing:
         """See ``codec.Seal``. Each tenant's records are encrypted with other keys."""
 
     def open(self, header: Header) -> Opening | None:

@@ -27,7 +27,8 @@ _TIER_CHARS: Final = 4096
 _TIER_FIELDS: Final = (
     *("tier", "place", "bytes", "capacity_bytes", "records", "tenants", "flush_queue_rows"),
     *("flush_queue_oldest_s", "storing_bytes", "loading_bytes", "load_bytes_s"),
-    *("stored_rows", "loaded_rows", "store_failures"),
+    *("stored_rows", "loaded_rows", "store_failures", "rows_over_budget"),
+    *("over_budget", "write_budget_bytes", "write_budget_left_bytes"),
 )
 """The fields of a tier's status that ``/api/v1/tiers`` has, if the tier reports them."""
 

@@ -354,5 +354,9 @@ class VllmBlockPool:
     def blocks(self) -> int:
         return int(self._pool.num_gpu_blocks)
 
+    @property
+    def free_blocks(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
     def freed_by(self, held: Iterable[Any]) -> int:
         return sum(block.ref_cnt == 1 for block in held)

@@ -190,6 +190,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         chunk_blocks=chunk_blocks(layouts, chunk_tokens) if each_block else 0,
         fixed_weights=options.fixed_weights,
         one_queue=_has_one_queue(layouts),
+        uncounted_tokens=_uncounted_tokens(vllm_config),
         adapters=adapters,
         global_media_ids=options.global_media_ids,
         generated=_stores_generated(options, vllm_config),
@@ -207,6 +208,13 @@ def _has_one_queue(layouts: tuple[GroupLayout, ...]) -> bool:
     others. But of windows and states a failed load needs more blocks to compute than vLLM reserved
     to load, so such a request may stop those of its kind behind it."""
     return release(vllm.__version__) < (0, 31) or any(one.kind != "full" for one in layouts)
+
+
+def _uncounted_tokens(vllm_config: Any) -> int:
+    """``EngineSetup.uncounted_tokens``, as vLLM counts them since 0.31: the last token, drafts that
+    are verified, and those of the next step."""
+    drafts = vllm_config.num_speculative_tokens
+    return 1 + 2 * drafts if drafts and release(vllm.__version__) < (0, 31) else 0
 
 
 def _stores_generated(options: Options, vllm_config: Any) -> bool:

@@ -77,13 +77,13 @@ Copies: TypeAlias = Sequence[tuple[Buffer, Buffer]]
 """Pairs of a shard and its part of a bounce buffer."""
 
 
-def body_of(shards: Shards, *, copied: bool = False) -> tuple[list[Buffer], Copies]:
+def body_of(shards: Shards) -> tuple[list[Buffer], Copies]:
     """Return the page-aligned buffers for the I/O of the shards, and the copies that are needed.
 
-    If all shards are page-aligned, they are the buffers, and there are no copies. Otherwise, and if
-    they are to be ``copied``, there is one bounce buffer, and a pair for each shard.
+    If all shards are page-aligned, they are the buffers, and there are no copies. Otherwise there
+    is one bounce buffer, and a pair for each shard.
     """
-    if not copied and all(len(s) % PAGE == 0 and s.ctypes.data % PAGE == 0 for s in shards):
+    if all(len(s) % PAGE == 0 and s.ctypes.data % PAGE == 0 for s in shards):
         return list(shards), []
     bounce = page_buffer(slot_bytes_of(shards) - PAGE)
     begins = accumulate((align_up(len(s)) for s in shards), initial=0)
@@ -188,18 +188,22 @@ class SegmentFile:
         iterator writes all further pieces as it is consumed.
         """
         assert sum(map(len, parts)) <= self.slot_bytes, "a record is larger than its slot"
-        at = PAGE + slot * self.slot_bytes
         first, *others = split(parts, IO_BYTES)
-        seal(chain(first, self._written(others, at + IO_BYTES)))
-        self._put(first, at)
+        seal(chain(first, self._written(slot, others)))
+        self.put(slot, 0, first)
 
-    def _written(self, pieces: Sequence[list[memoryview]], at: int) -> Iterator[memoryview]:
-        for number, piece in enumerate(pieces):
-            yield_cpu()
-            self._put(piece, at + number * IO_BYTES)
+    def _written(self, slot: int, pieces: Sequence[list[memoryview]]) -> Iterator[memoryview]:
+        for number, piece in enumerate(pieces, 1):
+            self.put(slot, number, piece)
             yield from piece
 
-    def _put(self, piece: list[memoryview], at: int) -> None:
+    def put(self, slot: int, number: int, piece: list[memoryview]) -> None:
+        """Write one page-aligned piece of a record, of ``IO_BYTES`` unless it is the last one. It
+        begins ``number * IO_BYTES`` after the slot's beginning. Yields the processor before each
+        piece but the first. Raises ``OSError`` if not all was written."""
+        if number:
+            yield_cpu()
+        at = PAGE + slot * self.slot_bytes + number * IO_BYTES
         wanted = sum(map(len, piece))
         if (done := os.pwritev(self._fd, piece, at)) != wanted:  # the disk may be full
             raise OSError(errno.ENOSPC, f"wrote {done} of {wanted} bytes")

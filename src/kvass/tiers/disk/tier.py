@@ -41,10 +41,10 @@ from kvass.tiers.codec import (
     decode_header,
     encode_header,
     payload_checksum,
-    sealed_header,
 )
 from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
+from kvass.tiers.disk.sealing import SealedWriter
 from kvass.tiers.disk.segment import (
     SEGMENT,
     TABLE,
@@ -110,7 +110,7 @@ class DiskTier(RecordTier):
         self._growing = threading.Lock()
         self._noting = threading.Lock()
         self._grow_after = 0.0
-        self._scratch = _Scratch()
+        self._scratch, self._sealed = _Scratch(), SealedWriter()
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
         if not self._index.fits(2 * PAGE, self._index.owner(DEFAULT_TENANT)):
             raise ConfigError(f"{folder}: a capacity of {Size(capacity)} holds not one row")
@@ -305,31 +305,13 @@ class DiskTier(RecordTier):
         with self._lock:
             stamp = self._index.next_stamp()
         try:
-            page = self._scratch.page
-            body, copies = body_of(shards, copied=seal is not None)
-            sealed = None
-            if seal is not None:
-                into = [part for _, part in copies]
-                sealed = sealed_header(key, shards, into, seal, stamp)
-            else:
-                for shard, part in copies:
-                    part[:] = shard
-
-            def write_header(parts: Iterator[memoryview]) -> None:
-                next(parts)
-                header = sealed
-                if header is None:
-                    check = _payload_checksum(parts, copies)
-                    header = Header(key, tuple(map(len, shards)), stamp, check)
-                deque(parts, 0)  # this writes what is left
-                raw = encode_header(header)
-                page[: len(raw)] = memoryview(raw)
-                page[len(raw) :] = 0
-
             if self._budget:
                 self._budget.spend(segment.file.slot_bytes)
             segment.file.set_entry(slot, 0, 0)
-            segment.file.write(slot, [page, *body], write_header)
+            if seal is None:
+                self._write(place, key, shards, stamp)
+            else:
+                self._sealed.write(segment.file, slot, key, shards, stamp, seal)
             segment.file.set_entry(slot, number, stamp)
         except OSError:
             with self._lock:
@@ -340,6 +322,22 @@ class DiskTier(RecordTier):
             old = self._index.publish(place, number, stamp)
         self._erase(old)
         return not segment.gone
+
+    def _write(self, place: DiskSlot, key: bytes, shards: Shards, stamp: int) -> None:
+        """Write a record that is not encrypted to a pinned slot. Raises ``OSError``."""
+        page = self._scratch.page
+        body, copies = body_of(shards)
+        for shard, part in copies:
+            part[:] = shard
+
+        def write_header(parts: Iterator[memoryview]) -> None:
+            next(parts)
+            check = _payload_checksum(parts, copies)
+            raw = encode_header(Header(key, tuple(map(len, shards)), stamp, check))
+            page[: len(raw)] = memoryview(raw)
+            page[len(raw) :] = 0
+
+        place.segment.file.write(place.slot, [page, *body], write_header)
 
     def _erase(self, place: DiskSlot | None) -> None:
         """Erase the table entry of a slot that ``DiskIndex.forget`` returned, and unpin the slot.
