@@ -125,8 +125,8 @@ def _measure(
     times: dict[str, list[float]] = {}
     same = so_far["same_tokens"]
     for number in range(rounds + 1):  # the first warms up
-        prompt = _words(length, (length, number))
         for name, engine in engines.items():
+            prompt = _words(length, (name, length, number))
             cold, local = engine.one(prompt, 4), engine.one(prompt, 4)
             time.sleep(0.2)  # a store ends
             hit = _hit(engine, prompt, 4)
