@@ -2,11 +2,12 @@
 
 Every fork is a Python program of its own, as ``python -m`` runs it, with pipes, an environment and
 a process id of its own. Forks of one template share the seed of Python's ``hash()``; processes that
-do not are in ``tests/engine/test_recipes.py`` (two servers) and ``test_scheduler_identity.py``.
+do not are in ``tests/engine/test_recipes.py`` (a server) and ``test_scheduler_identity.py``.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
