@@ -1,4 +1,4 @@
-"""``make soak``: the mischief of five minutes in half a one, and that it notices what it is there for."""
+"""``make soak``: five minutes' mischief in half a one, and that it notices what it is there for."""
 
 from __future__ import annotations
 
