@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,10 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("servers")
 
 
-@pytest.fixture(scope="module")
-def servers(folder: Path) -> Iterator[list[str]]:
-    """The second one is started as a user starts it, and the first one in forks, which is quick. So
-    the seeds of Python's ``hash()`` differ, too."""
+@pytest.fixture(scope="module", autouse=True)
+def starting(folder: Path) -> Iterator[Future[list[str]]]:
+    """Two servers that start while tests without servers run. The second one is started as a user
+    starts it, and the first one in forks, which is quick. So the seeds of Python's ``hash()``
+    differ, too."""
     as_a_user = serving._process
 
     def started(command: list[str], *args: Any) -> AbstractContextManager[None]:
@@ -45,9 +47,18 @@ def servers(folder: Path) -> Iterator[list[str]]:
 
     with (
         mock.patch.object(serving, "_process", started),
-        two_servers(folder, lookup_budget_ms=10_000) as urls,  # patient, as below
+        ThreadPoolExecutor(1) as thread,
+        ExitStack() as stack,
     ):
+        both = two_servers(folder, lookup_budget_ms=10_000)  # patient, as below
+        urls = thread.submit(stack.enter_context, both)
         yield urls
+        urls.result()
+
+
+@pytest.fixture
+def servers(starting: Future[list[str]]) -> list[str]:
+    return starting.result()
 
 
 @pytest.fixture
@@ -55,6 +66,36 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     """Patient: a busy machine makes no miss of a hit."""
     with running_daemon(tmp_path, l1_size="256MiB", lookup_budget_ms=10_000) as one:
         yield one
+
+
+def test_a_later_job_loads_the_prefix_of_an_earlier_one(daemon: Daemon) -> None:
+    """On a busy machine a process's first lookup may time out, so more than one job may follow."""
+    shown, whole = [line for line in SHOWN if line.startswith("job ")], [whole_blocks(2001)] * 8
+    assert cached_each(shown[0]) == [0, *whole[1:]]
+    assert cached_each(shown[1]) == whole
+    assert sorted(cached_of_job(1, daemon)) == cached_each(shown[0])
+    assert any(cached_of_job(later, daemon) == whole for later in (2, 3, 4))
+
+
+def cached_of_job(job: int, daemon: Daemon) -> list[int]:
+    return cached_each(run("offline_batch", daemon, "--questions", str(job))[1])
+
+
+def cached_each(output: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", output.partition("each request:")[2])]
+
+
+def test_no_policy_of_a_training_loop_reuses_what_another_one_computed(daemon: Daemon) -> None:
+    status, output = run("rl_loop", daemon)
+    assert status == 0, output
+    *reset, unreset = lines = [line for line in output.splitlines() if line.startswith("policy")]
+    assert len(reset) == 4
+    assert all(
+        line.endswith(": 0 prompt tokens cached, same tokens as computed: yes") for line in reset
+    )
+    assert unreset.endswith("NO")  # the control
+    assert lines == [line for line in SHOWN if line.startswith("policy")]
+    assert daemon.status()["rows"] > 0  # there was something to reuse
 
 
 def test_the_second_replica_hits_what_the_first_one_computed(
@@ -123,36 +164,6 @@ def test_a_prefill_is_one_token_of_any_request() -> None:
     wanted = {"prompt": [1], "seed": 7}
     request = wanted | {"max_tokens": 50, "min_tokens": 9, "n": 3, "stream": True}
     assert for_one_token(request) == wanted | {"max_tokens": 1}
-
-
-def test_a_later_job_loads_the_prefix_of_an_earlier_one(daemon: Daemon) -> None:
-    """On a busy machine a process's first lookup may time out, so more than one job may follow."""
-    shown, whole = [line for line in SHOWN if line.startswith("job ")], [whole_blocks(2001)] * 8
-    assert cached_each(shown[0]) == [0, *whole[1:]]
-    assert cached_each(shown[1]) == whole
-    assert sorted(cached_of_job(1, daemon)) == cached_each(shown[0])
-    assert any(cached_of_job(later, daemon) == whole for later in (2, 3, 4))
-
-
-def cached_of_job(job: int, daemon: Daemon) -> list[int]:
-    return cached_each(run("offline_batch", daemon, "--questions", str(job))[1])
-
-
-def cached_each(output: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", output.partition("each request:")[2])]
-
-
-def test_no_policy_of_a_training_loop_reuses_what_another_one_computed(daemon: Daemon) -> None:
-    status, output = run("rl_loop", daemon)
-    assert status == 0, output
-    *reset, unreset = lines = [line for line in output.splitlines() if line.startswith("policy")]
-    assert len(reset) == 4
-    assert all(
-        line.endswith(": 0 prompt tokens cached, same tokens as computed: yes") for line in reset
-    )
-    assert unreset.endswith("NO")  # the control
-    assert lines == [line for line in SHOWN if line.startswith("policy")]
-    assert daemon.status()["rows"] > 0  # there was something to reuse
 
 
 def test_the_page_shows_hits_of_all_whole_blocks() -> None:

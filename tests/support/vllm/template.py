@@ -67,10 +67,11 @@ class Forked:
 
 
 class Template:
-    """Forks; it starts with the first fork. ``environment``: of its imports."""
+    """Forks for any thread; it starts with the first one. ``environment``: of its imports."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
+        self._one = threading.Lock()
 
     @cached_property
     def _control(self) -> socket.socket:
@@ -89,12 +90,14 @@ class Template:
         """Run ``command``, a module and its arguments, in a fork; stdin and stdout are pipes."""
         (stdin, to_it), (from_it, its), (status, told) = os.pipe(), os.pipe(), os.pipe()
         request = json.dumps([command, dict(env)]).encode()
-        try:
-            socket.send_fds(self._control, [request], [stdin, its, stderr, told])
-        finally:
-            for fd in (stdin, its, told):
-                os.close(fd)
-        if not (pid := self._control.recv(16)):
+        with self._one:
+            try:
+                socket.send_fds(self._control, [request], [stdin, its, stderr, told])
+            finally:
+                for fd in (stdin, its, told):
+                    os.close(fd)
+            pid = self._control.recv(16)
+        if not pid:
             raise RuntimeError("the template has ended: see its stderr")
         return Forked(int(pid), os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb"), status)
 
