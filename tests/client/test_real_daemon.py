@@ -126,21 +126,21 @@ def test_what_is_stored_is_read_back(daemon: Daemon, engine: Engine) -> None:
     assert not engine.load("a")
 
 
-def test_ten_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engine) -> None:
+def test_two_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engine) -> None:
     assert engine.store("a")
     assert eventually(lambda: engine.load("a"))
     scheduler = engine.scheduler
     scheduler.lookups.budget_s = PATIENCE_S
-    for i in range(10_000):
+    for i in range(2_000):
         scheduler.step.wait_s = PATIENCE_S * (i % 2)  # every other one is given up at once
         scheduler.new_step()
         found = scheduler.match(f"r{i}", digests("a"), WIDTH, 0)
         assert found is not None
-        if i == 5_001:  # the negative control: what is not settled does hold pins
+        if i == 1_001:  # the negative control: what is not settled does hold pins
             assert daemon.status()["pins"] >= CHUNKS
         scheduler.give_back(f"r{i}")
     quiet(daemon)
-    assert scheduler.counters["hits"] + scheduler.counters["late_replies"] == 10_001
+    assert scheduler.counters["hits"] + scheduler.counters["late_replies"] == 2_001
     assert scheduler.counters["late_replies"] > 0
     assert scheduler.counters["lost"] == 0
 

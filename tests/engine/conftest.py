@@ -36,13 +36,15 @@ ARGS: Final[dict[str, Any]] = {
     "num_gpu_blocks_override": 512,
     "max_num_batched_tokens": 512,  # longer prompts are prefilled in chunks
 }
+UNCOMPILED: Final = {"TORCHDYNAMO_DISABLE": "1"}
+"""For imports of torch. vLLM compiles a function of its sampler, which takes 2 s of each engine."""
 LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if where := config.getoption("pages"):
         EngineProcess.all_on_gpu = where == "gpu"
-    EngineProcess.template = Template({**os.environ, **ENVIRONMENT})
+    EngineProcess.template = Template({**os.environ, **ENVIRONMENT, **UNCOMPILED})
 
 
 def store(engine: EngineProcess, tokens: list[int], max_tokens: int = 1, **fields: Any) -> Answer:

@@ -7,14 +7,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 
+from examples import serving
 from examples.serving import ask, servers
 from examples.tiny import some_prompt, transfer_config, whole_blocks
 from kvass.testing.daemon import running_daemon
 from tests.engine.conftest import Starter
+from tests.support.vllm.http_server import forked
 from tests.support.vllm.judge import check_same
 from tests.support.vllm.process import EngineProcess, Prompt
 
@@ -48,7 +51,10 @@ def test_a_server_counts_what_each_of_its_connectors_does(tmp_path: Path) -> Non
         }
         flags = {"no_enable_prefix_caching": True}  # so that each hit is one of kvass
         environment = {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "INFO"}
-        with servers(tmp_path, daemon, [both(kvass, OFFLOADING)], flags, **environment) as (url,):
+        with (
+            mock.patch.object(serving, "_process", forked),
+            servers(tmp_path, daemon, [both(kvass, OFFLOADING)], flags, **environment) as (url,),
+        ):
             first, *again = [ask(url, prompt) for _ in range(3)]
             counted = httpx.get(f"{url}/metrics", trust_env=False).text
     assert [reply.cached for reply in (first, *again)] == [0, *[whole_blocks(1000)] * 2]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 
-from examples import agent_loop
-from examples.serving import servers
+from examples import agent_loop, serving
 from examples.tiny import some_prompt, transfer_config
 from kvass.testing.daemon import Daemon, running_daemon
+from tests.support.vllm.http_server import forked
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.engine
@@ -26,7 +27,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, s
     more = {"num_gpu_blocks_override": 136}
     with (
         running_daemon(folder, l1_size=str(L1), lookup_budget_ms=10_000) as daemon,
-        servers(folder, daemon, [transfer_config(daemon.socket)], more) as (url,),
+        mock.patch.object(serving, "_process", forked),
+        serving.servers(folder, daemon, [transfer_config(daemon.socket)], more) as (url,),
     ):
         yield daemon, url
 
@@ -62,7 +64,7 @@ def test_a_retained_prompt_stays_under_pressure_and_another_does_not(
     ask(url, kept, ttl="1h")
     ask(url, other)
     assert eventually(lambda: daemon.status()["l1_kept_bytes"] > 0)
-    push(daemon, url, 10 * L1, 8000)
+    push(daemon, url, 4 * L1, 8000)
     assert ask(url, other)["hit_tokens"] == 0, "the control"
     did = ask(url, kept, ttl="1h")
     assert did["hit_tokens"] == 480

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 
-from examples import disaggregated_prefill, two_replicas
+from examples import disaggregated_prefill, serving, two_replicas
 from examples.proxy import for_one_token
 from examples.serving import ask, running_proxy, two_servers
 from examples.tiny import some_prompt, whole_blocks
 from kvass.testing.daemon import Daemon, running_daemon
+from tests.support.vllm.http_server import forked
 from tests.support.vllm.process import EngineProcess
 
 pytestmark = pytest.mark.engine
@@ -31,10 +35,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("servers")
 
 
-@pytest.fixture(scope="module")
-def servers(folder: Path) -> Iterator[list[str]]:
-    with two_servers(folder, lookup_budget_ms=10_000) as urls:  # patient, as below
+@pytest.fixture(scope="module", autouse=True)
+def starting(folder: Path) -> Iterator[Future[list[str]]]:
+    """Two servers that start while tests without servers run. The second one is started as a user
+    starts it, and the first one in forks, which is quick. So the seeds of Python's ``hash()``
+    differ, too."""
+    as_a_user = serving._process
+
+    def started(command: list[str], *args: Any) -> AbstractContextManager[None]:
+        return (forked if "--kv-transfer-config" in command else as_a_user)(command, *args)
+
+    with (
+        mock.patch.object(serving, "_process", started),
+        ThreadPoolExecutor(1) as thread,
+        ExitStack() as stack,
+    ):
+        both = two_servers(folder, lookup_budget_ms=10_000)  # patient, as below
+        urls = thread.submit(stack.enter_context, both)
         yield urls
+        urls.result()
+
+
+@pytest.fixture
+def servers(starting: Future[list[str]]) -> list[str]:
+    return starting.result()
 
 
 @pytest.fixture
@@ -42,6 +66,36 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     """Patient: a busy machine makes no miss of a hit."""
     with running_daemon(tmp_path, l1_size="256MiB", lookup_budget_ms=10_000) as one:
         yield one
+
+
+def test_a_later_job_loads_the_prefix_of_an_earlier_one(daemon: Daemon) -> None:
+    """On a busy machine a process's first lookup may time out, so more than one job may follow."""
+    shown, whole = [line for line in SHOWN if line.startswith("job ")], [whole_blocks(2001)] * 8
+    assert cached_each(shown[0]) == [0, *whole[1:]]
+    assert cached_each(shown[1]) == whole
+    assert sorted(cached_of_job(1, daemon)) == cached_each(shown[0])
+    assert any(cached_of_job(later, daemon) == whole for later in (2, 3, 4))
+
+
+def cached_of_job(job: int, daemon: Daemon) -> list[int]:
+    return cached_each(run("offline_batch", daemon, "--questions", str(job))[1])
+
+
+def cached_each(output: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", output.partition("each request:")[2])]
+
+
+def test_no_policy_of_a_training_loop_reuses_what_another_one_computed(daemon: Daemon) -> None:
+    status, output = run("rl_loop", daemon)
+    assert status == 0, output
+    *reset, unreset = lines = [line for line in output.splitlines() if line.startswith("policy")]
+    assert len(reset) == 4
+    assert all(
+        line.endswith(": 0 prompt tokens cached, same tokens as computed: yes") for line in reset
+    )
+    assert unreset.endswith("NO")  # the control
+    assert lines == [line for line in SHOWN if line.startswith("policy")]
+    assert daemon.status()["rows"] > 0  # there was something to reuse
 
 
 def test_the_second_replica_hits_what_the_first_one_computed(
@@ -88,7 +142,7 @@ def test_the_decode_server_hits_what_the_prefill_server_stored(
 ) -> None:
     """Every block of every prompt, though a prefill answers before its store is committed."""
     lengths = [33, 200, 256, 1000, 1024, 1056, 2000, 2112, 3000, 3072]
-    prompts = [some_prompt(tokens, seed) for seed in (10, 11) for tokens in lengths]
+    prompts = [some_prompt(tokens, seed=10) for tokens in lengths]
     replies = disaggregated_prefill.play(tmp_path, servers, prompts)
     for prompt, reply in zip(prompts, replies, strict=True):
         assert reply.server == servers[1]
@@ -110,36 +164,6 @@ def test_a_prefill_is_one_token_of_any_request() -> None:
     wanted = {"prompt": [1], "seed": 7}
     request = wanted | {"max_tokens": 50, "min_tokens": 9, "n": 3, "stream": True}
     assert for_one_token(request) == wanted | {"max_tokens": 1}
-
-
-def test_a_later_job_loads_the_prefix_of_an_earlier_one(daemon: Daemon) -> None:
-    """On a busy machine a process's first lookup may time out, so more than one job may follow."""
-    shown, whole = [line for line in SHOWN if line.startswith("job ")], [whole_blocks(2001)] * 8
-    assert cached_each(shown[0]) == [0, *whole[1:]]
-    assert cached_each(shown[1]) == whole
-    assert sorted(cached_of_job(1, daemon)) == cached_each(shown[0])
-    assert any(cached_of_job(later, daemon) == whole for later in (2, 3, 4))
-
-
-def cached_of_job(job: int, daemon: Daemon) -> list[int]:
-    return cached_each(run("offline_batch", daemon, "--questions", str(job))[1])
-
-
-def cached_each(output: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", output.partition("each request:")[2])]
-
-
-def test_no_policy_of_a_training_loop_reuses_what_another_one_computed(daemon: Daemon) -> None:
-    status, output = run("rl_loop", daemon)
-    assert status == 0, output
-    *reset, unreset = lines = [line for line in output.splitlines() if line.startswith("policy")]
-    assert len(reset) == 4
-    assert all(
-        line.endswith(": 0 prompt tokens cached, same tokens as computed: yes") for line in reset
-    )
-    assert unreset.endswith("NO")  # the control
-    assert lines == [line for line in SHOWN if line.startswith("policy")]
-    assert daemon.status()["rows"] > 0  # there was something to reuse
 
 
 def test_the_page_shows_hits_of_all_whole_blocks() -> None:

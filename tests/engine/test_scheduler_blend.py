@@ -3,8 +3,7 @@ vLLM's real scheduler does with blended requests."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +30,7 @@ from kvass.errors import UsageError
 from kvass.messages import Segment, Segments
 from kvass.types import GroupLayout
 from tests.support.vllm.fake_client import FakeClient, split
+from tests.support.vllm.process import EngineProcess
 from tests.support.vllm.scheduler import (
     BLOCK,
     CHUNK,
@@ -72,18 +72,12 @@ def test_what_it_needs() -> None:
     assert read_setup(*make_configs()).blend is None
 
 
-IMPORTS = """
-import sys
-import kvass.connectors.vllm.connector
-print([name for name in sys.modules if name.startswith("kvass.") and "blend" in name])
-import kvass.connectors.vllm.blend_connector
-print([name for name in sys.modules if name.startswith("kvass.") and "blend" in name])
-"""
-
-
 def test_the_connector_without_blend_imports_nothing_of_it() -> None:
-    run = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True)
-    without, control = run.stdout.decode().splitlines()[-2:]
+    assert EngineProcess.template is not None
+    run = EngineProcess.template.fork(["tests.support.vllm.blend_imports"], os.environ, stderr=2)
+    with run.stdin, run.stdout:
+        without, control = run.stdout.read().decode().splitlines()[-2:]
+    assert run.wait() == 0
     assert without == "[]"
     assert "kvass.blend.plan" in control
 

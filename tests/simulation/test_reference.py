@@ -24,10 +24,10 @@ def live(seed: int) -> tuple[bool, int, int]:
 
 
 def test_every_loaded_page_is_of_its_tokens_group_layer_and_shard(cores: Pool) -> None:
-    worlds = [*cores.map(live, range(1_000_000, 1_000_100), chunksize=10)]
-    assert sum(loaded for all_full, loaded, _ in worlds if all_full) > 50
-    assert sum(loaded for all_full, loaded, _ in worlds if not all_full) > 120
-    assert sum(promoted for _, _, promoted in worlds) > 150
+    worlds = [*cores.map(live, range(1_000_000, 1_000_040), chunksize=5)]
+    assert sum(loaded for all_full, loaded, _ in worlds if all_full) > 20
+    assert sum(loaded for all_full, loaded, _ in worlds if not all_full) > 48
+    assert sum(promoted for _, _, promoted in worlds) > 60
 
 
 def noticed() -> bool:

@@ -31,8 +31,7 @@ def fake_vllm(folder: Path, *changes: tuple[str, str, str], version: str = UNTES
     in it is replaced by what, once."""
     package = folder / "vllm"
     package.mkdir(parents=True)
-    for entry in installed().iterdir():
-        (package / entry.name).symlink_to(entry)
+    _link(installed(), package)
     own = version_of(package)
     for file, old, new in [("_version.py", f"= '{own}'", f"= '{version}'"), *changes]:
         text = (package / file).read_text()
@@ -62,6 +61,12 @@ def _unlink(package: Path, file: Path) -> None:
             theirs = Path(os.readlink(folder))
             folder.unlink()
             folder.mkdir()
-            for entry in theirs.iterdir():
-                (folder / entry.name).symlink_to(entry)
+            _link(theirs, folder)
     (package / file).unlink()
+
+
+def _link(theirs: Path, folder: Path) -> None:
+    """All but compiled modules: those of changed files do not belong to the installed package."""
+    for entry in theirs.iterdir():
+        if entry.name != "__pycache__":
+            (folder / entry.name).symlink_to(entry)

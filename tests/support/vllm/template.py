@@ -2,11 +2,12 @@
 
 Every fork is a Python program of its own, as ``python -m`` runs it, with pipes, an environment and
 a process id of its own. Forks of one template share the seed of Python's ``hash()``; processes that
-do not are in ``tests/engine/test_recipes.py`` (two servers) and ``test_scheduler_identity.py``.
+do not are in ``tests/engine/test_recipes.py`` (a server) and ``test_scheduler_identity.py``.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -17,9 +18,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import IO, Final
+from typing import IO, Final, NoReturn
 
 PRELOADED: Final = (
     "vllm.entrypoints.llm",
@@ -27,6 +29,7 @@ PRELOADED: Final = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "compressed_tensors",
 )
 """Nothing of kvass, which notes when it is imported: weights must be older than that."""
 _STARTED_S: Final = 600.0
@@ -64,10 +67,11 @@ class Forked:
 
 
 class Template:
-    """Forks; it starts with the first fork. ``environment``: of its imports."""
+    """Forks for any thread; it starts with the first one. ``environment``: of its imports."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
+        self._one = threading.Lock()
 
     @cached_property
     def _control(self) -> socket.socket:
@@ -86,12 +90,14 @@ class Template:
         """Run ``command``, a module and its arguments, in a fork; stdin and stdout are pipes."""
         (stdin, to_it), (from_it, its), (status, told) = os.pipe(), os.pipe(), os.pipe()
         request = json.dumps([command, dict(env)]).encode()
-        try:
-            socket.send_fds(self._control, [request], [stdin, its, stderr, told])
-        finally:
-            for fd in (stdin, its, told):
-                os.close(fd)
-        if not (pid := self._control.recv(16)):
+        with self._one:
+            try:
+                socket.send_fds(self._control, [request], [stdin, its, stderr, told])
+            finally:
+                for fd in (stdin, its, told):
+                    os.close(fd)
+            pid = self._control.recv(16)
+        if not pid:
             raise RuntimeError("the template has ended: see its stderr")
         return Forked(int(pid), os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb"), status)
 
@@ -135,6 +141,24 @@ def _forked(control: socket.socket, request: bytes, fds: Sequence[int]) -> list[
     return command
 
 
+def _run(module: str) -> int:
+    """Run it as the program; its exit status."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as exited:
+        return exited.code if isinstance(exited.code, int) else int(exited.code is not None)
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    """End as Python does, but free no object: with vLLM's that takes 3 s of a core."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    _end(_run(sys.argv[0]))
