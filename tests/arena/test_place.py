@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from kvass.arena import memory
-from kvass.arena.place import held_bytes, open_place, remove_place
+from kvass.arena.place import held_bytes, open_place, page_bytes, remove_place
 from kvass.errors import ConfigError
+from kvass.types import PAGE
 
 MIB = 1 << 20
 INDEX = 4 * MIB
+NOBODY = 65534
 
 
 def test_what_is_in_it_outlives_who_wrote_it(memory_folder: Path) -> None:
@@ -134,6 +136,20 @@ def test_a_link_is_not_followed(memory_folder: Path, tmp_path: Path, name: str) 
     with pytest.raises(ConfigError, match=f"{name} is no file of this daemon's alone"):
         open_place(str(memory_folder), MIB, INDEX)
     assert victim.read_bytes() == b"another's"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_cannot_be_looked_at_has_the_usual_pages(tmp_path: Path) -> None:
+    """``open_place`` then says why."""
+    tmp_path.chmod(0o700)
+    path = str(tmp_path / "none/arena")
+    os.seteuid(NOBODY)
+    try:
+        assert page_bytes(path) == PAGE
+        with pytest.raises(ConfigError, match="cannot be made: Permission denied"):
+            open_place(path, PAGE, PAGE)
+    finally:
+        os.seteuid(0)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(memory_folder: Path) -> None:

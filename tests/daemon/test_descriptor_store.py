@@ -22,6 +22,7 @@ from tests.daemon.test_lasting import KEYS, ROW, children, found, of_arena
 from tests.daemon.test_process import refused, serve
 from tests.support.huge_pages import reserved
 from tests.support.systemd import START, Manager, with_manager
+from tests.support.waiting import eventually
 
 NAMES = {"kvass-slots", "kvass-index"}
 
@@ -113,7 +114,7 @@ FOREIGN: dict[str, tuple[Callable[[], int], str]] = {
     "sealed by a client": (lambda: memory.create(1 << 20)._fd, "it is not sealed as it must be"),
     "read only": (lambda: os.open(f"/proc/self/fd/{sealed()}", os.O_RDONLY), "cannot be written"),
     "another user's": (another_s, "it belongs to user 1000"),
-    "empty": (sealed, "its slots or its index were removed or cut"),
+    "empty": (sealed, "its slots or its index were removed or have another size"),
 }
 
 
@@ -130,7 +131,8 @@ def test_what_no_daemon_has_made_is_not_believed(
     foreign = os.fstat(made)
     daemon.start()
     assert why in of_arena(daemon)["started_empty"]
-    assert f"arena systemd: L1 starts empty: {of_arena(daemon)['started_empty']}" in daemon.log()
+    line = f"arena systemd: L1 starts empty: {of_arena(daemon)['started_empty']}"
+    assert eventually(lambda: line in daemon.log())
     assert manager.stored().keys() == NAMES
     there = os.fstat(manager.stored()["kvass-index"])
     assert (there.st_dev, there.st_ino) != (foreign.st_dev, foreign.st_ino)

@@ -148,7 +148,9 @@ def test_a_stream_of_an_older_torch_is_asked_another_way(capturing: bool) -> Non
     """Before torch 2.13 a stream does not say whether it is being captured."""
     torch = SimpleNamespace(
         accelerator=SimpleNamespace(current_stream=lambda device: SimpleNamespace()),
-        cuda=SimpleNamespace(is_current_stream_capturing=lambda: capturing),
+        cuda=SimpleNamespace(
+            is_available=lambda: True, is_current_stream_capturing=lambda: capturing
+        ),
         Event=lambda device: SimpleNamespace(record=lambda stream: None),
     )
     runtime = DeviceRuntime("fake:0", Operations(lambda *_: None), torch)

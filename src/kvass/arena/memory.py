@@ -1,7 +1,8 @@
 """The arena: one memfd, or one file of a tmpfs, mapped by the daemon and by every worker.
 
-Its size never changes: a memfd is sealed, so no client can shrink it while others use it. A file
-(``place.py``) cannot be sealed, so any client could. A mapping ends when the last view of it ends.
+The daemon never changes its size. A memfd is sealed, so no client can shrink it while others use
+it. A file (``place.py``) cannot be sealed, so any client could. A mapping ends when the last view
+of it ends.
 """
 
 from __future__ import annotations

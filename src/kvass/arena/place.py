@@ -111,6 +111,7 @@ class Place:
         """Replace slots and index by new ones. Raises ``ConfigError``."""
         self.slots.close()
         os.close(self._index_fd)
+        self._index_fd = -1
         try:
             for name in (INDEX, SLOTS):
                 self._remove(name)
@@ -190,10 +191,13 @@ def open_place(path: str, slots_bytes: int, index_bytes: int) -> Place:
 
 
 def page_bytes(path: str) -> int:
-    """The size of the pages of memory at ``path``, or in its parent if it does not exist yet."""
-    there = next((p for p in (Path(path), Path(path).absolute().parent) if p.exists()), Path("/"))
-    huge = _mount(there.stat()).kind == "hugetlbfs"
-    return os.statvfs(there).f_bsize if huge else PAGE
+    """The size of the pages of memory at ``path``, or in its parent if it does not exist yet. Of a
+    path that cannot be looked at, ``open_place`` says why."""
+    for there in (path, os.path.dirname(os.path.abspath(path))):
+        with suppress(OSError):
+            huge = _mount(os.stat(there)).kind == "hugetlbfs"
+            return os.statvfs(there).f_bsize if huge else PAGE
+    return PAGE
 
 
 def held_bytes(path: str) -> int:

@@ -80,7 +80,8 @@ def adopt(state: State, index: SavedIndex) -> Adoption:
     readers = {former_session(-1): max(state.config.started_s + DEVICE_S, index.lease_until)}
     state.settlement.rest(_parts(state, resting), written | readers)
     state.settlement.rest(_parts(state, dropped), readers)
-    assert index.begin(state.config.arena_bytes, _entries(state)), "less needs no more memory"
+    begun = index.begin(state.config.arena_bytes, _entries(state))
+    assert begun, "less needs no more memory"
     state.classes.saving.begin(index)
     size = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.classes.by_id.values())
     state.counters["l1_in_bytes"] += size

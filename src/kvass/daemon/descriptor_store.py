@@ -75,15 +75,15 @@ class StoredPlace(Place):
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             notify.send_with(f"FDSTORE=1\nFDNAME={_PREFIX}{name}", fd)
-            if name == INDEX:
-                assert self._lock(fd), "nobody else has it"
+            locked = name != INDEX or self._lock(fd)
+            assert locked, "nobody else has it"
         except OSError:
             os.close(fd)
             raise
         return fd
 
     def _remove(self, name: str) -> None:
-        _remove(name)
+        notify.send_with(_removal(name))
 
     def _lock(self, index: int) -> bool:
         """Lock the memfd ``index``. Waits for a while: processes of a killed daemon's tiers may
@@ -149,10 +149,14 @@ def remove_stored() -> None:
         _remove(name, fds)
 
 
-def _remove(name: str, fds: list[int] | None = None) -> None:
-    notify.send(f"FDSTOREREMOVE=1\nFDNAME={_PREFIX}{name}")
-    for fd in fds or ():
+def _remove(name: str, fds: list[int]) -> None:
+    notify.send(_removal(name))
+    for fd in fds:
         os.close(fd)
+
+
+def _removal(name: str) -> str:
+    return f"FDSTOREREMOVE=1\nFDNAME={_PREFIX}{name}"
 
 
 def _foreign(fd: int, page_bytes: int) -> str:

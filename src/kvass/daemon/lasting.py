@@ -110,7 +110,7 @@ def _lasting(place: Place, size: int) -> L1Memory:
     elif place.found == (0, 0):
         found = Unusable("it is new")
     elif _index_bytes(place.found[0], page) != place.found[1]:  # both grow, and never shrink
-        found = Unusable("its slots or its index were removed or cut")
+        found = Unusable("its slots or its index were removed or have another size")
     elif not place.allocate(0, PAGE):  # a read of a page that cannot be had would kill us
         found = Unusable("there is no memory for the index")
     else:

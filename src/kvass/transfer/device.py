@@ -46,7 +46,8 @@ Event = NewType("Event", object)
 
 KERNEL_TABLES: Final = 32
 """How many kernels may be in flight, 96 KiB of pinned memory each: more than a lane of loads has
-full batches. Copies that find none free go by DMA, which is several times slower for them."""
+batches of their full size. Copies that find none free go by DMA, which is several times slower for
+them."""
 _MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14."""
 
@@ -144,7 +145,8 @@ class DeviceRuntime:
         """Whether ``stream``, the calling thread's current one, is being captured."""
         if hasattr(stream, "is_capturing"):
             return bool(stream.is_capturing())
-        return bool(self._torch.cuda.is_current_stream_capturing())  # before torch 2.13
+        cuda = self._torch.cuda  # before torch 2.13
+        return bool(cuda.is_available() and cuda.is_current_stream_capturing())
 
     @_faults("stream")
     def open_stream(self, kind: Kind) -> Stream:
