@@ -31,7 +31,7 @@ from kvass.errors import ConfigError, KvassError, Unavailable
 
 PAGE: Final = Path(__file__).with_name("page.md")
 ROUNDS: Final = 3
-FEW: Final = f"**This run has fewer than {ROUNDS} rounds: who leads may be noise.**"
+FEW: Final = " That is too few: who leads may be noise."
 CLIENT_S: Final = 600.0
 
 
@@ -179,22 +179,22 @@ def markdown(judged: Judged) -> str:
     values = {
         "began": results.began,
         "minutes": f"{results.minutes:.0f}",
-        "rounds": str(results.rounds),
         "machine": "\n".join(f"- {name}: {what}" for name, what in about.items()),
         "own": f"{BLOCKS * BLOCK:,}",
         "commands": "\n".join(f"# {name}\n{text}" for name, text in judged.commands.items()),
-        "few": "" if results.rounds >= ROUNDS else FEW,
-        **{
-            f"table {row.part}": report.table(results.rows, row.part)
-            for row in results.rows
-            if row.samples or row.trouble
-        },
+        **{f"table {one.name}": table(results.rows, one.name) for one in WORKLOADS},
     }
+    return re.sub(r"\{([\w -]+)\}", lambda found: values[found[1]], PAGE.read_text())
 
-    def value(found: re.Match[str]) -> str:
-        return values.get(found[1], "Not measured.")
 
-    return re.sub(r"\{([\w -]+)\}", value, PAGE.read_text())
+def table(rows: Sequence[Row], workload: str) -> str:
+    """The table, and of how many rounds it is: a run that was ended early has fewer."""
+    mine = [row for row in rows if row.part == workload]
+    counts = [len(samples) for row in mine for samples in row.samples.values()]
+    text = report.table(mine, workload)
+    if not counts:
+        return text if any(row.trouble for row in mine) else "Not measured."
+    return f"{text}\n\nRounds: {min(counts)}.{FEW * (min(counts) < ROUNDS)}"
 
 
 def _parser() -> argparse.ArgumentParser:
