@@ -17,7 +17,7 @@ MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo demo-sglang demo-upgrade quick test test-versions test-sglang check docs mutants sim soak bench bench-check bench-peers clean
+.PHONY: help setup demo demo-sglang demo-upgrade quick test test-versions test-sglang check docs mutants sim soak bench bench-check bench-peers judge clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-check   kvass bench against the ratios of bench/baseline.json (a minute)"
 	@echo "make bench   what kvass bench does not measure of a daemon; bench/__init__.py has tiers and GPUs"
 	@echo "make bench-peers   kvass, LMCache, vLLM's offloading and vLLM alone, side by side (20 to 60 minutes; SHORT=1 for a try)"
+	@echo "make judge   the same by vLLM's and LMCache's own benchmarks (20 minutes; SHORT=1 for a try)"
 
 setup: $(READY)
 
@@ -152,6 +153,12 @@ bench-peers: $(READY)
 	@bash requirements/lmcache.sh $(VENV) .cache/lmcache || echo "LMCache is not installed: its rows will say so" >&2
 	$(BIN)/python -m bench.peers $(if $(SHORT),--short) $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(REPETITIONS),--repetitions $(REPETITIONS)) $(if $(PAGE),--page $(PAGE))
+
+# bench/judge/__init__.py says what ONLY, ROUNDS, SHORT and PAGE are.
+judge: $(READY)
+	@bash requirements/lmcache.sh $(VENV) .cache/lmcache || echo "LMCache is not installed: its rows will say so" >&2
+	$(BIN)/python -m bench.judge $(if $(SHORT),--short) $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+	  $(if $(PAGE),--page $(PAGE))
 
 bench-check: $(READY)
 	@mkdir -p .cache

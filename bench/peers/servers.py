@@ -180,7 +180,7 @@ class LMCacheServer(Server):
     ) -> None:
         super().__init__(folder, l1_bytes, disk)
         self._python = python
-        self._port, self._http, self._metrics = _free_ports(3)
+        self._port, self._http, self._metrics = free_ports(3)
         self._shm = f"kvassbench{os.getpid()}x{self._port}"
 
     @property
@@ -248,7 +248,7 @@ def _size(folder: Path | None) -> int:
     return total
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(one.getsockname()[1]) for one in sockets]
     for one in sockets:
