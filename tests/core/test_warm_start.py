@@ -17,7 +17,7 @@ from kvass.core.effects import (
     TierReport,
 )
 from kvass.core.tiers import warm_start
-from kvass.types import DEFAULT_TENANT
+from kvass.types import DEFAULT_TENANT, Quota
 from tests.core.rig import Engine, key
 from tests.core.tier_rig import TierRig
 
@@ -214,3 +214,25 @@ def test_a_namespace_begins_once() -> None:
     rig.engine("again")
     rig.answer_all(TierEpoch)
     assert not rig.open_ops(TierRecall)
+
+
+def test_its_loads_do_not_count_for_the_speed_of_the_tier() -> None:
+    rig = left("a", "b")
+    e, _ = planned(rig)
+    while loads := rig.open_ops(TierLoad):
+        rig.now += 1
+        rig.answer(loads[0])
+    assert rig.status["tiers"][0]["load_bytes_s"] == 0
+    rig.forget_l1()
+    rig.begin(e, "a")
+    rig.answer_all(TierProbe)
+    rig.now += 0.01
+    rig.answer_all(TierLoad)
+    assert rig.status["tiers"][0]["load_bytes_s"] > 0
+
+
+def test_rows_of_tenants_are_paid_by_the_default_tenant_within_its_cap() -> None:
+    quotas = (Quota(DEFAULT_TENANT, 16 * 4096), Quota("t", 64 * 4096))
+    rig = left(*range(20), core={"quotas": quotas})
+    planned(rig)
+    assert loads_in_order(rig) == named(*range(16))
