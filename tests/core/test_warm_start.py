@@ -231,8 +231,21 @@ def test_its_loads_do_not_count_for_the_speed_of_the_tier() -> None:
     assert rig.status["tiers"][0]["load_bytes_s"] > 0
 
 
-def test_rows_of_tenants_are_paid_by_the_default_tenant_within_its_cap() -> None:
+def test_the_default_tenant_pays_within_its_cap() -> None:
     quotas = (Quota(DEFAULT_TENANT, 16 * 4096), Quota("t", 64 * 4096))
     rig = left(*range(20), core={"quotas": quotas})
     planned(rig)
     assert loads_in_order(rig) == named(*range(16))
+
+
+def test_what_a_tenant_with_a_quota_pays_for_is_on_no_list() -> None:
+    quotas = (Quota("t", 64 * 4096),)
+    rig = life(core={"quotas": quotas})
+    e = rig.ready()
+    e.store("mine", tenant="t")
+    e.store("all")
+    rig.answer_all()
+    stop(rig)
+    rig = life(rig, core={"quotas": quotas})
+    planned(rig)
+    assert loads_in_order(rig) == named("all")

@@ -6,8 +6,9 @@ of L1. Its rows count as used before all rows that engines have used since, so t
 first. It begins no load while a lookup or a prefetch waits, and has one small load open at a time.
 
 From time to time, and when the daemon stops, the first tier gets the *list* of each class: the keys
-of its rows, the most recently used first. A list is a record of the tier, under the epoch of the
-namespace. So after a clear it is not found.
+of its rows, the most recently used first. Rows that tenants with a quota pay for are on none, since
+the default tenant pays for all that is loaded. A list is a record of the tier, under the epoch of
+the namespace. So after a clear it is not found.
 
 A warm start begins when the first engine of a namespace has registered and the tier has answered
 with the epoch. It is given up when the namespace is cleared, the tier is down or removed, L1 is
