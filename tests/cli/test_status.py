@@ -126,6 +126,14 @@ def test_where_l1_lies_on_several_nodes(own_fields: dict[str, Any]) -> None:
     assert not [line for line in report(own_fields) if "nodes" in line]
 
 
+def test_what_a_warm_start_has_loaded(own_fields: dict[str, Any]) -> None:
+    own_fields["tiers"] = [broken(up=True, store_failures=0, stored_rows=0)]
+    own_fields |= {"warm_start_planned_bytes": 40 << 20, "warm_start_left_bytes": 10 << 20}
+    assert "warming  30.0 MiB of 40.0 MiB loaded from disk:/d" in list(report(own_fields))
+    own_fields["warm_start_planned_bytes"] = 0
+    assert not [line for line in report(own_fields) if "warming" in line]
+
+
 def test_an_engine_that_waits_for_a_rank_and_a_tier_without_room(
     tmp_path: Path, capsys: Captured
 ) -> None:
