@@ -15,6 +15,8 @@ TOKENS = {"full": 416, "window": 416, "windows": 416, "state": 420}
 """Of a prompt: 13 chunks, after which vLLM keeps a state if more tokens follow."""
 LOADS = {"full": 1, "window": 1, "windows": 2, "state": 2}
 """Loads of prompts that leave no room for one more, in a pool in which just one can be computed."""
+RARE = ("failed", "preempted")
+LEAST_WORLDS, MOST_WORLDS = 4, 16
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -23,17 +25,20 @@ LOADS = {"full": 1, "window": 1, "windows": 2, "state": 2}
 def test_some_request_always_goes_on(
     shapes: list[GroupShape], asynchronous: bool, policy: str
 ) -> None:
-    """In half of the worlds another connector loads, too; in half of them an EAGLE model drafts."""
+    """In half of the worlds another connector loads, too; in half of them an EAGLE model drafts.
+    Worlds differ between processes, because strings have other hashes."""
     seen = Counter[str]()
-    for seed in range(4):
-        world = World(seed, asynchronous, policy, shapes, seed % 2, 2 * (seed // 2))
+    for seed in range(MOST_WORLDS):
+        if seed >= LEAST_WORLDS and min(seen[name] for name in RARE) > 0:
+            break
+        world = World(seed, asynchronous, policy, shapes, seed % 2, 2 * (seed // 2 % 2))
         try:
             world.run()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
         seen += world.seen
     assert min(seen[name] for name in ("loads", "aborts", "pending", "drafts")) > 5
-    assert min(seen[name] for name in ("failed", "preempted")) > 0
+    assert min(seen[name] for name in RARE) > 0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
