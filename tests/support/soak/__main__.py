@@ -43,6 +43,8 @@ AGAIN_S: Final = 0.1
 REQUESTS: Final = 300
 REQUESTS_S: Final = 8
 """Of a made-up trace, which is played again and again: so many, and no more for each second."""
+STEADY: Final = 10
+"""So many looks in turn."""
 QUIET_S: Final = 90.0
 """A tier that failed often is tried again after a minute."""
 SOAK: Final = "tests.support.soak"
@@ -188,9 +190,20 @@ class Soak:
                 if left or not tier.get("up"):
                     held[tier["tier"]] = f"{left} to store, {tier.get('trouble') or 'up'}"
             if not held or time.monotonic() > deadline_s:
-                figures = process_figures(self.world.daemon.pid, self.world.folder)
-                return held, (figures["descriptors"], figures["threads"])
+                return held, self._open()
             time.sleep(0.05)
+
+    def _open(self) -> tuple[int, int]:
+        """The daemon's descriptors and threads, once they have been the same for a while: the
+        thread that has populated L1 ends a little later."""
+        seen: list[tuple[int, int]] = []
+        for _ in range(20 * STEADY):
+            figures = process_figures(self.world.daemon.pid, self.world.folder)
+            seen.append((figures["descriptors"], figures["threads"]))
+            if len(seen) >= STEADY and len(set(seen[-STEADY:])) == 1:
+                break
+            time.sleep(0.05)
+        return seen[-1]
 
 
 def soak(
