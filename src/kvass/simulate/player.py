@@ -9,7 +9,6 @@ order. With ``Setting.tails`` hits end at blocks, and a prompt's last, partial c
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,14 +16,16 @@ from itertools import count
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from kvass.core import effects
 from kvass.core.effects import Event, Opened, PopulatedTo, Received, Send, Tick
+from kvass.core.handlers.checks import scheduler_of
 from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.core.matching.prefix import PrefixView
 from kvass.core.metrics import COUNTERS
 from kvass.core.pending.ledger import soonest
 from kvass.core.pending.tier_state import FlushMode
+from kvass.core.rows.index import key_array
 from kvass.errors import UsageError
 from kvass.messages import (
     Commit,
@@ -45,10 +46,10 @@ from kvass.messages import (
 )
 from kvass.recording import EngineLine
 from kvass.simulate.prompts import WIDTH, PromptKeys, prompt_of
+from kvass.simulate.tier import SimulatedStore, SimulatedTier
 from kvass.simulate.traces import MOST_TOKENS, Trace, TraceRequest
 from kvass.types import SCHEDULER, GroupLayout, RankLayout, chunk_blocks
 
-_PROBE_S: Final = 0.0002
 _EVICTED: Final = [name for name in COUNTERS if name.startswith("evicted_")]
 _REMEMBERED: Final = 10_000
 _ROW_BYTES: Final = 1 << 40
@@ -154,72 +155,14 @@ class Sessions:
         return (1 << len(self.model.groups)) - 1
 
 
-class SimulatedTier:
-    """A tier of ``capacity_bytes`` with LRU eviction. It does not write a record that it has.
-    ``stored_bytes`` counts all bytes that it wrote."""
-
-    def __init__(self, capacity_bytes: int, bytes_s: float) -> None:
-        self._records = OrderedDict[bytes, int]()
-        self._room, self._bytes_s = capacity_bytes, bytes_s
-        self._free_s, self.stored_bytes = dict[type, float](), 0
-
-    def carry_out(self, effect: effects.ToTier, now: float) -> tuple[float, Event]:
-        """The time at which ``effect`` ends, and the event that says so."""
-        match effect:
-            case effects.TierProbe():
-                held = [k in self._records for batch in effect.batches for k in _keys(batch)]
-                return now + _PROBE_S, effects.Probed(effect.op, np.array(held, np.bool_))
-            case effects.TierStore():
-                keys = _keys(effect.records)
-                new, size = [k for k in keys if k not in self._records], sum(effect.shard_bytes)
-                for key in new:
-                    self._store(key, size)
-                self.stored_bytes += len(new) * size
-                held = [key in self._records for key in keys]
-                end = self._busy_until(effect, now, len(new) * size)
-                return end, effects.Stored(effect.op, np.array(held, np.bool_))
-            case effects.TierLoad():
-                keys = _keys(effect.records)
-                held = [key in self._records for key in keys]
-                for key, there in zip(keys, held, strict=True):
-                    if there:
-                        self._records.move_to_end(key)
-                end = self._busy_until(effect, now, len(keys) * sum(effect.shard_bytes))
-                return end, effects.Loaded(effect.op, np.array(held, np.bool_))
-            case effects.TierEpoch():
-                return now, effects.EpochIs(effect.op, 1)
-            case effects.TierRemember():
-                return now, effects.Remembered(effect.op, False)
-            case effects.TierRecall():
-                return now, effects.Recalled(effect.op, np.empty((0, 4), np.uint64))
-            case effects.TierClear():
-                self._records.clear()
-                return now, effects.Emptied(effect.op, True)
-
-    def _busy_until(self, effect: effects.ToTier, now: float, size: int) -> float:
-        """The time at which it has moved ``size`` more bytes. Loads and stores do not slow each
-        other down."""
-        end = max(now, self._free_s.get(type(effect), 0.0)) + size / self._bytes_s
-        self._free_s[type(effect)] = end
-        return end
-
-    def _store(self, key: bytes, size: int) -> None:
-        self._records[key] = size
-        self._room -= size
-        while self._room < 0:
-            self._room += self._records.popitem(last=False)[1]
-
-
-def _keys(records: effects.Records) -> list[bytes]:
-    head = bytes([records.group])
-    return [head + key.tobytes() for key in records.keys]
-
-
 class Player:
     """A daemon's core with engines that have ``models``. A recording has a model for each engine;
     any other trace has one, with number 0. Raises ``UsageError`` if a model does not fit."""
 
-    def __init__(self, setting: Setting, models: Mapping[int, Model]) -> None:
+    def __init__(
+        self, setting: Setting, models: Mapping[int, Model], store: SimulatedStore | None = None
+    ) -> None:
+        """``store``: what the tier has, if other daemons use it, too."""
         self.setting, self.outcome = setting, Outcome(setting)
         self.machine = CacheMachine(
             CoreConfig(
@@ -233,7 +176,7 @@ class Player:
         )
         self.now = 0.0
         self._seq, self._order, self._session = count(1), count(), count(1)
-        self._tier = SimulatedTier(setting.l2_bytes, setting.l2_bytes_s)
+        self.tier = SimulatedTier(store or SimulatedStore(setting.l2_bytes), setting.l2_bytes_s)
         self._due: list[tuple[float, int, Event]] = []
         self._answers: list[Any] = []
         self._step(PopulatedTo(setting.l1_bytes))
@@ -258,22 +201,37 @@ class Player:
 
     def play(self, trace: Trace) -> Iterator[Outcome]:
         """The outcome so far, after each request."""
-        begin_s, counters = trace.requests[0].time_s, self.machine.state.counters
         for request in trace.requests:
-            self._until(max(self.now, request.time_s - begin_s))
-            engine = self._engines[request.engine]
-            prompt = self._prompt(trace, request, engine.model)
-            first = request.first
-            if request.looks_up:
-                self._look_up(engine, request, prompt)
-                first = max(first, engine.found[request.name])
-            self._store(engine, request, prompt, first)
-            if request.ends:
-                self._ask(engine.scheduler, EndSession(session=request.session))
-            self.outcome.evicted_rows = sum(counters[name] for name in _EVICTED)
-            self.outcome.not_worth_it = counters["promotions_not_worth_it"]
-            self.outcome.l2_stored_bytes = self._tier.stored_bytes
+            self.ask(trace, request)
             yield self.outcome
+
+    def ask(self, trace: Trace, request: TraceRequest) -> None:
+        """Play one request of ``trace``, at its time or as soon as the one before has ended."""
+        counters = self.machine.state.counters
+        self._until(max(self.now, request.time_s - trace.requests[0].time_s))
+        engine = self._engines[request.engine]
+        prompt = self._prompt(trace, request, engine.model)
+        first = request.first
+        if request.looks_up:
+            self._look_up(engine, request, prompt)
+            first = max(first, engine.found[request.name])
+        self._store(engine, request, prompt, first)
+        if request.ends:
+            self._ask(engine.scheduler, EndSession(session=request.session))
+        self.outcome.evicted_rows = sum(counters[name] for name in _EVICTED)
+        self.outcome.not_worth_it = counters["promotions_not_worth_it"]
+        self.outcome.l2_stored_bytes = self.tier.stored_bytes
+
+    def held_chunks(self, trace: Trace, request: TraceRequest) -> int:
+        """How many chunks of the prompt L1 has from its beginning on. Changes nothing."""
+        engine = self._engines[request.engine]
+        state = self.machine.state
+        ns = state.namespace_of(scheduler_of(state, state.sessions[engine.scheduler]))
+        if ns is None:
+            return 0
+        prompt = self._prompt(trace, request, engine.model)
+        view = PrefixView(state.rows, ns, key_array(prompt.chunks, WIDTH), 0)
+        return view.longest(view.there())
 
     def _prompt(self, trace: Trace, request: TraceRequest, model: Model) -> PromptKeys:
         """The keys of a prompt, as many as one message may have, as clients do."""
@@ -413,5 +371,5 @@ class Player:
             if isinstance(effect, Send):
                 self._answers.append(effect.message)
             elif isinstance(effect, effects.ToTier):
-                end, result = self._tier.carry_out(effect, self.now)
+                end, result = self.tier.carry_out(effect, self.now)
                 heapq.heappush(self._due, (end, next(self._order), result))

@@ -17,9 +17,12 @@ _Turn = tuple[float, int, int, list[int]]
 """A request: seconds, tokens of the prompt, tokens of the answer, ids of the prompt's pieces."""
 
 
-def write(path: Path, kind: str, requests: int, seed: int) -> None:
-    """Write ``requests`` requests as Mooncake's JSON lines. Raises ``UsageError``."""
-    turns = sorted(_turns(kind, requests, Random(seed)), key=lambda turn: turn[0])[:requests]
+def write(path: Path, kind: str, requests: int, seed: int, sessions_s: float = 1.0) -> None:
+    """Write ``requests`` requests as Mooncake's JSON lines. ``sessions_s``: how many sessions begin
+    in a second, on average. Raises ``UsageError``."""
+    turns = sorted(_turns(kind, requests, Random(seed), sessions_s), key=lambda turn: turn[0])[
+        :requests
+    ]
     try:
         with path.open("x", encoding="utf-8") as file:
             for turn in turns:
@@ -37,8 +40,8 @@ def _line(time_s: float, input_tokens: int, output_tokens: int, ids: list[int]) 
     }
 
 
-def _turns(kind: str, requests: int, random: Random) -> Iterator[_Turn]:
-    """More than ``requests`` turns, in any order. On average a new session begins each second."""
+def _turns(kind: str, requests: int, random: Random, sessions_s: float) -> Iterator[_Turn]:
+    """More than ``requests`` turns, in any order."""
     fresh, made, begin_s = count(), 0, 0.0
     systems = [_ids(fresh, random.randint(1, 4)) for _ in range(8)]
     lengths = [random.randint(4, 24) for _ in range(200)]
@@ -46,7 +49,7 @@ def _turns(kind: str, requests: int, random: Random) -> Iterator[_Turn]:
     """The ids of a document's pieces by system prompt and document. They depend on the system
     prompt, because an id stands for all tokens before it, too."""
     while made < 2 * requests:
-        begin_s += random.expovariate(1.0)
+        begin_s += random.expovariate(sessions_s)
         system, at_s = random.randrange(len(systems)), begin_s
         prompt = list(systems[system])
         if kind == "rag":  # a popular document is asked for more often
