@@ -50,6 +50,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("segment", "reading"):
         monkeypatch.setattr(f"kvass.tiers.disk.{module}.IO_BYTES", PIECE)
     monkeypatch.setattr(reading, "LEAST_STAGED", PAGE)
+    monkeypatch.setattr(disk_tier, "CHECKSUM_BYTES", PAGE)
     monkeypatch.setattr(SegmentFile, "_go_direct", lambda self: setattr(self, "direct", True))
 
 
