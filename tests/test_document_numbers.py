@@ -156,7 +156,7 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/tiers.md", "parallel reads and writes | {} |", (default(DiskOptions, "threads"),)),
     ("docs/tiers.md", "`timeout_s` ({})", (default(RedisOptions, "timeout_s"),)),
     ("docs/tiers.md", "A record up to {} MiB is one value", (PIECE_BYTES / MIB,)),
-    ("docs/tiers.md", "decrypts each {} MiB where", (IO_BYTES / MIB,)),
+    ("docs/tiers.md", "decrypts each {} MiB when", (IO_BYTES / MIB,)),
     ("docs/tiers.md", "{} MiB for each thread that", (2 * IO_BYTES / MIB,)),
     (
         "docs/tiers.md",

@@ -51,9 +51,10 @@ WHY: Final = {
     "next row has both on the disk). Writing to the page cache would change it, and take memory",
     "disk_sync": "what is left to the raw disk is the prompt's way into memory, before the first "
     "write, and file system blocks that are written for the first time",
-    "disk_read": "kvass and the raw disk read into shared memory. Where its pages are 4 KiB (see "
-    "the machine), requests to the disk are smaller than LMCache's through the page cache. Huge "
-    "pages change it (`echo advise` into `shmem_enabled`; decision 031)",
+    "disk_read": "where shared memory has pages of 4 KiB (see the machine), the raw disk's requests"
+    " are smaller than LMCache's through the page cache, and kvass may copy from private memory in "
+    "huge pages. Huge pages of shared memory save the copy (`echo advise` into `shmem_enabled`; "
+    "decision 046)",
     "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
     "document_found": "both find all but the prompt's end",

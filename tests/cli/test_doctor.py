@@ -245,7 +245,7 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
         *(
             "huge pages",
             "note",
-            "never; of 4 KiB; page tables of 16 MiB; 5 s; disk of a tier; echo advise",
+            "never; of 4 KiB; page tables of 16 MiB; 5 s; a disk tier loads; echo advise",
         ),
     ),
     ({HUGE: ""}, "huge pages", "note", "unknown"),

@@ -171,7 +171,7 @@ def test_a_hundred_thousand_rows_take_little_memory_and_come_back_by_the_tables(
     def forbidden(*_: object) -> bool:
         raise AssertionError("a header was read")
 
-    monkeypatch.setattr(segment.SegmentFile, "read", forbidden)
+    monkeypatch.setattr(segment.SegmentFile, "get", forbidden)
     tracemalloc.start()
     tier = open_disk(1 << 30)
     gc.collect()

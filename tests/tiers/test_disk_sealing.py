@@ -36,7 +36,7 @@ SHAPES = [
 @pytest.fixture
 def tier(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tier]:
     """An encrypted one. A part has three pages."""
-    for module in ("segment", "sealing"):
+    for module in ("segment", "reading"):
         monkeypatch.setattr(f"kvass.tiers.disk.{module}.IO_BYTES", TURN)
     keys = tmp_path / "keys"
     keys.touch(0o600)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Final
 
 import numpy as np
 
 from kvass.tiers.base import Buffer, Shards
 from kvass.types import PAGE
+
+_HUGE: Final = 2 << 20
+"""Bytes of a huge page of most machines. Elsewhere the address is as good as any other."""
 
 
 def size_of(shards: Shards) -> int:
@@ -21,6 +26,17 @@ def page_buffer(size: int = PAGE) -> Buffer:
     The memory returns to the system when the array is freed. malloc would keep it.
     """
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
+
+
+def huge_buffer(size: int) -> Buffer:
+    """Return zeroed memory as ``page_buffer`` does, but of this process alone, at a multiple of
+    2 MiB, and in huge pages if the system has them. A disk takes these in fewer requests."""
+    memory = mmap.mmap(-1, size + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    begin = -whole.ctypes.data % _HUGE
+    return whole[begin : begin + size]
 
 
 def split(buffers: Sequence[Buffer], size: int) -> Iterator[list[memoryview]]:

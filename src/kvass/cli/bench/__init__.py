@@ -23,7 +23,8 @@ The figures:
 - ``tier_store_vs_raw``: the time from the commit of a prompt of 64 MiB until a disk tier has it.
   The tier is full, and evicts. It is compared with writing as many bytes of a fallocated file
   past the page cache (``direct_io``). ``tier_load_vs_raw``: the time from a lookup to its match, by
-  a daemon that has none of the prompt in L1, compared with reading the file.
+  a daemon that has none of the prompt in L1, compared with reading the file into memory of the
+  arena's kind. Where that has pages of 4 KiB, a tier may be faster (decision 046).
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def huge_pages(m: Machine) -> Finding:
         cost = (
             f"page tables of {shown(m.l1_bytes // page * 8)} in each process that maps all of the "
             f"arena, some {POPULATE_S_PER_GIB * m.l1_bytes / 2**30:.0f} s of a core, in the "
-            "background, to fill it, and smaller requests to the disk of a tier"
+            "background, to fill it, and a copy of what a disk tier loads"
         )
         do = f"as root, before kvass serve: echo advise > /{HUGE}"
         return note(found, f"pages of {shown(page)}", cost, do)

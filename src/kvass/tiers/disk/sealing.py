@@ -11,23 +11,20 @@ has the tag, which is known at the end.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 from kvass.tiers.base import Buffer, Shards
-from kvass.tiers.buffers import page_buffer
 from kvass.tiers.codec import Closing, Seal, encode_header, sealed_header
+from kvass.tiers.disk.reading import ThreadMemory
 from kvass.tiers.disk.segment import SegmentFile
-from kvass.tiers.pacing import IO_BYTES
 from kvass.types import PAGE
 
 
-class SealedWriter(threading.local):
-    """Writes encrypted records. Each thread that does so keeps two buffers of ``IO_BYTES``."""
+class SealedWriter:
+    """Writes encrypted records, through both buffers of the thread's memory."""
 
-    def __init__(self) -> None:
-        self._first = page_buffer(IO_BYTES)  # the system gives memory to what is used only
-        self._next = page_buffer(IO_BYTES)
+    def __init__(self, memory: ThreadMemory) -> None:
+        self._memory = memory
 
     def write(
         self, file: SegmentFile, slot: int, key: bytes, shards: Shards, stamp: int, seal: Seal
@@ -40,20 +37,20 @@ class SealedWriter(threading.local):
         for number, part in enumerate(parts, 1):
             file.put(slot, number, [part])
         raw = encode_header(sealed_header(key, lengths, closing.end(), stamp))
-        self._first[: len(raw)] = memoryview(raw)
-        self._first[len(raw) : PAGE] = 0
+        self._memory.first[: len(raw)] = memoryview(raw)
+        self._memory.first[len(raw) : PAGE] = 0
         file.put(slot, 0, [first])
 
     def _encrypted(self, closing: Closing, shards: Shards) -> Iterator[memoryview]:
         """Encrypt the shards, and pad each to ``PAGE``. Yields the parts of the slot in order:
-        first ``_first``, which begins with room for the header, then ``_next`` again and again."""
-        buffer, used = self._first, PAGE
+        first ``first``, which begins with room for the header, then ``next`` again and again."""
+        buffer, used = self._memory.first, PAGE
         for shard in shards:
             left = shard.data
             while left:
                 if used == len(buffer):
                     yield buffer.data
-                    buffer, used = self._next, 0
+                    buffer, used = self._memory.next, 0
                 n = min(len(left), len(buffer) - used)
                 closing.move(left[:n], buffer[used : used + n].data)
                 left, used = left[n:], used + n

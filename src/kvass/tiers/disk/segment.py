@@ -73,17 +73,22 @@ def slot_bytes_of(shards: Shards) -> int:
     return PAGE + sum(align_up(len(shard)) for shard in shards)
 
 
+def page_aligned(shards: Shards) -> bool:
+    """Whether O_DIRECT can access all shards, and they have no padding in a slot."""
+    return all(len(s) % PAGE == 0 and s.ctypes.data % PAGE == 0 for s in shards)
+
+
 Copies: TypeAlias = Sequence[tuple[Buffer, Buffer]]
 """Pairs of a shard and its part of a bounce buffer."""
 
 
 def body_of(shards: Shards) -> tuple[list[Buffer], Copies]:
-    """Return the page-aligned buffers for the I/O of the shards, and the copies that are needed.
+    """Return the page-aligned buffers to write the shards from, and the copies that are needed.
 
     If all shards are page-aligned, they are the buffers, and there are no copies. Otherwise there
     is one bounce buffer, and a pair for each shard.
     """
-    if all(len(s) % PAGE == 0 and s.ctypes.data % PAGE == 0 for s in shards):
+    if page_aligned(shards):
         return list(shards), []
     bounce = page_buffer(slot_bytes_of(shards) - PAGE)
     begins = accumulate((align_up(len(s)) for s in shards), initial=0)
@@ -102,6 +107,8 @@ class SegmentFile:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self.bytes = disk_bytes(slot_bytes, slots)
+        self.direct = False
+        """Whether reads and writes bypass the page cache."""
         self._folder = folder
         self._name = f"{number:08x}{SEGMENT}"
         self._table_name = f"{number:08x}{TABLE}"
@@ -208,16 +215,13 @@ class SegmentFile:
         if (done := os.pwritev(self._fd, piece, at)) != wanted:  # the disk may be full
             raise OSError(errno.ENOSPC, f"wrote {done} of {wanted} bytes")
 
-    def read(self, slot: int, parts: Sequence[Buffer]) -> Iterator[memoryview]:
-        """Read ``slot`` into page-aligned ``parts``, a few MiB at a time. Yields the bytes in order
-        after they were read. Stops early if the file is too short."""
-        at = PAGE + slot * self.slot_bytes
-        for number, piece in enumerate(split(parts, IO_BYTES)):
-            if number:
-                yield_cpu()
-            if os.preadv(self._fd, piece, at + number * IO_BYTES) != sum(map(len, piece)):
-                return
-            yield from piece
+    def get(self, slot: int, number: int, piece: Sequence[memoryview]) -> bool:
+        """Read one page-aligned piece, as ``put`` wrote it. Yields the processor before each piece
+        but the first. Returns False if the file is too short."""
+        if number:
+            yield_cpu()
+        at = PAGE + slot * self.slot_bytes + number * IO_BYTES
+        return os.preadv(self._fd, piece, at) == sum(map(len, piece))
 
     def set_entry(self, slot: int, fingerprint: int, sequence: int) -> None:
         """Write the table's entry of ``slot``. Fingerprint 0 and sequence 0: the slot is free."""
@@ -246,7 +250,7 @@ class SegmentFile:
                 raise
         else:
             os.close(self._fd)
-            self._fd = fd
+            self._fd, self.direct = fd, True
 
 
 def _describe(path: str, page: bytes) -> tuple[int, int, int, str] | None:

@@ -32,8 +32,7 @@ import numpy as np
 
 from kvass.errors import ConfigError
 from kvass.folder import Folder
-from kvass.tiers.base import Shards
-from kvass.tiers.buffers import page_buffer
+from kvass.tiers.base import Buffer, Shards
 from kvass.tiers.codec import (
     Header,
     Open,
@@ -44,6 +43,7 @@ from kvass.tiers.codec import (
 )
 from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
+from kvass.tiers.disk.reading import Pair, SlotReader, ThreadMemory
 from kvass.tiers.disk.sealing import SealedWriter
 from kvass.tiers.disk.segment import (
     SEGMENT,
@@ -56,6 +56,7 @@ from kvass.tiers.disk.segment import (
 )
 from kvass.tiers.disk.write_budget import WriteBudget
 from kvass.tiers.options import DiskOptions
+from kvass.tiers.pacing import CHECKSUM_BYTES, paced
 from kvass.tiers.record_tier import Outcome, RecordTier
 from kvass.tiers.worker_pool import WorkerPool, as_down
 from kvass.types import DEFAULT_TENANT, NO_CAP, PAGE, Quota, Size
@@ -77,13 +78,6 @@ _GROW_AGAIN_S: Final = 10.0
 """Seconds without new segments after one could not be created."""
 _FILE: Final = re.compile(f"([0-9a-f]{{8}})({re.escape(SEGMENT)}|{re.escape(TABLE)})")
 _log = logging.getLogger("kvass.tiers")
-
-
-class _Scratch(threading.local):
-    """One page per thread, for the header of the record that the thread loads or stores."""
-
-    def __init__(self) -> None:
-        self.page = page_buffer()
 
 
 class DiskTier(RecordTier):
@@ -110,7 +104,8 @@ class DiskTier(RecordTier):
         self._growing = threading.Lock()
         self._noting = threading.Lock()
         self._grow_after = 0.0
-        self._scratch, self._sealed = _Scratch(), SealedWriter()
+        self._memory = ThreadMemory()
+        self._reader, self._sealed = SlotReader(self._memory), SealedWriter(self._memory)
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
         if not self._index.fits(2 * PAGE, self._index.owner(DEFAULT_TENANT)):
             raise ConfigError(f"{folder}: a capacity of {Size(capacity)} holds not one row")
@@ -285,16 +280,14 @@ class DiskTier(RecordTier):
         segment, slot = place
         if slot_bytes_of(into) != segment.file.slot_bytes:
             return "mismatched"
-        page = self._scratch.page
-        body, copies = body_of(into)
-        parts = segment.file.read(slot, [page, *body])
-        header = decode_header(next(parts, b""))
+        pairs = self._reader.read(segment.file, slot, into)
+        header = decode_header(next(pairs, (b"",))[0])
         if header is None or header.key != key:
             return "damaged"
         if header.lengths != tuple(map(len, into)):
             return "mismatched"
         right = _checked if self._open is None else partial(_decrypted, self._open)
-        return "" if right(header, parts, copies) else "damaged"
+        return "" if right(header, pairs) else "damaged"
 
     def _store(self, key: bytes, shards: Shards, owner: Owner, seal: Seal | None) -> bool:
         place = self._room(slot_bytes_of(shards), owner)
@@ -325,7 +318,7 @@ class DiskTier(RecordTier):
 
     def _write(self, place: DiskSlot, key: bytes, shards: Shards, stamp: int) -> None:
         """Write a record that is not encrypted to a pinned slot. Raises ``OSError``."""
-        page = self._scratch.page
+        page = self._memory.page
         body, copies = body_of(shards)
         for shard, part in copies:
             part[:] = shard
@@ -428,7 +421,7 @@ class DiskTier(RecordTier):
 
 
 def _payload_checksum(parts: Iterator[memoryview], copies: Copies) -> int:
-    """Consume ``parts``, which reads or writes them, and return the checksum of the shards.
+    """Consume ``parts``, which writes them, and return the checksum of the shards.
 
     ``copies`` is what ``body_of`` returned. If there are none, ``parts`` are the shards themselves,
     and each few MiB are checksummed while other threads do their I/O.
@@ -439,27 +432,35 @@ def _payload_checksum(parts: Iterator[memoryview], copies: Copies) -> int:
     return payload_checksum(np.frombuffer(part, np.uint8) for part in parts)
 
 
-def _checked(header: Header, parts: Iterator[memoryview], copies: Copies) -> bool:
+def _checked(header: Header, pairs: Iterator[Pair]) -> bool:
     """Read a record that is not encrypted. Returns whether it is right."""
-    if header.seal or _payload_checksum(parts, copies) != header.payload_checksum:
-        return False
-    for shard, part in copies:
-        shard[:] = part
-    return True
+    return not header.seal and payload_checksum(_moved(pairs)) == header.payload_checksum
 
 
-def _decrypted(open_: Open, header: Header, parts: Iterator[memoryview], copies: Copies) -> bool:
-    """Read an encrypted record. It is decrypted where it was read to, or if there are ``copies``,
-    from there to the shards. Returns whether it is right."""
+def _moved(pairs: Iterator[Pair]) -> Iterator[Buffer]:
+    """Move what was read to where it belongs. Yields it there, in parts that are still in the
+    processor's cache."""
+    for source, target in pairs:
+        whole = np.frombuffer(target, np.uint8)
+        if source is target:
+            yield whole
+            continue
+        at = 0
+        for part in paced(np.frombuffer(source, np.uint8), CHECKSUM_BYTES):
+            there = whole[at : at + len(part)]
+            there[:] = part
+            yield there
+            at += len(part)
+
+
+def _decrypted(open_: Open, header: Header, pairs: Iterator[Pair]) -> bool:
+    """Read an encrypted record. It is decrypted on the way to where it belongs, which may be where
+    it was read to. Returns whether it is right."""
     opening = open_(header)
     if opening is None:
         return False
-    if copies:
-        deque(parts, 0)
-    for part, shard in ((part.data, shard.data) for shard, part in copies):
-        opening.move(part, shard)
-    for part in parts:
-        opening.move(part, part)
+    for source, target in pairs:
+        opening.move(source, target)
     return opening.right()
 
 

@@ -1,0 +1,61 @@
+"""The choice between two ways to read from a disk, by what each of them took on this machine.
+
+Law of this file: both ways give the same bytes, so a wrong choice costs time and nothing else.
+
+*Direct*: the disk writes into the shards. *Staged*: it writes into memory of the tier that is in
+huge pages, and the processor copies from there. What is faster depends on the disk, on its driver
+and on the pages of the shards, and no setting says it all.
+"""
+
+from __future__ import annotations
+
+import threading
+from statistics import quantiles
+from typing import Final
+
+TURN: Final = 16
+"""Pieces that are read one way before the other has its turn. All threads read the same way, so
+what a piece takes says how fast the disk is with as many requests as there are."""
+MEASURED: Final = 64
+"""Pieces that are read in turns before one way is chosen. Half of them are read each way."""
+AGAIN: Final = 4096
+"""Pieces after which both ways are measured again: other work may have been in the way."""
+GAIN: Final = 0.9
+"""Staging costs the processor a copy. So it must take less than this part of the time."""
+
+
+class Choice:
+    """Which way the next piece is read. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = 0
+        self._staged = False
+        self._times: dict[bool, list[float]] = {False: [], True: []}
+
+    def staged(self) -> bool:
+        """Return which way to read a piece now."""
+        with self._lock:
+            if self._begun == AGAIN:
+                self._begun = 0
+                self._times = {False: [], True: []}
+            self._begun += 1
+            if self._begun <= MEASURED:
+                return (self._begun - 1) // TURN % 2 == 1
+            return self._staged
+
+    def took(self, staged: bool, seconds: float, size: int) -> None:
+        """Say how long a piece of ``size`` bytes took, from its request until its bytes were where
+        they belong, and checked."""
+        with self._lock:
+            times = self._times[staged]
+            if len(times) == MEASURED // 2:
+                return
+            times.append(seconds / size)
+            if all(len(each) == MEASURED // 2 for each in self._times.values()):
+                self._staged = _quick(self._times[True]) < GAIN * _quick(self._times[False])
+
+
+def _quick(times: list[float]) -> float:
+    """Return the lower quartile: other work of the machine can only make a piece slower."""
+    return quantiles(times, n=4)[0]

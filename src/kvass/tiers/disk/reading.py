@@ -1,0 +1,75 @@
+"""Reads of records from a segment: directly into the shards, or through memory of the thread.
+
+Law of this file: nothing is yielded of a piece that was not read as a whole. So what the thread's
+memory had before is never taken for a record's bytes.
+
+Shards that are not page-aligned are always read through the thread's memory. So are aligned ones
+if ``Choice`` has found that faster. Pieces below ``LEAST_STAGED`` are not: a disk takes that many
+pages of 4 KiB in one request. Nor is a file that is read through the page cache, from which the
+kernel copies itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Final, TypeAlias
+
+from kvass.tiers.base import Shards
+from kvass.tiers.buffers import huge_buffer, page_buffer
+from kvass.tiers.disk.choice import Choice
+from kvass.tiers.disk.segment import SegmentFile, page_aligned
+from kvass.tiers.pacing import IO_BYTES
+from kvass.types import align_up
+
+LEAST_STAGED: Final = 1 << 20
+
+Pair: TypeAlias = tuple[memoryview, memoryview]
+"""Where some bytes are, and where they belong, of the same length. May be one object."""
+
+
+class ThreadMemory(threading.local):
+    """Memory that each thread keeps for its I/O: a page for a record's header, and two buffers of
+    ``IO_BYTES``. The system gives memory to what is used only."""
+
+    def __init__(self) -> None:
+        self.page = page_buffer()
+        self.first = huge_buffer(IO_BYTES)
+        self.next = huge_buffer(IO_BYTES)
+
+
+class SlotReader:
+    """Reads slots of segments. Thread-safe."""
+
+    def __init__(
+        self, memory: ThreadMemory, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._memory = memory
+        self._clock = clock
+        self._choice = Choice()
+
+    def read(self, file: SegmentFile, slot: int, shards: Shards) -> Iterator[Pair]:
+        """Read a record's slot, a few MiB at a time. Yields the bytes in order, after they were
+        read: first the page with the header, then those of the shards. Who takes a pair moves its
+        bytes to where they belong. Stops early if the file is too short. Raises ``OSError``."""
+        aligned, stage = page_aligned(shards), self._memory.next
+        targets = [self._memory.page, *shards]
+        begins = [*accumulate((align_up(len(target)) for target in targets), initial=0)]
+        for number, at in enumerate(range(0, begins[-1], IO_BYTES)):
+            size = min(IO_BYTES, begins[-1] - at)
+            parts = [
+                (max(begin - at, 0), target[max(at - begin, 0) : at + size - begin].data)
+                for begin, target in zip(begins, targets, strict=False)
+                if begin < at + size and begin + len(target) > at
+            ]
+            free = aligned and file.direct and size >= LEAST_STAGED
+            staged = self._choice.staged() if free else not aligned
+            began = self._clock()
+            if not file.get(slot, number, [stage[:size].data] if staged else [p for _, p in parts]):
+                return
+            for offset, part in parts:
+                yield (stage[offset : offset + len(part)].data if staged else part), part
+            if free:
+                self._choice.took(staged, self._clock() - began, size)
