@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -44,7 +45,16 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield one
 
 
-class Engine(StubModelEngine):
+class BusyEngine(StubModelEngine):
+    """An engine that publishes something in each step. So who missed a message notices it."""
+
+    def step(self) -> Any:
+        output = super().step()
+        self.world.scheduler.kv_event_publisher.publish(KVEventBatch(ts=0.0, events=[]))
+        return output
+
+
+class Engine(BusyEngine):
     """An engine that the indexer listens to."""
 
     def __init__(self, daemon: Daemon, indexer: DynamoIndexer, name: str = "a") -> None:
@@ -92,7 +102,7 @@ class Engine(StubModelEngine):
         return gpu - len(self.world.pool.cached_block_hash_to_block), cpu - rows * CHUNK // BLOCK
 
     def settle(self, prompts: list[list[int]], what: str, number: int = 0) -> None:
-        """Step as an engine that has something to do, until the indexer claims what is there."""
+        """Step until the indexer claims what is there."""
 
         def right() -> bool:
             same = self.excess(number) == (0, 0)
@@ -220,9 +230,10 @@ def test_after_a_restart_of_the_engine_what_it_loads_is_claimed(
 def test_lost_messages_are_asked_for_again(a: Engine) -> None:
     """By whom can. One that cannot is the control. One that comes late asks for all."""
     deaf = a.listen(replay=False)
+    until(lambda: hears(a, deaf), "it is connected")
     prompts = churn(a, range(3))
-    for number in (a.number, deaf):
-        a.settle(prompts, "stores", number)
+    a.settle(prompts, "stores")
+    until(lambda: a.step() and a.claims(prompts, deaf) == a.truth(prompts), "it hears of them")
     socket = Lossy(a.world.scheduler.kv_event_publisher)
     socket.losing = True
     prompts += churn(a, range(3, 40))
@@ -230,8 +241,14 @@ def test_lost_messages_are_asked_for_again(a: Engine) -> None:
     socket.losing = False
     assert socket.lost > 40
     late = a.listen()
-    prompts += churn(a, range(40, 42))
     for number in (a.number, late):
         a.settle(prompts, "what was lost", number)
     stale = zip(a.claims(prompts[:3], deaf), a.truth(prompts[:3]), strict=True)
     assert all(claim.gpu > true.gpu and claim.cpu > true.cpu for claim, true in stale)
+
+
+def hears(engine: Engine, number: int) -> bool:
+    """Whether the worker hears of another prompt."""
+    new = 1000 + next(NUMBERS)
+    engine.generate(f"{new}", tokens := prompt(new))
+    return engine.claims([tokens], number)[0].gpu > 0

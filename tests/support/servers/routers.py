@@ -52,18 +52,25 @@ class Router(Server):
 
 
 class VllmRouter(Router):
-    """vLLM's router: a proxy that sends requests to ``servers`` in turn."""
+    """vLLM's router: a proxy that chooses one of ``servers`` for each request, by default in turn.
+    ``more``: flags of the policy."""
 
     module = "vllm_router.launch_router"
 
-    def __init__(self, servers: Sequence[str]) -> None:
-        self._servers = servers
+    def __init__(self, servers: Sequence[str], policy: str = "round_robin", *more: str) -> None:
+        self._flags = ["--worker-urls", *servers, "--policy", policy, *more]
         super().__init__()
 
     def flags(self) -> Sequence[str]:
-        own = ["--policy", "round_robin", "--log-level", "error", "--prometheus-port"]
         metrics = str(free_port(12_000, 22_000))
-        return [*own, metrics, "--worker-urls", *self._servers]
+        return [*self._flags, "--prometheus-port", metrics, "--log-level", "error"]
+
+    def chosen(self, tokens: Sequence[int]) -> int:
+        """Who gets a prompt, of servers that answer with their port."""
+        body = {"model": MODEL, "prompt": list(tokens), "max_tokens": 1}
+        reply = self._client.post("/v1/completions", json=body).raise_for_status()
+        port: int = reply.json()["port"]
+        return port
 
 
 class Claim(NamedTuple):
