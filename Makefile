@@ -12,6 +12,9 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 QUIET  := | sed -u '/^Requirement already satisfied/d'
+# $(call in_folder,NAME,FOLDER): the packages of requirements/NAME.txt, in a folder of their own.
+in_folder = cmp -s requirements/$(1).txt $(2)/.made-from || { echo "== $(1) into $(2)" && rm -rf $(2) \
+  && $(PIP) --quiet --no-deps --target $(2) -r requirements/$(1).txt && cp requirements/$(1).txt $(2)/.made-from; }
 SEEDS  ?= 10000
 MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
@@ -89,6 +92,7 @@ OLDEST := 0.30.0
 
 test: $(READY)
 	@bash requirements/overlays.sh $(VENV) $(OLDEST)
+	@$(call in_folder,routers,$(VENV)/overlays/routers) || echo "no routers: their tests will fail" >&2
 	VLLM_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 # What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
@@ -128,8 +132,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 docs: $(READY)
-	@cmp -s requirements/docs.txt $(VENV)/docs/.made-from || { rm -rf $(VENV)/docs \
-	  && $(PIP) --no-deps --target $(VENV)/docs -r requirements/docs.txt && cp requirements/docs.txt $(VENV)/docs/.made-from; }
+	@$(call in_folder,docs,$(VENV)/docs)
 	@PYTHONPATH=$(VENV)/docs $(BIN)/python -m sphinx -c docs -b html -E -a -W --keep-going -n -q . .cache/docs
 	@echo "== .cache/docs/docs/index.html"
 

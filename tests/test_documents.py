@@ -190,6 +190,15 @@ def test_no_file_points_to_a_document_outside_the_repository() -> None:
     assert [str(p) for p in (*sources(), *DOCS) if outside.search(p.read_text())] == []
 
 
+def test_routers_have_the_versions_that_make_test_installs() -> None:
+    pins = dict(re.findall(r"(?m)^(\S+)==(\S+)$", (ROOT / "requirements/routers.txt").read_text()))
+    page = (ROOT / "docs/events.md").read_text()
+    rows = re.findall(r"(?m)^\| (Dynamo's indexer|`vllm-router`),.*? \| ([\d.]+) \|", page)
+    wanted = {"Dynamo's indexer": pins["ai-dynamo"], "`vllm-router`": pins["vllm-router"]}
+    assert dict(rows) == wanted
+    assert pins["ai-dynamo-runtime"] == pins["ai-dynamo"]
+
+
 def test_every_command_and_flag_exists(capsys: pytest.CaptureFixture[str]) -> None:
     documents, makefile = [path.read_text() for path in DOCS], (ROOT / "Makefile").read_text()
     code = [line for text in documents for line in code_of(text)]

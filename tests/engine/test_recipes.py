@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +20,10 @@ from examples.proxy import for_one_token
 from examples.serving import ask, running_proxy, two_servers
 from examples.tiny import some_prompt, whole_blocks
 from kvass.testing.daemon import Daemon, running_daemon
+from tests.support.servers.routers import VllmRouter
 from tests.support.vllm.http_server import forked
 from tests.support.vllm.process import EngineProcess
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.engine
 
@@ -105,6 +108,32 @@ def test_the_second_replica_hits_what_the_first_one_computed(
     assert [first.server, second.server] == servers
     assert [first.cached, second.cached] == [0, whole_blocks(1000)]
     assert first.tokens == second.tokens
+
+
+def test_behind_vllms_router_the_next_server_hits_what_the_first_one_computed(
+    servers: list[str],
+) -> None:
+    """In vLLM's own figures, too. The router sends requests to the servers in turn."""
+    prompt, whole = some_prompt(1000, seed=40), whole_blocks(1000)
+    before = [sources(url) for url in servers]
+    with closing(VllmRouter(servers)) as router:
+        first, second = [ask(router.url, prompt) for _ in servers]
+    assert first.tokens == second.tokens
+    assert [first.cached, second.cached] == [0, whole]
+
+    def since() -> list[Counter[str]]:
+        now = [sources(url) - former for url, former in zip(servers, before, strict=True)]
+        return sorted(now, key=lambda had: had["external_kv_transfer"])
+
+    computed, loaded = {"local_compute": 1000}, {"external_kv_transfer": whole}
+    assert eventually(lambda: since() == [computed, {"local_compute": 1000 - whole, **loaded}])
+
+
+def sources(url: str) -> Counter[str]:
+    """How many tokens of prompts a server has had in all, by where it had them from."""
+    page = httpx.get(f"{url}/metrics", trust_env=False).raise_for_status().text
+    lines = re.findall(r'(?m)^vllm:prompt_tokens_by_source_total.*source="(\w+)"} (\S+)', page)
+    return Counter({source: int(float(tokens)) for source, tokens in lines})
 
 
 def test_a_server_tells_a_client_that_asks_what_kvass_did(servers: list[str]) -> None:
