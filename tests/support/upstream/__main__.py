@@ -21,7 +21,7 @@ from tests.support.upstream.explained import CONNECTORS, EXPLAINED, FILES
 from tests.support.upstream.hub import write_hub
 
 ALONE: Final = ""
-MODES: Final = {ALONE: "vLLM alone", "last": "with kvass", "first": "with kvass first"}
+MODES: Final = {ALONE: "vLLM alone", "last": "with kvass"}
 PLUGIN: Final = Path(__file__).parent / "kvass_beside.py"
 OUTCOMES: Final = ("passed", "failed", "skipped")
 
