@@ -20,7 +20,7 @@ MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo demo-sglang demo-upgrade quick test test-versions test-sglang check docs mutants sim soak bench bench-check bench-peers judge clean
+.PHONY: help setup demo demo-sglang demo-upgrade quick test test-versions test-sglang test-upstream check docs mutants sim soak bench bench-check bench-peers judge clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
@@ -31,6 +31,7 @@ help:
 	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
 	@echo "make test-versions   the connector with every vLLM it is for (downloads 600 MB, 20 minutes)"
 	@echo "make test-sglang   real SGLang servers on a CPU (downloads 200 MB, 20 minutes)"
+	@echo "make test-upstream   vLLM's own tests of connectors, with and without kvass (downloads 180 MB)"
 	@echo "make check   ruff, mypy --strict, import contracts"
 	@echo "make docs    the docs site, in .cache/docs; a broken link is an error"
 	@echo "make mutants breaks of FILES (those of core, layout, engine changed since main) that their tests miss"
@@ -124,6 +125,15 @@ test-sglang: $(READY)
 	@bash requirements/sglang.sh $(VENV) $(SGLANG_VERSIONS)
 	SGLANG_OVERLAYS=$(VENV)/overlays SGLANG_VERSIONS="$(SGLANG_VERSIONS)" \
 	  $(BIN)/python -m pytest -q tests/sglang $(PYTEST_ARGS)
+
+# vLLM's tests of each vLLM that kvass is for, or of UPSTREAM_VERSIONS.
+UPSTREAM_VERSIONS ?= $(shell $(BIN)/python -c 'from kvass._version import *; print(*sorted(TESTED_VLLM))')
+
+test-upstream: INSTALLED = $(shell $(BIN)/python -c 'import vllm._version as v; print(v.version)')
+test-upstream: $(READY)
+	@bash requirements/overlays.sh $(VENV) $(filter-out $(INSTALLED),$(UPSTREAM_VERSIONS))
+	@bash requirements/upstream.sh $(VENV) $(UPSTREAM_VERSIONS)
+	$(BIN)/python -m tests.support.upstream .cache/upstream $(UPSTREAM_VERSIONS)
 
 check: $(READY)
 	$(BIN)/ruff check
