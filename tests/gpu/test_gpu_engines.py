@@ -42,6 +42,11 @@ GRAPHS: Final = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
 ROUNDING: Final = 0.1
+STATES: Final = {
+    "block_size": None,
+    "mamba_cache_mode": "align",
+    "gdn_prefill_backend": "triton",  # FlashInfer's is the default, and may not be there
+}
 EXACT: Final = {"dtype": "float32", "attention_backend": "TRITON_ATTN"}
 DENSE: Final = Shape(
     vocab=4096, hidden=1024, intermediate=2816, layers=8, heads=16, kv_heads=8, head_dim=64
@@ -66,9 +71,7 @@ CASES: Final = (
     Case("mla", LatentShape(), {"attention_backend": "TRITON_MLA"}, {}),
     Case("windows", hybrid_models.gemma3(), EXACT, {}),
     Case("experts", hybrid_models.gpt_oss(), EXACT, {}),
-    Case(
-        "states", hybrid_models.qwen3_next(), {"block_size": None, "mamba_cache_mode": "align"}, {}
-    ),
+    Case("states", hybrid_models.qwen3_next(), STATES, {}),
 )
 
 

@@ -34,6 +34,8 @@ EXPLAINED: Final[dict[str, tuple[str, ...]]] = {
         "test_error_propagation.py::test_error_propagation_async_load",
         "test_cache_pollution_prevention.py::test_invalid_blocks_evicted_prevents_cache_pollution",
         "test_kv_load_failure_recovery.py::test_failed_receive_completion_honors_failure_policy[fail]",
+        "test_kv_load_failure_recovery.py::"
+        "test_deepseek_v4_sync_load_failure_fails_and_evicts_real_blocks",
     ),
     "kvass holds the blocks that it stores until the copy has ended. The tests count who holds a "
     "block in the step that computes it": (
