@@ -15,8 +15,9 @@ from typing import Final
 
 TURN: Final = 8
 """Pieces that are read one way before the other has its turn. The staged way is first, because few
-systems allow huge pages of shared memory, and without them it is usually the faster one. All threads read the same way, so
-what a piece takes says how fast the disk is with as many requests as there are."""
+systems allow huge pages of shared memory, and without them it is usually the faster one. All
+threads read the same way, so what a piece takes says how fast the disk is with as many requests as
+there are."""
 MEASURED: Final = 32
 """Pieces that are read in turns before one way is chosen. Half of them are read each way."""
 AGAIN: Final = 4096
