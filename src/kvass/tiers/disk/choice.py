@@ -10,7 +10,7 @@ and on the pages of the shards, and no setting says it all.
 from __future__ import annotations
 
 import threading
-from statistics import quantiles
+from statistics import median
 from typing import Final
 
 TURN: Final = 8
@@ -55,9 +55,5 @@ class Choice:
                 return
             times.append(seconds / size)
             if all(len(each) == MEASURED // 2 for each in self._times.values()):
-                self._staged = _quick(self._times[True]) < GAIN * _quick(self._times[False])
-
-
-def _quick(times: list[float]) -> float:
-    """Return the lower quartile: other work of the machine can only make a piece slower."""
-    return quantiles(times, n=4)[0]
+                direct, through = median(self._times[False]), median(self._times[True])
+                self._staged = through < GAIN * direct
