@@ -174,6 +174,7 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
         (default(MooncakeOptions, "timeout_s"),),
     ),
     ("docs/tiers.md", "daemon that starts within these {} s", (epochs.LOOK_AGAIN_S,)),
+    ("docs/tiers.md", "takes {} MiB more for", (IO_BYTES >> 20,)),
     ("docs/tenants.md", "Up to {} tenants can have a quota", (MOST_QUOTAS,)),
     ("docs/tenants.md", "of the first {}", (tenants.SHOWN,)),
     ("docs/monitoring.md", "a sample every {} s of the last four hours", (source.SAMPLE_S,)),

@@ -70,8 +70,8 @@ class Engine(BusyEngine):
 
     def __init__(self, daemon: Daemon, server: int) -> None:
         ports = [free_port(12_000, 22_000) for _ in range(2)]
-        names = ("endpoint", "replay_endpoint")
-        events = {name: f"tcp://*:{port}" for name, port in zip(names, ports, strict=True)}
+        at, replay_at = ports
+        events = {"endpoint": f"tcp://*:{at}", "replay_endpoint": f"tcp://127.0.0.1:{replay_at}"}
         super().__init__(daemon.socket, daemon, kv_events=events, blocks=20)
         self.url = f"http://127.0.0.1:{server}"
         events_at, again_at = [f"{self.url}=tcp://127.0.0.1:{port}" for port in ports]

@@ -216,6 +216,17 @@ def test_it_is_measured_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> No
     assert disk.read(2 * MEASURED) == IN_TURNS + [False] * MEASURED
 
 
+def test_reads_that_fail_delay_the_choice(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not made of fewer times than the others, and turns go on until there are enough."""
+    disk.staged_s = 0.5
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: read(fd, parts, at) - 1)
+    assert [*disk.reader.read(disk.file, 0, disk.into)] == []
+    monkeypatch.setattr(os, "preadv", read)
+    assert disk.read(MEASURED - 1) == IN_TURNS[1:]
+    assert disk.read(100) == [True] * 100
+
+
 def test_that_some_reads_are_slow_changes_nothing(disk: Disk) -> None:
     disk.staged_s = 100.0
     disk.read(TURN - 1)

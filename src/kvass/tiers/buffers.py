@@ -12,7 +12,7 @@ import numpy as np
 from kvass.tiers.base import Buffer, Shards
 from kvass.types import PAGE
 
-_HUGE: Final = 2 << 20
+HUGE_PAGE: Final = 2 << 20
 """Bytes of a huge page of most machines. Elsewhere the address is as good as any other."""
 
 
@@ -31,11 +31,11 @@ def page_buffer(size: int = PAGE) -> Buffer:
 def huge_buffer(size: int) -> Buffer:
     """Return zeroed memory as ``page_buffer`` does, but of this process alone, at a multiple of
     2 MiB, and in huge pages if the system has them. A disk takes these in fewer requests."""
-    memory = mmap.mmap(-1, size + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
-    begin = -whole.ctypes.data % _HUGE
+    begin = -whole.ctypes.data % HUGE_PAGE
     return whole[begin : begin + size]
 
 

@@ -63,7 +63,8 @@ class VllmRouter(Router):
 
     def flags(self) -> Sequence[str]:
         metrics = str(free_port(12_000, 22_000))
-        return [*self._flags, "--prometheus-port", metrics, "--log-level", "error"]
+        here = ["--host", "127.0.0.1", "--prometheus-port", metrics]
+        return [*self._flags, *here, "--log-level", "error"]
 
     def chosen(self, tokens: Sequence[int]) -> int:
         """Who gets a prompt, of servers that answer with their port."""
@@ -85,7 +86,7 @@ class Claim(NamedTuple):
 
 class DynamoIndexer(Router):
     """Dynamo's indexer: what a router of Dynamo's knows of engines, by their KV events. It listens
-    to those that are registered."""
+    to those that are registered. It answers on all interfaces, and has no option for that."""
 
     module = "dynamo.indexer"
 

@@ -7,6 +7,8 @@ first quarter is left out because caches and indexes fill then. What may differ:
 - In use (``memory``): 1 MiB of malloc's, 2,000 of Python's blocks. When the process of the disk
   tier lost an object for each loaded record, it had 24,000 blocks more after six minutes; as it is,
   30 more after twelve. The daemon's grows ever slower as its books fill: 0.5 MiB in twelve minutes.
+  In an hour with the lookups of 32 engines it grew by 3 % between these quarters, so now
+  ``checked_daemon`` keeps those of two.
 - Private memory: ``HEAP_BYTES``. It also counts what malloc keeps free for the next time that many
   threads need memory at once. The processes of tiers grow by 0.4 MiB, engines by 5 MiB.
 - Descriptors and threads: those of one engine, which may be away in one quarter and not in the

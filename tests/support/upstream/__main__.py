@@ -58,6 +58,8 @@ def run(folder: Path, version: str, mode: str) -> Found:
         "PYTHONPATH": os.pathsep.join(map(str, [*paths, PLUGIN.parent])),
     }
     tests = [name for name in FILES if (place / name).exists()]
+    if not tests:
+        raise SystemExit(f"{place} has none of vLLM's tests: requirements/upstream.sh takes them")
     options = ["-q", "-p", PLUGIN.stem, "-p", "no:cacheprovider", "--timeout=300", "--tb=short"]
     options += ["--show-capture=no", "--continue-on-collection-errors"]
     with report.with_suffix(".log").open("w") as log:
@@ -115,6 +117,8 @@ def main(folder: Path, versions: Iterable[str], modes: Iterable[str]) -> int:
             found = differences(alone.outcomes, beside.outcomes)
             print(f"{line(MODES[mode], beside)}; {len(found)} differ", flush=True)
             wrong += [f"{version} {mode}: {one}" for one in unexplained(found, alone.outcomes)]
+            if "passed" not in alone.outcomes.values() or not beside.asked:
+                wrong.append(f"{version} {mode}: no test passed, or none asked kvass for hits")
     for one in wrong:
         print(one, file=sys.stderr)
     return 1 if wrong else 0

@@ -15,11 +15,12 @@ from typing import Final
 
 TURN: Final = 8
 """Pieces that are read one way before the other has its turn. The staged way is first, because few
-systems allow huge pages of shared memory, and without them it is usually the faster one. All
-threads read the same way, so what a piece takes says how fast the disk is with as many requests as
-there are."""
+systems allow huge pages of shared memory, and without them it is usually the faster one. Most
+pieces of a turn are read while others are read the same way, so what one takes says how fast the
+disk is with as many requests as there are."""
 MEASURED: Final = 32
-"""Pieces that are read in turns before one way is chosen. Half of them are read each way."""
+"""Pieces of which one way is chosen. Half of them are read each way. It takes more pieces if reads
+fail."""
 AGAIN: Final = 4096
 """Pieces after which both ways are measured again: other work may have been in the way."""
 GAIN: Final = 0.9
@@ -32,19 +33,19 @@ class Choice:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun = 0
-        self._staged = False
+        self._staged = self._decided = False
         self._times: dict[bool, list[float]] = {False: [], True: []}
 
     def staged(self) -> bool:
         """Return which way to read a piece now."""
         with self._lock:
             if self._begun == AGAIN:
-                self._begun = 0
+                self._begun, self._decided = 0, False
                 self._times = {False: [], True: []}
             self._begun += 1
-            if self._begun <= MEASURED:
-                return (self._begun - 1) // TURN % 2 == 0
-            return self._staged
+            if self._decided:
+                return self._staged
+            return (self._begun - 1) // TURN % 2 == 0
 
     def took(self, staged: bool, seconds: float, size: int) -> None:
         """Say how long a piece of ``size`` bytes took, from its request until its bytes were where
@@ -56,4 +57,4 @@ class Choice:
             times.append(seconds / size)
             if all(len(each) == MEASURED // 2 for each in self._times.values()):
                 direct, through = median(self._times[False]), median(self._times[True])
-                self._staged = through < GAIN * direct
+                self._staged, self._decided = through < GAIN * direct, True

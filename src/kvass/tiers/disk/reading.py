@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Final, TypeAlias
 
 from kvass.tiers.base import Shards
-from kvass.tiers.buffers import huge_buffer, page_buffer
+from kvass.tiers.buffers import HUGE_PAGE, huge_buffer, page_buffer
 from kvass.tiers.disk.choice import Choice
 from kvass.tiers.disk.segment import SegmentFile, page_aligned
 from kvass.tiers.pacing import IO_BYTES
@@ -62,10 +62,12 @@ class SlotReader:
             parts = [
                 (max(begin - at, 0), target[max(at - begin, 0) : at + size - begin].data)
                 for begin, target in zip(begins, targets, strict=False)
-                if begin < at + size and begin + len(target) > at
+                if begin < at + size and begin + len(target) > at and len(target)
             ]
             free = aligned and file.direct and size >= LEAST_STAGED
             staged = self._choice.staged() if free else not aligned
+            if staged:
+                stage[::HUGE_PAGE] = 0  # the system gives the memory now, not while the disk reads
             began = self._clock()
             if not file.get(slot, number, [stage[:size].data] if staged else [p for _, p in parts]):
                 return
