@@ -122,30 +122,36 @@ def test_charts_have_axes_with_units(browser: Browser, web: WebServer) -> None:
 
 
 def test_the_pointer_shows_the_values_of_its_time(browser: Browser, web: WebServer) -> None:
+    """A sample may be added, and the page may be laid out again, at any time."""
     page = shown(browser, web)
-    samples = web.source.history()["samples"]
-    assert eventually(lambda: page.run("charts.memory.plot.data[0].length") >= len(samples))
-    (first, *_), (last, *_) = samples
     size = {"width": 1100, "height": 4000, "deviceScaleFactor": 1}
     page.call("Emulation.setDeviceMetricsOverride", **size, mobile=False)
     assert eventually(lambda: page.run("innerHeight") == 4000)
-    box = page.run(
-        "{ const b = document.querySelector('#memory .u-over').getBoundingClientRect();"
-        " [b.left, b.top, b.width] }"
-    )
+
+    def times() -> list[float]:
+        return [when for when, *_ in web.source.history()["samples"]]
+
+    def clock(when: float) -> str:
+        return time.strftime("at %H:%M:%S", time.gmtime(when))
 
     def at(share: float) -> str:
-        page.call(
-            "Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + share * box[2], y=box[1] + 9
+        left, top, width = page.run(
+            "{ const b = document.querySelector('#memory .u-over').getBoundingClientRect();"
+            " [b.left, b.top, b.width] }"
         )
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + share * width, y=top + 9)
         return page.text("#memory .legend")
 
-    clock = [time.strftime("at %H:%M:%S", time.gmtime(when)) for when in (first, last)]
-    assert eventually(lambda: at(0.999) == "L1 used 192 KiB" + clock[1])
-    left = 1 - (last - first) / max(60, last - first)
-    assert eventually(lambda: at(left + 0.001) == "L1 used 0 B" + clock[0])
+    def first() -> float:
+        """Where the first sample is. The chart has a minute or more."""
+        return 1 - (times()[-1] - times()[0]) / max(60, times()[-1] - times()[0])
+
+    assert eventually(lambda: at(0.999) == "L1 used 192 KiB" + clock(times()[-1]))
+    assert eventually(lambda: at(first() + 0.001) == "L1 used 0 B" + clock(times()[0]))
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
-    assert eventually(lambda: page.text("#memory .legend") == "L1 used 192 KiB" + clock[1])
+    assert eventually(
+        lambda: page.text("#memory .legend") == "L1 used 192 KiB" + clock(times()[-1])
+    )
 
 
 def test_a_models_or_tenants_own_figures_can_be_chosen(browser: Browser, web: WebServer) -> None:
