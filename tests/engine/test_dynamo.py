@@ -19,10 +19,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvass import Client
-from kvass.connectors.vllm.events import VllmEvents
 from kvass.messages import Presence, Present
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.engine.test_scheduler_events import ROW, churn, prompt
+from tests.engine.test_scheduler_events import ROW, churn, prompt, tell_one_less
 from tests.support.servers.routers import Claim, DynamoIndexer
 from tests.support.vllm.ranks import StubModelEngine, making, until
 from tests.support.vllm.scheduler import BLOCK, CHUNK
@@ -185,14 +184,7 @@ def test_rows_of_a_session_that_ended_are_claimed_until_they_are_evicted(
 
 def test_a_removal_that_is_not_told_is_seen(a: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the tests above."""
-    real, untold = VllmEvents.removed, list[bytes]()
-
-    def one_less(self: VllmEvents, group: int, rows: list[bytes]) -> Any:
-        if not untold:
-            untold.append(rows.pop())
-        return real(self, group, rows)
-
-    monkeypatch.setattr(VllmEvents, "removed", one_less)
+    tell_one_less(monkeypatch)
     prompts = churn(a, range(40))
     until(lambda: a.step() and a.excess() == (0, CHUNK // BLOCK), "all else was told")
     claims = zip(a.claims(prompts), a.truth(prompts), strict=True)
@@ -200,13 +192,15 @@ def test_a_removal_that_is_not_told_is_seen(a: Engine, monkeypatch: pytest.Monke
 
 
 def test_after_a_restart_of_the_daemon_nothing_of_before_is_claimed(
-    a: Engine, daemon: Daemon
+    a: Engine, daemon: Daemon, indexer: DynamoIndexer
 ) -> None:
     prompts = churn(a, range(20))
     a.settle(prompts, "stores")
+    assert indexer.held(a.number)[1] > 0
     daemon.restart()
     a.wait_connected()
     a.settle(prompts, "L1 is empty")
+    assert indexer.held(a.number)[1] == 0
     prompts += churn(a, range(20, 24))
     a.settle(prompts, "stores after it")
 

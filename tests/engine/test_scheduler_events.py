@@ -122,18 +122,24 @@ def test_the_index_agrees_with_the_daemon_after_churn(daemon: Daemon, engine: An
     assert a.router.gaps == 0
 
 
+def tell_one_less(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Keep the next removal of a row from all routers. Returns where its key will be."""
+    real, untold = VllmEvents.removed, list[bytes]()
+
+    def one_less(self: VllmEvents, group: int, rows: list[bytes]) -> Any:
+        if not untold:
+            untold.append(rows.pop())
+        return real(self, group, rows)
+
+    monkeypatch.setattr(VllmEvents, "removed", one_less)
+    return untold
+
+
 def test_a_removal_that_is_not_told_is_seen(
     daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above."""
-    real, dropped = VllmEvents.removed, list[bytes]()
-
-    def one_less(self: VllmEvents, group: int, rows: list[bytes]) -> Any:
-        if not dropped:
-            dropped.append(rows.pop())
-        return real(self, group, rows)
-
-    monkeypatch.setattr(VllmEvents, "removed", one_less)
+    dropped = tell_one_less(monkeypatch)
     a = engine()
     prompts = churn(a, range(40))
     a.settle(lambda: a.rows() == daemon.status()["rows"] + 1, "all else was told")
