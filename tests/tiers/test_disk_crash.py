@@ -14,7 +14,8 @@ import pytest
 
 from kvass.errors import TierDown
 from kvass.testing.tier_suite import data_of, fetch, same
-from kvass.tiers.disk import DiskTier
+from kvass.tiers.base import Buffer
+from kvass.tiers.disk import DiskTier, reading
 from kvass.tiers.disk.segment import SegmentFile
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import SHAPE, fill, hits, keys_of
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parent.parent.parent
 SHAPES = [(5000, 4096), (20_000,), (300,)]
 WRITER = """
 import sys
-from kvass.tiers.disk import DiskTier
+from kvass.tiers.base import Buffer
+from kvass.tiers.disk import DiskTier, reading
 from kvass.tiers.disk.segment import SegmentFile
 from tests.tiers.records import data_of, keys_of
 from tests.tiers.test_disk_crash import SHAPES
@@ -211,4 +213,23 @@ def test_reads_that_fail_are_misses_and_the_records_are_given_up(
     faults.error.clear()
     assert hits(tier, keys) == [False] * 4 + [True] * 6
     assert all(fill(tier, keys))
+    assert all(hits(tier, keys))
+
+
+def test_a_lack_of_memory_to_read_into_gives_no_record_up(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, tier = keys_of(10), open_disk(4 << 20)
+    assert all(fill(tier, keys))
+    tier.close()
+    tier = open_disk(4 << 20)  # no thread has memory yet
+
+    def no_memory(*_: int) -> Buffer:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as lack:
+        lack.setattr(reading, "huge_buffer", no_memory)
+        with pytest.raises(TierDown, match="Cannot allocate memory"):
+            hits(tier, keys[:4])
+    assert tier.report()["read_errors"] == 0
     assert all(hits(tier, keys))

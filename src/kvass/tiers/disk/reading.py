@@ -39,6 +39,9 @@ class ThreadMemory(threading.local):
         self.first = huge_buffer(IO_BYTES)
         self.next = huge_buffer(IO_BYTES)
 
+    def get(self) -> None:
+        """Get this thread's memory, if it has none yet. Raises ``OSError`` if there is none."""
+
 
 class SlotReader:
     """Reads slots of segments. Thread-safe."""

@@ -255,6 +255,7 @@ class DiskTier(RecordTier):
     # ------------------------------------------------------------ one record
 
     def _load(self, key: bytes, into: Shards) -> bool:
+        self._memory.get()  # first: a lack of memory is no fault of the record
         number = fingerprint(key)
         with self._lock:
             place = self._index.pin(number)
