@@ -192,8 +192,11 @@ class SmallEngine:
         self.copier.store(work)
         finished, failed = self.copier.results()
         self.failed |= failed
-        self.planner.reported(dict.fromkeys(self.copier.report(), 1), failed)
-        if wrong := self.copier.wrong_copies():
+        some = self.copier.has_report()
+        steps, wrong = self.copier.report(), self.copier.wrong_copies()
+        assert some or not (steps or wrong), "an engine would not have asked"
+        self.planner.reported(dict.fromkeys(steps, 1), failed)
+        if wrong:
             self.planner.copied_wrong(wrong)
         return finished - failed
 

@@ -219,6 +219,14 @@ class Copier:
         self._finished, self._failed = set(), set()
         return finished, failed
 
+    def has_report(self) -> bool:
+        """Whether one of the next four methods may return something. In most steps none does, and
+        this is one call instead of four."""
+        self._poll()
+        return self._computed and bool(
+            self._ended_steps or self._compared or self._wrong or self._held is not None
+        )
+
     def report(self) -> list[int]:
         """The steps (``StepWork.step``) whose last store ended since the last call. Empty in a step
         that raised."""
