@@ -9,7 +9,7 @@ From the root of the repository:
     python -m bench.judge --render .cache/judge/judge.json   the page again, of that run
 
 It starts a vLLM server for each contender: without a cache beside it, with vLLM's own offloading,
-with LMCache and with kvass. vLLM's ``bench serve`` and LMCache's ``bench engine`` ask them, one
-server at a time, in turns. All figures but the tokens found are read from the results that these
-programs write, under their names.
+with LMCache and with kvass. vLLM's ``bench serve``, LMCache's ``bench engine`` and NVIDIA's AIPerf
+ask them, one server at a time, in turns. All figures but the tokens found are read from the results
+that these programs write, under their names.
 """

@@ -19,7 +19,9 @@ from typing import Final
 import msgspec
 
 from bench.engine import BLOCK, rotated
-from bench.judge.contenders import BLOCKS, CONTENDERS, COUNTERS, Contender, model
+from bench.judge import aiperf
+from bench.judge.contenders import BLOCKS, CONTENDERS, COUNTERS, Contender
+from bench.judge.model import model
 from bench.judge.workloads import WORKLOADS, Place, Workload
 from bench.peers import report
 from bench.peers.__main__ import machine, python, versions
@@ -68,7 +70,8 @@ def judge(only: str | None, rounds: int, to: Path) -> Judged:
     if not chosen:
         raise ConfigError(f"--only {only}: they are {', '.join(one.name for one in WORKLOADS)}")
     began_s = time.monotonic()
-    judged = Judged(Results(machine(), versions(), 0, now()))
+    about = versions() | {"AIPerf": aiperf.version()}
+    judged = Judged(Results(machine(), about, 0, now()))
     rows = {one.name: rows_of(judged.results, one) for one in chosen}
     with ExitStack() as ending:
         folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="kvass-judge-")))
@@ -149,9 +152,12 @@ def ask(
     """The figures of one round, and its command. Raises ``Unavailable``."""
     folder = plan.folder / f"{workload.name}-{contender.name}-{number}"
     folder.mkdir()
-    place = Place(plan.python, contender.url, plan.folder / "model", folder, number)
+    place = Place(
+        plan.python, contender.url, plan.folder / "model", folder, number, aiperf.interpreter()
+    )
     command, before = workload.command(place), contender.found()
-    environment = os.environ | {"PYTHONHASHSEED": str(number), "HF_HUB_OFFLINE": "1"}
+    offline = "1" if workload.offline else ""
+    environment = os.environ | {"PYTHONHASHSEED": str(number), "HF_HUB_OFFLINE": offline}
     with (folder / "client.log").open("wb") as log:
         try:
             done = subprocess.run(
@@ -167,9 +173,11 @@ def ask(
 
 
 def shortened(command: Sequence[str], plan: Plan) -> str:
-    """A command without this run's folder, and interpreter."""
-    text = shlex.join(command).replace(str(plan.folder), "FOLDER")
-    return text.replace(plan.python, "python").replace(sys.executable, "python")
+    """A command without this run's folder, and interpreters."""
+    text = shlex.join(command)
+    for one in (aiperf.interpreter(), plan.python, sys.executable):
+        text = text.replace(one, "python") if one else text
+    return text.replace(str(plan.folder), "FOLDER")
 
 
 def markdown(judged: Judged) -> str:

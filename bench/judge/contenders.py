@@ -12,22 +12,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
-from bench.engine import ARGS, ENVIRONMENT, MODELS, SHAPE
+from bench.engine import ARGS, ENVIRONMENT
 from bench.peers.engines import connector
 from bench.peers.servers import KvassServer, Server, free_ports
 from examples.tiny import ENVIRONMENT as ENGINES
 from kvass.cli.bench.rig import wait_for
 from kvass.client.client import Client
 from kvass.errors import Unavailable
-from tests.support.vllm.models import build
 
 CONTENDERS: Final = ("none", "offloading", "lmcache", "kvass")
 BLOCKS: Final = 96
-"""vLLM's own cache: 3,072 tokens, less than a workload's prefixes, except ``random``'s."""
+"""vLLM's own cache: 3,072 tokens, less than what most workloads ask for again."""
 OPTIONS: Final[dict[str, Any]] = ARGS | {
     "max_model_len": 2048,
     "num_gpu_blocks_override": BLOCKS,
@@ -36,35 +32,11 @@ OPTIONS: Final[dict[str, Any]] = ARGS | {
 }
 START_S: Final = 600.0
 ASK_S: Final = 120.0
-SPECIAL: Final = ("<pad>", "<s>", "</s>", "<unk>")
-TOKENIZER: Final = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    **dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True)),
-    "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
-}
 COUNTERS: Final = {
     "prefix_cache_hits": "vllm:prefix_cache_hits_total",
     "external_prefix_cache_hits": "vllm:external_prefix_cache_hits_total",
 }
 """Prompt tokens found in vLLM's own cache, and beside it: of each server's ``/metrics``."""
-
-
-def model(folder: Path) -> Path:
-    """``bench.engine``'s, with a tokenizer: a word is a token. ``lmcache bench engine`` writes
-    documents that differ by a digit, so digits are words."""
-    whole = folder / "model"
-    whole.mkdir()
-    for file in build(MODELS, SHAPE).iterdir():
-        (whole / file.name).symlink_to(file)
-    words = [*SPECIAL, *"0123456789", "hi", "Document"]
-    words += [f"w{number}" for number in range(len(words), SHAPE.vocab)]
-    table = {word: number for number, word in enumerate(words)}
-    tokenizer = Tokenizer(WordLevel(table, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.save(str(whole / "tokenizer.json"))
-    (whole / "tokenizer_config.json").write_text(json.dumps(TOKENIZER))
-    return whole
 
 
 class Contender:

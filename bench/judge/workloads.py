@@ -1,7 +1,7 @@
 """The workloads: the command of each, and the figures in the result that it writes.
 
-Sizes fit two cores. A round has its own seed, so it finds nothing of the round before, except in
-``long-doc-qa``, whose documents are always the same.
+Sizes fit two cores. A round has its own seed, so it finds nothing of the round before. The texts of
+``lmcache bench engine`` have none; there the model's chat template puts a number before them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from bench.judge.aiperf import MISSING
 from kvass.errors import Unavailable
 
 VLLM: Final = {
@@ -34,10 +35,20 @@ LMCACHE: Final = {
     "mean_decode_speed": "tok/s",
 }
 """The same of ``lmcache bench engine``."""
+PREFILL: Final = {name: unit for name, unit in LMCACHE.items() if name != "mean_decode_speed"}
+"""Of a workload whose answers have one token."""
+AIPERF: Final = {"request_throughput avg": "req/s"} | {
+    f"{name} {which}": "ms"
+    for name in ("time_to_first_token", "inter_token_latency", "request_latency")
+    for which in ("avg", "p50", "p99")
+}
+"""The same of ``aiperf profile``: a metric, and which of its figures."""
 TURNS: Final = 4
 CHATS: Final = 3
 CHUNK: Final = 128
 APART_S: Final = 1.25
+AGENTS: Final = 5
+STEPS: Final = 4
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -49,6 +60,8 @@ class Place(msgspec.Struct, frozen=True):
     folder: Path
     number: int
     """Of the round: the seed."""
+    aiperf: str | None
+    """AIPerf's interpreter, if it is installed."""
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -59,6 +72,8 @@ class Workload(msgspec.Struct, frozen=True):
     command: Callable[[Place], list[str]]
     result: str
     read: Callable[[dict[str, Any]], dict[str, float]]
+    offline: bool = True
+    """``HF_HUB_OFFLINE``. With it AIPerf 0.13 takes a folder for a name, and fails."""
 
     def figures(self, folder: Path) -> dict[str, float]:
         """Of the result in ``folder``. Raises ``Unavailable``."""
@@ -106,15 +121,18 @@ def _of_vllm(result: dict[str, Any]) -> dict[str, float]:
     return result
 
 
-def _long_doc_qa(place: Place) -> list[str]:
-    """Five documents: 5 GB of KV cache, if a GB has as many tokens as a document."""
-    options: list[object] = ["--engine-url", place.url, "--model", place.model]
-    options += ["--workload", "long-doc-qa", "--ldqa-document-length", 800]
-    options += ["--kv-cache-volume", 5, "--tokens-per-gb-kvcache", 800]
-    options += ["--ldqa-query-per-document", 2, "--ldqa-num-inflight-requests", 1]
-    options += ["--ldqa-max-output-length", 16, "--ignore-eos", "--seed", place.number]
-    options += ["--output-dir", place.folder, "--json", "--no-csv", "--quiet", "--no-interactive"]
-    return [place.python, "-m", "lmcache.cli.main", "bench", "engine", *map(str, options)]
+def _lmcache(name: str, *own: object, metrics: dict[str, str] = LMCACHE) -> Workload:
+    """A GB has 800 tokens. ``--rag-template-kwargs`` is for all workloads, whatever its name is."""
+
+    def command(place: Place) -> list[str]:
+        options: list[object] = ["--engine-url", place.url, "--model", place.model]
+        options += ["--workload", name, "--tokens-per-gb-kvcache", 800, *own, "--ignore-eos"]
+        options += ["--seed", place.number, "--rag-template-kwargs", f"salt={place.number}"]
+        options += ["--output-dir", place.folder, "--json", "--no-csv", "--quiet"]
+        options += ["--no-interactive"]
+        return [place.python, "-m", "lmcache.cli.main", "bench", "engine", *map(str, options)]
+
+    return Workload(name, metrics, command, "bench_summary.json", _of_lmcache)
 
 
 def _of_lmcache(result: dict[str, Any]) -> dict[str, float]:
@@ -122,6 +140,31 @@ def _of_lmcache(result: dict[str, Any]) -> dict[str, float]:
     if found["failed_requests"] or not found["successful_requests"]:
         raise Unavailable(f"{found['failed_requests']:.0f} requests failed")
     return found
+
+
+def _agents(place: Place) -> list[str]:
+    """Sessions with one system prompt; each step has all that came before, and waits 1 s."""
+    if place.aiperf is None:
+        raise Unavailable(f"AIPerf {MISSING}")
+    options: list[object] = ["--url", place.url, "--model", place.model]
+    options += ["--tokenizer", place.model, "--endpoint-type", "chat", "--streaming"]
+    options += ["--conversation-num", AGENTS, "--num-dataset-entries", AGENTS]
+    options += ["--concurrency", AGENTS, "--conversation-turn-mean", STEPS]
+    options += ["--conversation-turn-delay-mean", 1000, "--shared-system-prompt-length", 320]
+    options += ["--user-context-prompt-length", 256, "--isl", 80, "--osl", 16]
+    options += ["--extra-inputs", "ignore_eos:true", "--use-server-token-count"]
+    options += ["--random-seed", place.number]
+    options += ["--workers-max", 1, "--record-processors", 1, "--ui", "none"]
+    options += ["--no-gpu-telemetry", "--no-server-metrics", "--artifact-dir", place.folder]
+    return [place.aiperf, "-m", "aiperf", "profile", *map(str, options)]
+
+
+def _of_aiperf(result: dict[str, Any]) -> dict[str, float]:
+    count = result.get("request_count", {}).get("avg", 0)
+    if count != AGENTS * STEPS:
+        raise Unavailable(f"{count:.0f} of {AGENTS * STEPS} requests completed")
+    parts = (name.split(" ") for name in AIPERF)
+    return {f"{name} {which}": result[name][which] for name, which in parts}
 
 
 WORKLOADS: Final[Sequence[Workload]] = (
@@ -141,5 +184,28 @@ WORKLOADS: Final[Sequence[Workload]] = (
         *("--num-prompts", CHATS * TURNS, "--timed-trace-chunk-hash-size", CHUNK),
         *("--timed-trace-sec-multiplier", 0.001),
     ),
-    Workload("long-doc-qa", LMCACHE, _long_doc_qa, "bench_summary.json", _of_lmcache),
+    _lmcache(  # five documents
+        "long-doc-qa",
+        *("--kv-cache-volume", 5, "--ldqa-document-length", 800),
+        *("--ldqa-query-per-document", 2, "--ldqa-num-inflight-requests", 1),
+        *("--ldqa-max-output-length", 16),
+    ),
+    _lmcache(  # five sessions
+        "multi-round-chat",
+        *("--kv-cache-volume", 5, "--mrc-shared-prompt-length", 100),
+        *("--mrc-chat-history-length", 700, "--mrc-user-input-length", 40),
+        *("--mrc-output-length", 16, "--mrc-qps", 0.4, "--mrc-duration", 25),
+    ),
+    _lmcache(
+        "random-prefill",
+        *("--rp-request-length", 1000, "--rp-num-requests", 8),
+        metrics=PREFILL,
+    ),
+    _lmcache(
+        "long-doc-permutator",
+        *("--ldp-num-contexts", 5, "--ldp-context-length", 240),
+        *("--ldp-system-prompt-length", 240, "--ldp-num-permutations", 8),
+        *("--ldp-num-inflight-requests", 1, "--ldp-max-output-length", 16),
+    ),
+    Workload("agents", AIPERF, _agents, "profile_export_aiperf.json", _of_aiperf, offline=False),
 )

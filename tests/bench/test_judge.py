@@ -5,24 +5,42 @@ What these programs and vLLM's servers write is made here; ``make judge`` starts
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
+from bench.engine import SHAPE
 from bench.judge import __main__ as command
-from bench.judge.__main__ import Judged, markdown, rows_of, shortened
-from bench.judge.contenders import counted
-from bench.judge.workloads import CHATS, TURNS, WORKLOADS, Place, Workload, trace
+from bench.judge import aiperf
+from bench.judge.__main__ import Judged, judge_round, markdown, rows_of, shortened
+from bench.judge.contenders import Contender, counted
+from bench.judge.model import TEMPLATE, tokenizer
+from bench.judge.workloads import AGENTS, CHATS, STEPS, TURNS, WORKLOADS, Place, Workload, trace
 from bench.peers.engineless import Plan
 from bench.peers.results import Results
 from kvass.errors import ConfigError, Unavailable
 
-VLLM, LMCACHE = WORKLOADS[0], WORKLOADS[-1]
+VLLM, LMCACHE, AIPERF = (
+    next(one for one in WORKLOADS if one.name == name)
+    for name in ("prefix_repetition", "long-doc-qa", "agents")
+)
 
 
 def written(workload: Workload, *, failed: int = 0, ttft_ms: float = 80.0) -> dict[str, Any]:
     """What the workload's program writes."""
+    if workload is AIPERF:
+        times = {"unit": "ms", "avg": 1.5, "p50": 1.5, "p99": 1.5, "min": 0.5}
+        return {
+            "aiperf_version": "0.13.0",
+            "request_count": {"unit": "requests", "avg": float(AGENTS * STEPS - failed)},
+            "request_throughput": {"unit": "requests/sec", "avg": 1.5},
+            "time_to_first_token": times | {"avg": ttft_ms},
+            "inter_token_latency": times,
+            "request_latency": times,
+        }
     figures = dict.fromkeys(workload.metrics, 1.5) | {"mean_ttft_ms": ttft_ms}
     if workload is LMCACHE:
         counts = {"failed_requests": failed, "successful_requests": 10 - failed}
@@ -35,20 +53,21 @@ def written(workload: Workload, *, failed: int = 0, ttft_ms: float = 80.0) -> di
     }
 
 
-@pytest.mark.parametrize("workload", [VLLM, LMCACHE], ids=lambda one: one.name)
+@pytest.mark.parametrize("workload", [VLLM, LMCACHE, AIPERF], ids=lambda one: one.name)
 def test_the_figures_are_those_that_the_program_wrote(workload: Workload, tmp_path: Path) -> None:
     (tmp_path / workload.result).write_text(json.dumps(written(workload, ttft_ms=81.25)))
     figures = workload.figures(tmp_path)
     assert list(figures) == list(workload.metrics)
-    assert figures["mean_ttft_ms"] == 81.25
+    name = "time_to_first_token avg" if workload is AIPERF else "mean_ttft_ms"
+    assert figures[name] == 81.25
 
 
-@pytest.mark.parametrize("workload", [VLLM, LMCACHE], ids=lambda one: one.name)
+@pytest.mark.parametrize("workload", [VLLM, LMCACHE, AIPERF], ids=lambda one: one.name)
 def test_a_run_with_a_failed_request_has_no_figure(workload: Workload, tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="wrote no result"):
         workload.figures(tmp_path)
     (tmp_path / workload.result).write_text(json.dumps(written(workload, failed=1)))
-    with pytest.raises(Unavailable, match=r"9 of 10 requests|1 requests failed"):
+    with pytest.raises(Unavailable, match=r"9 of (10|20) requests|1 requests failed"):
         workload.figures(tmp_path)
 
 
@@ -95,14 +114,54 @@ def test_all_contenders_get_the_same_command_but_for_the_server(tmp_path: Path) 
     plan = Plan("/bin/python3", tmp_path, tmp_path, 1)
     for workload in WORKLOADS:
         one, other = (
-            workload.command(Place(plan.python, url, tmp_path / "model", tmp_path, 3))
+            workload.command(
+                Place(plan.python, url, tmp_path / "model", tmp_path, 3, "/opt/python3")
+            )
             for url in ("http://one", "http://other")
         )
         assert [a for a, b in zip(one, other, strict=True) if a != b] == ["http://one"]
-        assert one[one.index("--seed") + 1] == "3"
+        seed = "--random-seed" if workload is AIPERF else "--seed"
+        assert one[one.index(seed) + 1] == "3"
+        assert ("salt=3" in one) == ("lmcache.cli.main" in one)
         text = shortened(one, plan)
-        assert text.startswith("python -m ")
+        assert text.startswith("/opt/python3 -m " if workload is AIPERF else "python -m ")
         assert str(tmp_path) not in text
+
+
+def test_without_aiperf_its_rows_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aiperf, "FOLDER", tmp_path / "aiperf")
+    plan = Plan("/bin/python3", tmp_path, tmp_path, 1)
+    judged = Judged(Results({}, {}, 1, "today"))
+    rows = rows_of(judged.results, AIPERF)
+    contender = Contender("kvass", tmp_path / "model", tmp_path, plan.python, None)
+    judge_round(judged, plan, {"kvass": contender}, AIPERF, 0, rows)
+    assert {row.trouble["kvass"] for row in rows} == {f"AIPerf {aiperf.version()}"}
+    assert "- kvass: AIPerf is not installed: bash requirements/aiperf.sh" in markdown(judged)
+    assert not judged.commands
+    (tmp_path / "aiperf").mkdir()
+    (tmp_path / "aiperf/.made-from").write_text("# why\naiofiles==24.1.0\naiperf==0.13.0\n")
+    assert aiperf.version() == "0.13.0"
+    assert shortened([str(aiperf.interpreter()), "-m", "aiperf"], plan) == "python -m aiperf"
+
+
+def test_the_tokenizer_counts_words_as_tokens_and_tells_english_texts_apart() -> None:
+    whole = tokenizer()
+    assert whole.get_vocab_size() == SHAPE.vocab
+    words = [token for token in whole.get_vocab() if re.fullmatch("Ġ[a-z]+", token)]
+    assert len(words) > 8000, "long-doc-permutator takes as many"
+    text = whole.decode(range(1000, 1100))
+    assert whole.encode(text).ids == [*range(1000, 1100)]
+    one, other = (whole.encode(text).ids for text in ("To be, or not", "to die, to sleep"))
+    assert set(one) != set(other)
+    assert whole.token_to_id("<unk>") not in one + other
+    assert whole.decode(one) == " To be, or not"
+
+
+def test_a_salt_stands_before_the_messages() -> None:
+    template = jinja2.Template(TEMPLATE)
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert template.render(messages=messages) == "a b "
+    assert template.render(messages=messages, salt=0) == "0 a b "
 
 
 def test_a_turn_of_the_trace_has_all_that_came_before(tmp_path: Path) -> None:
