@@ -193,7 +193,7 @@ WORKLOADS: Final[Sequence[Workload]] = (
     _lmcache(  # five sessions
         "multi-round-chat",
         *("--kv-cache-volume", 5, "--mrc-shared-prompt-length", 100),
-        *("--mrc-chat-history-length", 700, "--mrc-user-input-length", 40),
+        *("--mrc-chat-history-length", 600, "--mrc-user-input-length", 40),
         *("--mrc-output-length", 16, "--mrc-qps", 0.4, "--mrc-duration", 25),
     ),
     _lmcache(
