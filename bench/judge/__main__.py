@@ -156,8 +156,11 @@ def ask(
         plan.python, contender.url, plan.folder / "model", folder, number, aiperf.interpreter()
     )
     command, before = workload.command(place), contender.found()
-    offline = "1" if workload.offline else ""
-    environment = os.environ | {"PYTHONHASHSEED": str(number), "HF_HUB_OFFLINE": offline}
+    environment = os.environ | {
+        "PYTHONHASHSEED": str(number),
+        "HF_HUB_OFFLINE": "1" if workload.offline else "",
+        "TMPDIR": str(plan.folder),  # AIPerf leaves folders there
+    }
     with (folder / "client.log").open("wb") as log:
         try:
             done = subprocess.run(
