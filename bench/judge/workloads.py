@@ -151,7 +151,7 @@ def _agents(place: Place) -> list[str]:
     options += ["--conversation-num", AGENTS, "--num-dataset-entries", AGENTS]
     options += ["--concurrency", AGENTS, "--conversation-turn-mean", STEPS]
     options += ["--conversation-turn-delay-mean", 1000, "--shared-system-prompt-length", 320]
-    options += ["--user-context-prompt-length", 256, "--isl", 80, "--osl", 16]
+    options += ["--user-context-prompt-length", 320, "--isl", 96, "--osl", 16]
     options += ["--extra-inputs", "ignore_eos:true", "--use-server-token-count"]
     options += ["--random-seed", place.number]
     options += ["--workers-max", 1, "--record-processors", 1, "--ui", "none"]
