@@ -5,6 +5,7 @@ Law of this file: memory is bounded. Older times are less exact.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from typing import Final
 
@@ -17,8 +18,7 @@ class UseTimes:
     """A sample of (next stamp, time) pairs, at most one per ``STEP_S``."""
 
     def __init__(self) -> None:
-        self._stamps: list[int] = []
-        self._times: list[float] = []
+        self._stamps, self._times = array("q"), array("d")
         self.now = float("-inf")
 
     def mark(self, clock: int, now: float) -> None:
