@@ -159,6 +159,7 @@ def ask(
     environment = os.environ | {
         "PYTHONHASHSEED": str(number),
         "HF_HUB_OFFLINE": "1" if workload.offline else "",
+        "TRANSFORMERS_OFFLINE": "",  # AIPerf takes it for the same
         "TMPDIR": str(plan.folder),  # AIPerf leaves folders there
     }
     with (folder / "client.log").open("wb") as log:
@@ -210,7 +211,7 @@ def table(rows: Sequence[Row], workload: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.judge", description="Benchmarks of vLLM and LMCache, side by side."
+        prog="python -m bench.judge", description="Benchmarks that others wrote, side by side."
     )
     names = ",".join(one.name for one in WORKLOADS)
     parser.add_argument("--only", metavar="WORKLOADS", help=f"some of {names}")

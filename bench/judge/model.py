@@ -23,7 +23,7 @@ SPECIAL: Final = ("<pad>", "<s>", "</s>", "<unk>")
 SPACE: Final = "Ġ"
 """A space, as this kind of tokenizer writes it; ``Ċ`` is a new line."""
 CHARACTERS: Final = (*map(chr, range(33, 127)), SPACE, "Ċ")
-WORDS: Final = ("hi", "help", "tell")
+WORDS: Final = ("hi", "help", "tell", "warmup")
 """What ``lmcache bench engine`` fills its texts with."""
 LETTERS: Final = str.maketrans("0123456789", "abcdefghij")
 TEMPLATE: Final = (

@@ -1,7 +1,7 @@
 """The workloads: the command of each, and the figures in the result that it writes.
 
-Sizes fit two cores. A round has its own seed, so it finds nothing of the round before. The texts of
-``lmcache bench engine`` have none; there the model's chat template puts a number before them.
+Sizes fit two cores. A round has its own seed, so it finds nothing of the round before. Most texts
+of ``lmcache bench engine`` have none; there the model's chat template puts a number before them.
 """
 
 from __future__ import annotations

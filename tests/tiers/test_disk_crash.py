@@ -25,8 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 SHAPES = [(5000, 4096), (20_000,), (300,)]
 WRITER = """
 import sys
-from kvass.tiers.base import Buffer
-from kvass.tiers.disk import DiskTier, reading
+from kvass.tiers.disk import DiskTier
 from kvass.tiers.disk.segment import SegmentFile
 from tests.tiers.records import data_of, keys_of
 from tests.tiers.test_disk_crash import SHAPES

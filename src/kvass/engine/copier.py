@@ -220,8 +220,8 @@ class Copier:
         return finished, failed
 
     def has_report(self) -> bool:
-        """Whether one of the next four methods may return something. In most steps none does, and
-        this is one call instead of four."""
+        """Whether one of the next four methods may return something. In most steps of an engine
+        without adapters none does, and this is one call instead of three."""
         self._poll()
         return self._computed and bool(
             self._ended_steps or self._compared or self._wrong or self._held is not None

@@ -375,7 +375,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def build_connector_worker_meta(self) -> StepReport | None:
         """This rank's report: the steps whose stores have ended, the adapters that are new, and
         what was compared or found wrong. None if there is nothing to report."""
-        if not self._run(self._copier, False, Copier.has_report):
+        if self._copier is None or not self._run(self._copier, True, Copier.has_report):
             return None
         steps = self._run(self._copier, [], Copier.report)
         held = self._run(self._copier, {}, Copier.adapter_news) if self._adapters else {}

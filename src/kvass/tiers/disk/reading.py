@@ -40,7 +40,8 @@ class ThreadMemory(threading.local):
         self.next = huge_buffer(IO_BYTES)
 
     def get(self) -> None:
-        """Get this thread's memory, if it has none yet. Raises ``OSError`` if there is none."""
+        """Get this thread's memory, if it has none yet, as any access does (``threading.local``).
+        Raises ``OSError`` if there is none."""
 
 
 class SlotReader:
