@@ -39,7 +39,7 @@ help:
 	@echo "make soak    MINUTES=$(MINUTES) of a trace while daemon, tiers and engines are killed and suspended"
 	@echo "make bench-check   kvass bench against the ratios of bench/baseline.json (a minute)"
 	@echo "make bench   what kvass bench does not measure of a daemon; bench/__init__.py has tiers and GPUs"
-	@echo "make bench-peers   kvass, LMCache, vLLM's offloading and vLLM alone, side by side (20 to 60 minutes; SHORT=1 for a try)"
+	@echo "make bench-peers   kvass, LMCache, vLLM's offloading and vLLM alone, side by side (20 to 120 minutes; REPETITIONS=1 for half, SHORT=1 for a try)"
 	@echo "make judge   the same by vLLM's, LMCache's and NVIDIA's own benchmarks (an hour; SHORT=1 for a try)"
 
 setup: $(READY)
@@ -163,14 +163,14 @@ bench: $(READY)
 
 # bench/peers/__init__.py says what ONLY, ROUNDS, REPETITIONS, SHORT and PAGE are.
 bench-peers: $(READY)
-	@bash requirements/lmcache.sh $(VENV) .cache/lmcache || echo "LMCache is not installed: its rows will say so" >&2
+	@bash requirements/peers.sh $(VENV) lmcache || echo "LMCache is not installed: its rows will say so" >&2
 	$(BIN)/python -m bench.peers $(if $(SHORT),--short) $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(REPETITIONS),--repetitions $(REPETITIONS)) $(if $(PAGE),--page $(PAGE))
 
 # bench/judge/__init__.py says what ONLY, ROUNDS, SHORT and PAGE are.
 judge: $(READY)
-	@bash requirements/lmcache.sh $(VENV) .cache/lmcache || echo "LMCache is not installed: its rows will say so" >&2
-	@bash requirements/aiperf.sh $(VENV) .cache/aiperf || echo "AIPerf is not installed: its rows will say so" >&2
+	@bash requirements/peers.sh $(VENV) lmcache || echo "LMCache is not installed: its rows will say so" >&2
+	@bash requirements/peers.sh $(VENV) aiperf || echo "AIPerf is not installed: its rows will say so" >&2
 	$(BIN)/python -m bench.judge $(if $(SHORT),--short) $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(PAGE),--page $(PAGE))
 

@@ -1,4 +1,4 @@
-"""AIPerf, in a virtual environment of its own (``requirements/aiperf.sh``), if it is installed."""
+"""AIPerf, in a virtual environment of its own (``requirements/peers.sh``), if it is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 FOLDER: Final = Path(".cache/aiperf")
-MISSING: Final = "is not installed: bash requirements/aiperf.sh .venv .cache/aiperf"
+MISSING: Final = "is not installed: bash requirements/peers.sh .venv aiperf"
 
 
 def interpreter() -> str | None:

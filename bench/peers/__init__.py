@@ -8,7 +8,7 @@ From the root of the repository:
     make bench-peers PAGE=docs/benchmarks.md   writes the page there too
     python -m bench.peers --render .cache/peers/benchmarks.json   the pages again, of that run
 
-It installs LMCache once, into .cache/lmcache (``requirements/lmcache.sh``). Parts: those of
+It installs LMCache once, into .cache/lmcache (``requirements/peers.sh``). Parts: those of
 ``engineless.PARTS`` and ``engines.ENGINE_PARTS``. A part that fails has its reason in the table and
 stops no other.
 """

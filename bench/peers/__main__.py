@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace) -> Results:
     rounds = args.rounds or (2 if args.short else 9)
     repetitions = args.repetitions or (1 if args.short else 2)
     began_s = time.monotonic()
-    results = Results(machine(), versions(), rounds, now())
+    results = Results(machine(), versions(), rounds, now(), repetitions=repetitions)
     with ExitStack() as ending:
         folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="kvass-peers-")))
         disk = Path(ending.enter_context(tempfile.TemporaryDirectory(dir=args.out.absolute())))
@@ -125,7 +125,7 @@ def machine() -> dict[str, str]:
 def versions() -> dict[str, str]:
     asked = "from importlib.metadata import version; print(version('lmcache'))"
     found = subprocess.run([python(), "-c", asked], capture_output=True, text=True, check=False)
-    lmcache = found.stdout.strip() or "is not installed: bash requirements/lmcache.sh"
+    lmcache = found.stdout.strip() or "is not installed: bash requirements/peers.sh .venv lmcache"
     return {
         "kvass": __version__,
         "LMCache": lmcache,

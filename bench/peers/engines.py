@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -324,16 +326,17 @@ def measure_new(engines: Engines, rounds: int, *rows: Row) -> None:
         (rows[0], rows[1], alone, 2 * rounds),
         (rows[2], rows[3], together, rounds),
     ):
-        took: dict[int, dict[str, float]] = {}
-        for number, mode in in_turns(tuple(engines.found), times, row):
-            with attempt(mode, row, hooks):
-                took_s, hooks_s = measure(mode, (row.name, engines.repetition, number, mode))
-                took.setdefault(number, {})[mode] = took_s
-                if mode in CACHED:
-                    hooks.add(mode, hooks_s / took_s * 100)
-        for one in took.values():
-            for mode in one.keys() - {"none"} if "none" in one else ():
-                row.add(mode, (one[mode] / one["none"] - 1) * 100)
+        turns = in_turns(tuple(engines.found), times, row)
+        for number, group in groupby(turns, key=itemgetter(0)):
+            took: dict[str, float] = {}
+            for _, mode in group:
+                with attempt(mode, row, hooks):
+                    took_s, hooks_s = measure(mode, (row.name, engines.repetition, number, mode))
+                    took[mode] = took_s
+                    if mode in CACHED:
+                        hooks.add(mode, hooks_s / took_s * 100)
+            for mode in took.keys() - {"none"} if "none" in took else ():
+                row.add(mode, (took[mode] / took["none"] - 1) * 100)
 
 
 @contextmanager

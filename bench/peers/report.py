@@ -51,13 +51,15 @@ WHY: Final = {
     "next row has both on the disk). Writing to the page cache would change it, and take memory",
     "disk_sync": "what is left to the raw disk is the prompt's way into memory, before the first "
     "write, and file system blocks that are written for the first time",
-    "disk_read": "where shared memory has pages of 4 KiB (see the machine), the raw disk's requests"
-    " are smaller than LMCache's through the page cache, and kvass may copy from private memory in "
-    "huge pages. Huge pages of shared memory save the copy (`echo advise` into `shmem_enabled`; "
-    "decision 046)",
+    "disk_read": "after a restart kvass tries two ways to read, and one of them is slow where "
+    "shared memory has pages of 4 KiB (see the machine). The other one copies each byte once more. Huge "
+    "pages of shared memory save the copy (`echo advise` into `shmem_enabled`; decision 046)",
     "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
-    "document_found": "both find all but the prompt's end",
+    **dict.fromkeys(
+        ("document_found", "rag_found", "chat_found", "agent_found"),
+        "kvass and vLLM's offloading find all whole blocks, and nothing can find more",
+    ),
     "document": "what is left is the engine's own work on the last tokens, which no cache changes. "
     "vLLM's offloading asks no other process",
     "rag": "all compute the question's tokens, and that takes most of the time. Blended reuse of "
@@ -65,9 +67,10 @@ WHY: Final = {
     "chat": "all compute each new turn, and that takes most of the time. A cache cannot change it",
     "agent": "all generate the same tokens, and that takes most of the time. A cache cannot "
     "change it",
-    "new_short_switched": "an answer takes as little as half a second here. The lookup wakes a "
-    "daemon with cold caches (1 ms), and each step of 20 ms has 0.1 ms of hooks in Python. Not "
-    "asking for short prompts would change it, and lose their hits",
+    "new_short_switched": "a short answer is where kvass costs most: its lookup wakes a daemon "
+    "with cold caches (about 1 ms), and each step has about 0.1 ms of hooks in Python. Where the "
+    "quartiles reach below 0, chance is a part of the figure. Not asking for short prompts would "
+    "change it, and lose their hits",
     "new": "two engine processes differ by more than kvass costs: compare the noise, the time in "
     "the connector's hooks, and kvass on against off in one engine",
     "down_back": "how often a client tries to connect again. Shorter pauses would change it",
@@ -129,6 +132,7 @@ def markdown(results: Results) -> str:
         "began": results.began,
         "minutes": f"{results.minutes:.0f}",
         "rounds": str(results.rounds),
+        "repetitions": str(results.repetitions),
         "machine": "\n".join(about),
         "behind": "\n".join(behind(results.rows)) or "In no row that both were measured in.",
         **{f"table {part}": table(results.rows, part) for part in parts},

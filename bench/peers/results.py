@@ -49,7 +49,8 @@ class Row(msgspec.Struct):
 
 
 class Results(msgspec.Struct):
-    """A run. ``machine``: what it ran on; ``versions``: of what was compared."""
+    """A run. ``machine``: what it ran on; ``versions``: of what was compared; ``repetitions``: how
+    many times engines were started."""
 
     machine: dict[str, str]
     versions: dict[str, str]
@@ -57,6 +58,7 @@ class Results(msgspec.Struct):
     began: str
     rows: list[Row] = []
     minutes: float = 0.0
+    repetitions: int = 1
 
     def row(self, part: str, name: str, what: str, unit: str, *, more: bool = False) -> Row:
         self.rows.append(Row(part, name, what, unit, more))

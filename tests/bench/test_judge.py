@@ -136,7 +136,7 @@ def test_without_aiperf_its_rows_say_so(tmp_path: Path, monkeypatch: pytest.Monk
     contender = Contender("kvass", tmp_path / "model", tmp_path, plan.python, None)
     judge_round(judged, plan, {"kvass": contender}, AIPERF, 0, rows)
     assert {row.trouble["kvass"] for row in rows} == {f"AIPerf {aiperf.version()}"}
-    assert "- kvass: AIPerf is not installed: bash requirements/aiperf.sh" in markdown(judged)
+    assert "- kvass: AIPerf is not installed: bash requirements/peers.sh" in markdown(judged)
     assert not judged.commands
     (tmp_path / "aiperf").mkdir()
     (tmp_path / "aiperf/.made-from").write_text("# why\naiofiles==24.1.0\naiperf==0.13.0\n")

@@ -61,7 +61,7 @@ def test_whom_nobody_waited_for_longer_does_not_lead() -> None:
 
 
 def test_the_page_has_each_row_and_each_reason(tmp_path: Path) -> None:
-    results = Results({"Cores": "2"}, {"LMCache": "0.5.6"}, 9, "today", minutes=41.6)
+    results = Results({"Cores": "2"}, {"LMCache": "0.5.6"}, 9, "today", minutes=41.6, repetitions=2)
     first = results.row("engine", "document", "a document again", "s")
     first.samples = {"none": [12.0], "kvass": [2.0, 4.0, 3.0], "lmcache": [1.0, 1.0, 1.0]}
     first.trouble = {"offloading": "only on | GPUs"}
@@ -76,7 +76,7 @@ def test_the_page_has_each_row_and_each_reason(tmp_path: Path) -> None:
         in page
     )
     assert f"- a document again (LMCache 3x): {report.WHY['document']}." in page
-    assert "today, 42 minutes, 9 rounds" in page
+    assert "REPETITIONS=2` wrote this page: today, 42 minutes, 9 rounds" in page
     assert "- Cores: 2\n- LMCache: 0.5.6" in page
     assert "| a new document | % | see below | no figure of kvass |  |\n\n- vLLM off" in page
     assert f"- vLLM offloading: {long.replace('|', '/')}" in page
@@ -93,15 +93,17 @@ def test_what_was_compared_with_nobody_is_no_lead() -> None:
     assert "\n\nIn no row that both were measured in.\n\n" in report.markdown(results)
 
 
-def test_tokens_that_were_found_have_a_reason_of_their_own() -> None:
-    rows = engines.hit_rows(Results({}, {}, 9, ""), "document", Sizes())
+@pytest.mark.parametrize("name", engines.WORKLOADS)
+def test_tokens_that_were_found_have_a_reason_of_their_own(name: str) -> None:
+    rows = engines.hit_rows(Results({}, {}, 9, ""), name, Sizes())
     for one, found in zip(rows, (1.0, 5984.0), strict=True):
         one.samples = {"kvass": [found], "lmcache": [found]}
-    assert report.behind(rows) == [
-        f"- 6,011 tokens again: first token (no clear lead): {report.WHY['document']}.",
-        "- 6,011 tokens again: prompt tokens found (no clear lead): both find all but the prompt's "
-        "end.",
-    ]
+    first, second = report.behind(rows)
+    assert first == f"- {rows[0].what} (no clear lead): {report.WHY[name]}."
+    assert second == (
+        f"- {rows[1].what} (no clear lead): kvass and vLLM's offloading find all whole blocks, and "
+        "nothing can find more."
+    )
 
 
 def test_an_unknown_part_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
