@@ -52,8 +52,8 @@ WHY: Final = {
     "disk_sync": "what is left to the raw disk is the prompt's way into memory, before the first "
     "write, and file system blocks that are written for the first time",
     "disk_read": "after a restart kvass tries two ways to read, and one of them is slow where "
-    "shared memory has pages of 4 KiB (see the machine). The other one copies each byte once more. Huge "
-    "pages of shared memory save the copy (`echo advise` into `shmem_enabled`; decision 046)",
+    "shared memory has pages of 4 KiB (see the machine). The other one copies each byte once more. "
+    "Huge pages of shared memory save the copy (`echo advise` into `shmem_enabled`; decision 046)",
     "left": "neither leaves anything behind",
     "restart": "at SIGTERM the daemon flushes what is not on disk yet (`--stop-s`)",
     **dict.fromkeys(
