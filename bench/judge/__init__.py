@@ -2,7 +2,7 @@
 
 From the root of the repository:
 
-    make judge                     everything; .cache/judge/judge.md and .json
+    make judge                     everything; .cache/judge/judge.md, .json, and the logs
     make judge SHORT=1             one round: does each row come?
     make judge ONLY=random         some workloads; ROUNDS=5
     make judge PAGE=docs/judge.md  writes the page there too

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def judge(only: str | None, rounds: int, to: Path) -> Judged:
     rows = {one.name: rows_of(judged.results, one) for one in chosen}
     with ExitStack() as ending:
         folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="kvass-judge-")))
+        ending.callback(keep_logs, folder, to.parent / "logs")
         plan = Plan(python(), folder, folder, rounds)
         everything = [row for some in rows.values() for row in some]
         contenders = started(judged, plan, everything, ending)
@@ -85,6 +87,14 @@ def judge(only: str | None, rounds: int, to: Path) -> Judged:
                 judged.results.minutes = (time.monotonic() - began_s) / 60
                 to.write_bytes(msgspec.json.format(msgspec.json.encode(judged), indent=1))
     return judged
+
+
+def keep_logs(folder: Path, to: Path) -> None:
+    """Copy the servers' logs, and what ``kvass explain`` said after each round: they say why a
+    server found less than another one did."""
+    to.mkdir(parents=True, exist_ok=True)
+    for kept in (*folder.glob("*.log"), *folder.glob("*.json")):
+        shutil.copy(kept, to)
 
 
 def judge_round(
@@ -173,6 +183,8 @@ def ask(
         tail = (folder / "client.log").read_text(errors="replace").strip().splitlines()[-1:]
         raise Unavailable(f"{workload.name} ended with status {done.returncode}: {''.join(tail)}")
     counted = {name: value - before[name] for name, value in contender.found().items()}
+    if explained := contender.explained():
+        folder.with_suffix(".json").write_bytes(msgspec.json.encode(explained))
     return workload.figures(folder) | counted, command
 
 

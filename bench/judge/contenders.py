@@ -20,6 +20,7 @@ from examples.tiny import ENVIRONMENT as ENGINES
 from kvass.cli.bench.rig import wait_for
 from kvass.client.client import Client
 from kvass.errors import Unavailable
+from kvass.messages import MOST_EXPLAINED
 
 CONTENDERS: Final = ("none", "offloading", "lmcache", "kvass")
 BLOCKS: Final = 96
@@ -81,6 +82,14 @@ class Contender:
         except httpx.HTTPError as error:
             raise Unavailable(f"no metrics: {error!r}") from None
         return {name: counted(text, series) for name, series in COUNTERS.items()}
+
+    def explained(self) -> list[dict[str, Any]]:
+        """What ``kvass explain`` says of the last requests; empty without kvass. Raises
+        ``KvassError``."""
+        if not isinstance(self._cache, KvassServer):
+            return []
+        with Client(self._cache.address) as client:
+            return client.explain(limit=MOST_EXPLAINED, timeout_s=ASK_S)
 
     def close(self) -> None:
         """End it and its processes."""

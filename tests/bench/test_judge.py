@@ -144,6 +144,22 @@ def test_without_aiperf_its_rows_say_so(tmp_path: Path, monkeypatch: pytest.Monk
     assert shortened([str(aiperf.interpreter()), "-m", "aiperf"], plan) == "python -m aiperf"
 
 
+def test_logs_and_reasons_are_kept_and_nothing_else(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "run", tmp_path / "out/logs"
+    for name in (
+        "vllm-kvass.log",
+        "random-kvass-0.json",
+        "model/config.json",
+        "random-none-0/a.log",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    command.keep_logs(folder, kept)
+    assert {path.name: path.read_text() for path in kept.iterdir()} == {
+        name: name for name in ("vllm-kvass.log", "random-kvass-0.json")
+    }
+
+
 def test_the_tokenizer_counts_words_as_tokens_and_tells_english_texts_apart() -> None:
     whole = tokenizer()
     assert whole.get_vocab_size() == SHAPE.vocab
