@@ -91,8 +91,9 @@ def judge(only: str | None, rounds: int, to: Path) -> Judged:
 
 def keep_logs(folder: Path, to: Path) -> None:
     """Copy the servers' logs, and what ``kvass explain`` said after each round: they say why a
-    server found less than another one did."""
-    to.mkdir(parents=True, exist_ok=True)
+    server found less than another one did. ``to`` has those of the last run alone."""
+    shutil.rmtree(to, ignore_errors=True)
+    to.mkdir(parents=True)
     for kept in (*folder.glob("*.log"), *folder.glob("*.json")):
         shutil.copy(kept, to)
 

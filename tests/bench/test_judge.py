@@ -154,6 +154,8 @@ def test_logs_and_reasons_are_kept_and_nothing_else(tmp_path: Path) -> None:
     ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
+    kept.mkdir(parents=True)
+    (kept / "random-kvass-1.json").write_text("of an earlier run")
     command.keep_logs(folder, kept)
     assert {path.name: path.read_text() for path in kept.iterdir()} == {
         name: name for name in ("vllm-kvass.log", "random-kvass-0.json")
