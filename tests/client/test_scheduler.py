@@ -483,6 +483,34 @@ def test_a_daemon_that_answers_no_reserve_is_asked_no_more(
     assert eventually(lambda: scheduler.answering)
 
 
+def test_a_daemon_whose_late_answer_has_just_come_is_not_silent(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread reads it just after the scheduler has looked for it. No answer is owed then, so no
+    message would end the silence."""
+    slow = Slow(daemon)
+    daemon.answers[Reserve] = slow.hold(daemon.grant)
+    hasty(scheduler)
+    reserving, look = asked(scheduler), scheduler.wait
+
+    def answered() -> bool:
+        scheduler.poll()
+        return scheduler.session is not None and not scheduler.session.requests.owed
+
+    def wait(seq: int, timeout_s: float) -> FromDaemon | None:
+        assert look(seq, timeout_s) is None
+        slow.let_go()
+        assert eventually(answered)
+        return None
+
+    monkeypatch.setattr(scheduler, "wait", wait)
+    monkeypatch.setattr("kvass.client.scheduler.LATE_S", 0.0)
+    assert scheduler.granted(reserving) is None
+    assert scheduler.silent_s == 0
+    assert scheduler.answering
+    assert daemon.got(Abort)
+
+
 @pytest.mark.parametrize("how", ["gone", "silent", "refuses"])
 def test_a_grant_that_will_not_come_is_not_awaited(
     daemon: ScriptedDaemon, scheduler: SchedulerClient, how: str, monkeypatch: pytest.MonkeyPatch

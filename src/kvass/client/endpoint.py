@@ -2,13 +2,14 @@
 
 Laws of this file:
 
-- No call waits for the daemon longer than its caller allows. Most calls never wait. - A
-thread connects, registers, notices EOF and writes what the socket did not take at once. - A caller
-reads its own reply. The thread reads replies that no caller waits for any more. If the session has
-an arena, the thread reads all messages. - A reply that nobody waits for any more is undone: a late
-match is released, a late grant is aborted. - When a connection is lost, its open requests, leases
-and reservations are void. - Sockets belong to the process that opened them; a forked child drops
-its copies and opens its own.
+- No call waits for the daemon longer than its caller allows. Most calls never wait.
+- A thread connects, registers, notices EOF and writes what the socket did not take at once.
+- A caller reads its own reply. The thread reads replies that no caller waits for any more. If the
+  session has an arena, the thread reads all messages.
+- A reply that nobody waits for any more is undone: a late match is released, a late grant is
+  aborted.
+- When a connection is lost, its open requests, leases and reservations are void.
+- Sockets belong to the process that opened them; a forked child drops its copies and opens its own.
 """
 
 from __future__ import annotations
@@ -107,10 +108,12 @@ class Endpoint:
         return time.monotonic() - since_s if since_s else 0.0
 
     def silent_since(self, since_s: float) -> None:
-        """Record that an answer is overdue since ``since_s`` (CLOCK_MONOTONIC)."""
+        """Record that an answer is overdue since ``since_s`` (CLOCK_MONOTONIC). The thread may have
+        read the last answer meanwhile: then no message would end the record."""
         with self.lock:
-            if self.session is not None and not self.session.requests.silent_since_s:
-                self.session.requests.silent_since_s = since_s
+            requests = None if self.session is None else self.session.requests
+            if requests is not None and requests.owed and not requests.silent_since_s:
+                requests.silent_since_s = since_s
 
     # ------------------------------------------------------------ connecting
 
