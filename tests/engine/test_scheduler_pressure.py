@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from kvass.engine.load_admission import LoadAdmission
 from tests.support.vllm.hybrid import GroupShape, make_hybrid_configs
 from tests.support.vllm.pressure import IDLE, SHAPES, Engine, GroupClient, World
 from tests.support.vllm.scheduler import CHUNK, SchedulerHarness
@@ -186,6 +187,62 @@ def test_full_hits_that_fill_the_pool_with_drafts(
             break
     assert seen["together"] == 2
     assert seen["preempted"] > 0, "they had no room for all their answers"
+
+
+class TwoLoads(Engine):
+    """Two requests of which the daemon holds the first ``HIT`` tokens. The others are computed in
+    one step. With a window, vLLM reserves no blocks for that: a request longer than the window and
+    a step has had as many blocks as it may ever hold at once."""
+
+    HIT, STEP = 320, 96
+
+    def __init__(self, shapes: list[GroupShape], asynchronous: bool, policy: str, blocks: int):
+        configs = make_hybrid_configs(
+            {"kvass.chunk_tokens": CHUNK}, shapes, blocks=blocks, batched=self.STEP
+        )
+        configs[0].scheduler_config.policy = policy
+        super().__init__(GroupClient(tails=False), asynchronous, configs)
+        texts = [range(at, at + self.HIT + self.STEP) for at in (0, 1000)]
+        for tokens in texts:
+            self.world.add(f"writer of {tokens}", tokens[: self.HIT], max_tokens=1)
+            self.run()
+        assert self.world.scheduler.reset_prefix_cache()
+        for number, tokens in enumerate(texts):
+            self.world.add(f"hit {number}", tokens, priority=number)
+        self.step()
+
+
+WINDOWED = pytest.mark.parametrize("shapes", [SHAPES["window"], SHAPES["windows"]])
+BLOCKS = range(54, 108, 6)
+"""Sizes of the pool: from one that just has room for one of the requests."""
+
+
+@POLICIES
+@BOTH
+@WINDOWED
+def test_two_loads_with_much_to_compute_in_a_window(
+    shapes: list[GroupShape], asynchronous: bool, policy: str
+) -> None:
+    seen = Counter[int]()
+    for blocks in BLOCKS:
+        engine = TwoLoads(shapes, asynchronous, policy, blocks)
+        seen[len(engine.loads)] += 1
+        engine.run()
+    assert seen[1] > 0
+    assert seen[2] > 0
+
+
+@BOTH
+@WINDOWED
+def test_such_loads_begun_together_come_to_a_standstill(
+    shapes: list[GroupShape], asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: this is what ``load_admission.py`` is for. If it passes, vLLM counts right."""
+    monkeypatch.setattr(LoadAdmission, "admits", lambda *_: True)
+    engine = TwoLoads(shapes, asynchronous, "fcfs", 30 + 12 * len(shapes))
+    assert len(engine.loads) == 2
+    with pytest.raises(AssertionError, match="WAITING"):
+        engine.run()
 
 
 class Lapsing(GroupClient):

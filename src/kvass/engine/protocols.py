@@ -129,8 +129,7 @@ class BlockPool(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """How many of them a request could get now. Used only with
-        ``EngineSetup.uncounted_tokens``."""
+        """How many of them a request could get now. Used only with ``EngineSetup.admission``."""
 
     def hold(self, ids: Iterable[int]) -> list[Any]:
         """Keep these blocks from being reused, also after their requests have ended. The result is

@@ -38,6 +38,17 @@ class Verification:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What ``load_admission.py`` must know of an engine. ``step_tokens``: the most tokens that it
+    computes before it frees blocks that are no longer in a window. ``draft_tokens``: how many
+    tokens, drafts among them, a request needs room for when it begins to decode; 0 if it has no
+    drafts."""
+
+    step_tokens: int
+    draft_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineSetup:
     """The settings of one engine. Sizes are in tokens; sequences are indexed by group id.
     ``groups`` names the layers of one rank; only a worker knows its own layers. ``strategy`` is
@@ -63,9 +74,8 @@ class EngineSetup:
     one_queue: bool = False
     """The engine stops at the first waiting request for which it has no free blocks. Requests that
     hold blocks, because their load has ended, may wait behind it (``head_of_line.py``)."""
-    uncounted_tokens: int = 0
-    """How many tokens, drafts among them, a request needs room for when it begins to decode, if the
-    engine does not count them when it admits a load (``load_admission.py``). 0: it does."""
+    admission: Admission | None = None
+    """Set if the engine counts too few blocks when it admits a load."""
     adapters: str = ""
     """The engine's settings that change what a LoRA adapter computes."""
     shadow: float = 0.0

@@ -35,7 +35,7 @@ from kvass.connectors.vllm.served import Verdict, verdict_on
 from kvass.connectors.vllm.sources import gather
 from kvass.engine import identity, weights
 from kvass.engine.boundary import log
-from kvass.engine.setup import EngineSetup, Inert, choose_chunk_tokens
+from kvass.engine.setup import Admission, EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
 from kvass.transfer import DEVICES
 from kvass.types import MAX_RANKS, GroupLayout, chunk_blocks
@@ -190,7 +190,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         chunk_blocks=chunk_blocks(layouts, chunk_tokens) if each_block else 0,
         fixed_weights=options.fixed_weights,
         one_queue=_has_one_queue(layouts),
-        uncounted_tokens=_uncounted_tokens(vllm_config),
+        admission=_admission(vllm_config, layouts),
         adapters=adapters,
         global_media_ids=options.global_media_ids,
         generated=_stores_generated(options, vllm_config),
@@ -210,11 +210,19 @@ def _has_one_queue(layouts: tuple[GroupLayout, ...]) -> bool:
     return release(vllm.__version__) < (0, 31) or any(one.kind != "full" for one in layouts)
 
 
-def _uncounted_tokens(vllm_config: Any) -> int:
-    """``EngineSetup.uncounted_tokens``, as vLLM counts them since 0.31: the last token, drafts that
-    are verified, and those of the next step."""
+def _admission(vllm_config: Any, layouts: tuple[GroupLayout, ...]) -> Admission | None:
+    """``EngineSetup.admission``. Before 0.31 vLLM counts no blocks for drafts. In all versions it
+    counts too few for windows: from the blocks that a request needs in a window it subtracts all
+    that the request has had, also those that were freed (``_request_remaining_blocks``)."""
     drafts = vllm_config.num_speculative_tokens
-    return 1 + 2 * drafts if drafts and release(vllm.__version__) < (0, 31) else 0
+    uncounted = drafts and release(vllm.__version__) < (0, 31)
+    if not uncounted and all(one.kind in ("full", "state") for one in layouts):
+        return None
+    return Admission(
+        step_tokens=vllm_config.max_in_flight_tokens,
+        # as vLLM counts since 0.31: the last token, drafts that are verified, and the next ones
+        draft_tokens=1 + 2 * drafts if drafts else 0,
+    )
 
 
 def _stores_generated(options: Options, vllm_config: Any) -> bool:
