@@ -217,13 +217,12 @@ BLOCKS = range(54, 108, 6)
 """Sizes of the pool: from one that just has room for one of the requests."""
 
 
-@POLICIES
 @BOTH
 @WINDOWED
 def test_two_loads_with_much_to_compute_in_a_window(
-    shapes: list[GroupShape], asynchronous: bool, policy: str
+    shapes: list[GroupShape], asynchronous: bool
 ) -> None:
-    seen = Counter[int]()
+    policy, seen = "priority" if asynchronous else "fcfs", Counter[int]()
     for blocks in BLOCKS:
         engine = TwoLoads(shapes, asynchronous, policy, blocks)
         seen[len(engine.loads)] += 1
