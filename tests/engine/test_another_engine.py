@@ -50,6 +50,7 @@ class Prompt:
     salt: str = ""
     most_stored_tokens: int | None = None
     use: Use = NO_USE
+    waits_with_blocks: bool = False
 
     def first_tokens(self, count: int) -> bytes:
         return struct.pack(f"{count}I", *self.tokens[:count]) if count <= len(self.tokens) else b""

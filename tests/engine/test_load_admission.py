@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvass.engine.load_admission import LoadAdmission
-from kvass.engine.request_state import LoadState
 from kvass.engine.setup import Admission
 from kvass.types import GroupLayout
 
@@ -21,55 +20,64 @@ WINDOWS = Admission(step_tokens=48, draft_tokens=0)
 
 
 @dataclass
-class OneState:
-    """As much of a request's state as is asked for."""
+class Waiting:
+    """As much of a request as is asked for."""
 
-    request: Any
-    state: LoadState
-    answer: Any
+    computed_tokens: int
+    known_tokens: int
+    waits_with_blocks: bool = True
 
 
-def one(tokens: int, hit: int, state: LoadState = LoadState.ANSWERED) -> Any:
-    return OneState(SimpleNamespace(known_tokens=tokens), state, SimpleNamespace(end=hit))
+def one(computed: int, known: int, waits: bool = True) -> Any:
+    return SimpleNamespace(request=Waiting(computed, known, waits))
 
 
 def admits(
     free: int,
-    others: dict[str, Any],
+    others: list[Any],
     admission: Admission | None = DRAFTS,
     groups: tuple[GroupLayout, ...] = FULL,
 ) -> bool:
-    setup: Any = SimpleNamespace(groups=groups, admission=admission)
+    """Whether a load begins: of 32 of 60 tokens, or with a window of 320 of 400."""
+    end, known = (32, 60) if groups is FULL else (320, 400)
+    setup: Any = SimpleNamespace(groups=groups, admission=admission, one_queue=True)
     pool: Any = SimpleNamespace(free_blocks=free)
-    new = one(60, 32) if groups is FULL else one(400, 320)
-    return LoadAdmission(setup, {"new": new, **others}, pool).admits("new")
+    new: Any = SimpleNamespace(
+        request=Waiting(0, known, waits_with_blocks=False), answer=SimpleNamespace(end=end)
+    )
+    requests = {"new": new} | {str(number): other for number, other in enumerate(others)}
+    return LoadAdmission(setup, requests, pool).admits("new")
 
 
 def test_a_load_without_others_begins() -> None:
-    """Also beside requests that run, or that have not begun to load."""
-    others = (LoadState.UNANSWERED, LoadState.ANSWERED, LoadState.COMPUTING, LoadState.LOADED)
-    assert admits(0, {})
-    assert admits(0, {state.name: one(1000, 0, state) for state in others})
+    """Also beside requests that run, or that hold no blocks."""
+    assert admits(0, [])
+    assert admits(0, [one(0, 1000, waits=False), one(500, 1000, waits=False)])
 
 
-@pytest.mark.parametrize(("hit", "needed"), [(32, 16), (64, 13), (96, 10)])
-def test_beside_another_load_it_begins_if_both_have_room(hit: int, needed: int) -> None:
+@pytest.mark.parametrize(("computed", "needed"), [(32, 16), (64, 13), (96, 10)])
+def test_beside_another_load_it_begins_if_both_have_room(computed: int, needed: int) -> None:
     """60 tokens and 5 for drafts are 5 blocks and 3. What the other one lacks of 100 tokens are
     with these 5 blocks and 3, or 3 and 2, or 1 and 1."""
-    waiting = {"other": one(100, hit, LoadState.LOADING)}
+    waiting = [one(computed, 100)]
     assert admits(needed, waiting)
     assert not admits(needed - 1, waiting)
 
 
-@pytest.mark.parametrize(("hit", "others"), [(384, 1 + 1 + 1), (320, 4 + 5), (0, 4 + 25)])
-def test_in_a_window_a_request_needs_blocks_for_the_tokens_of_a_step(hit: int, others: int) -> None:
-    """The new one loads 3 blocks of the window and 20, and computes 3 and 5. A step may begin
-    inside a block of a window, so each needs one more."""
-    waiting = {"other": one(400, hit, LoadState.LOADING)}
-    needed = 3 + 20 + 4 + 5 + others
+@pytest.mark.parametrize(
+    ("computed", "lacks"), [(384, 1 + 1), (320, 4 + 5), (16, 5 + 24), (0, 6 + 25)]
+)
+def test_in_a_window_a_request_needs_blocks_for_the_tokens_of_a_step(
+    computed: int, lacks: int
+) -> None:
+    """The new one loads 3 blocks of the window, and 20. It computes 80 tokens: with 39 of 40 in the
+    window, 49 more are needed at once, which are 4 blocks, and 5. A shorter hit has fewer in the
+    window."""
+    waiting = [one(computed, 400)]
+    needed = 3 + 20 + 4 + 5 + lacks
     assert admits(needed, waiting, WINDOWS, WINDOW)
     assert not admits(needed - 1, waiting, WINDOWS, WINDOW)
 
 
 def test_an_engine_that_counts_right_decides_itself() -> None:
-    assert admits(0, {"other": one(1000, 0, LoadState.LOADING)}, None)
+    assert admits(0, [one(0, 1000)], None)

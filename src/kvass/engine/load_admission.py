@@ -6,9 +6,12 @@ ever becomes free, and the engine is stuck. ``Admission`` says what the count la
 blocks of windows. In a window an engine needs blocks for all tokens of a step, because it frees
 those before the window only when the step has ended.
 
-Law of this file: a load begins if no other request loads or waits for its first step after a load,
-or if the free blocks suffice for all that the new request and these others need. Otherwise its
-lookup is answered as pending, as ``head_of_line.py`` does; its lease is kept.
+Law of this file: a load begins if no other request holds blocks and waits, or if the free blocks
+suffice for all that the new request and these others need. Otherwise its lookup is answered as
+pending, as ``head_of_line.py`` does; its lease is kept.
+
+A load of another connector is counted once it has begun. It may begin after one of kvass: that is
+the engine's decision, and its count lacks the same.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvass.engine.protocols import BlockPool
-from kvass.engine.request_state import LoadState, RequestState
+from kvass.engine.request_state import RequestState
 from kvass.engine.setup import Admission, EngineSetup
 from kvass.types import GroupLayout
 
@@ -27,34 +30,31 @@ class LoadAdmission:
     def __init__(
         self, setup: EngineSetup, requests: Mapping[str, RequestState], pool: BlockPool
     ) -> None:
+        assert setup.admission is None or setup.one_queue  # else no lookup is held back
         self._setup, self._requests, self._pool = setup, requests, pool
 
     def admits(self, name: str) -> bool:
         """Whether a request that has a match may load it now."""
-        admission = self._setup.admission
-        if admission is None:
+        admission, new = self._setup.admission, self._requests[name]
+        if admission is None or new.answer is None:
             return True
-        waiting = [one for one in self._requests.values() if one.state is LoadState.LOADING]
+        waiting = [one.request for one in self._requests.values() if one.request.waits_with_blocks]
         if not waiting:
             return True
-        new, needed = self._requests[name], 0
+        end, needed = new.answer.end, 0
+        left = [(one.computed_tokens, one.known_tokens) for one in waiting]
+        left.append((end, new.request.known_tokens))
         for group in self._setup.groups:
-            end = _end(new)
             needed += len(group.blocks(group.needs(end), end))
-            needed += sum(_to_compute(group, one, admission) for one in (new, *waiting))
+            needed += sum(_to_compute(group, *one, admission) for one in left)
         return needed <= self._pool.free_blocks
 
 
-def _end(state: RequestState) -> int:
-    """How many tokens a request has when its load has ended."""
-    return 0 if state.answer is None else state.answer.end
-
-
-def _to_compute(group: GroupLayout, state: RequestState, admission: Admission) -> int:
-    """The most blocks of a group that a request lacks after its load at any time until it
-    decodes."""
-    tokens = state.request.known_tokens - _end(state)
-    if group.kind == "full" or group.kind == "state":
-        return -(-(tokens + admission.draft_tokens) // group.block_tokens)
-    tokens = min(tokens, admission.step_tokens) + admission.draft_tokens
-    return 1 + -(-tokens // group.block_tokens)  # a step may begin inside a block
+def _to_compute(group: GroupLayout, computed: int, known: int, admission: Admission) -> int:
+    """The most blocks of a group that a request of ``known`` tokens needs until it decodes, beyond
+    those that it has with ``computed`` tokens."""
+    tokens = known - computed
+    if group.kind in ("sliding_window", "chunked_local"):
+        held = computed - group.needs(computed)
+        tokens = min(tokens, group.window_tokens - held + admission.step_tokens)
+    return -(-(tokens + admission.draft_tokens) // group.block_tokens)

@@ -76,6 +76,11 @@ class Request(Protocol):
         not count. Draft tokens may count; they have no hash yet."""
 
     @property
+    def waits_with_blocks(self) -> bool:
+        """Whether it holds blocks and waits: a load of any connector has begun, and no step has
+        computed tokens of it since. Used only with ``EngineSetup.admission``."""
+
+    @property
     def hashed_chunks(self) -> int:
         """How many chunks have a hash, because all their tokens are known. 0 if another engine may
         have equal hashes for other content."""

@@ -19,6 +19,8 @@ Facts relied on:
   cached.
 - While vLLM builds a step's metadata, a request's ``num_computed_tokens`` still has its value from
   before the step. It counts drafts and placeholders that are in flight.
+- A request that waits to be computed has no computed tokens, unless a load of it has ended.
+  Preemption and a failed load take them away.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.request import RequestStatus
 
 from kvass.client.lookups import NO_USE, Use
 from kvass.connectors.vllm.configuration import VllmSetup
@@ -69,6 +72,8 @@ __all__ = [
 
 TAGGED_HASHES: Final = release(vllm_version) >= (0, 31)
 """Whether block hashes tag their texts: as an adapter's name, an adapter's path or a salt."""
+NOT_LOADING: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+"""The states of a request that waits to be computed."""
 MAX_TEXTS: Final = 10_000
 """The maximum number of texts that ``HashedTexts`` remembers."""
 
@@ -226,6 +231,12 @@ class VllmRequest:
     @property
     def computed_tokens(self) -> int:
         return int(self._request.num_computed_tokens)
+
+    @property
+    def waits_with_blocks(self) -> bool:
+        status = self._request.status
+        loaded = status in NOT_LOADING and self._request.num_computed_tokens > 0
+        return loaded or status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
     @property
     def hashed_chunks(self) -> int:

@@ -212,8 +212,8 @@ def _has_one_queue(layouts: tuple[GroupLayout, ...]) -> bool:
 
 def _admission(vllm_config: Any, layouts: tuple[GroupLayout, ...]) -> Admission | None:
     """``EngineSetup.admission``. Before 0.31 vLLM counts no blocks for drafts. In all versions it
-    counts too few for windows: from the blocks that a request needs in a window it subtracts all
-    that the request has had, also those that were freed (``_request_remaining_blocks``)."""
+    counts too few for windows: from the most blocks that a request may hold in a window it
+    subtracts its block table, in which blocks before the window have empty places."""
     drafts = vllm_config.num_speculative_tokens
     uncounted = drafts and release(vllm.__version__) < (0, 31)
     if not uncounted and all(one.kind in ("full", "state") for one in layouts):

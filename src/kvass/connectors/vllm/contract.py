@@ -159,7 +159,11 @@ v1/request.py
     Request.prompt_token_ids
     Request.session_id
     Request.skip_reading_prefix_cache
+    Request.status
     Request.trace_headers
+    RequestStatus.WAITING
+    RequestStatus.WAITING_FOR_REMOTE_KVS
+    RequestStatus.PREEMPTED
 multimodal/inputs.py
     MultiModalFeatureSpec.identifier
     MultiModalFeatureSpec.mm_hash = None
