@@ -26,13 +26,15 @@ LEAST_WORLDS, MOST_WORLDS = 4, 16
 def test_some_request_always_goes_on(
     shapes: list[GroupShape], asynchronous: bool, policy: str
 ) -> None:
-    """In half of the worlds another connector loads, too; in half of them an EAGLE model drafts.
+    """In half of the worlds an EAGLE model drafts. In half of them another connector loads, too. It
+    never loads into windows: vLLM counts too few blocks for that, and kvass cannot hold it back.
     Worlds differ between processes, because strings have other hashes."""
-    seen = Counter[str]()
+    seen, windows = Counter[str](), any(kind == "sliding_window" for kind, *_ in shapes)
     for seed in range(MOST_WORLDS):
         if seed >= LEAST_WORLDS and min(seen[name] for name in RARE) > 0:
             break
-        world = World(seed, asynchronous, policy, shapes, seed % 2, 2 * (seed // 2 % 2))
+        others = 0 if windows else seed % 2
+        world = World(seed, asynchronous, policy, shapes, others, 2 * (seed // 2 % 2))
         try:
             world.run()
         except AssertionError as error:
