@@ -23,7 +23,7 @@ from tests.support.vllm.hybrid import GroupShape, make_hybrid_configs
 from tests.support.vllm.scheduler import CHUNK, FIXED, SchedulerHarness, multi_connector
 
 IDLE: Final = 200
-REQUESTS: Final = 24
+REQUESTS: Final = 48
 TEXTS: Final = 3
 """Prompts are beginnings of so many texts, some with an end of their own."""
 
@@ -210,7 +210,7 @@ class World(Engine):
         self.draw = random.Random(f"{seed} {asynchronous} {policy}")
         client = Restless(self.draw)
         block = shapes[0][1]
-        self.blocks = self.draw.randint(16, 40) * len(shapes) * 16 // block
+        self.blocks = self.draw.randint(10, 20) * len(shapes) * 16 // block
         configs = make_hybrid_configs(
             {"kvass.chunk_tokens": CHUNK},
             shapes,
