@@ -244,27 +244,30 @@ def test_such_loads_begun_together_come_to_a_standstill(
     assert len(engine.loads) == 2
     with pytest.raises(AssertionError, match="WAITING"):
         engine.run()
+    assert engine.world.scheduler.requests["hit 0"].status.name == "WAITING", "its load has ended"
+    assert waiting(engine) == {"hit 0", "hit 1"}
+
+
+def waiting(engine: Engine) -> set[str]:
+    """The requests that hold blocks and wait."""
+    requests = engine.world.planner._requests
+    return {name for name, state in requests.items() if state.request.waits_with_blocks}
 
 
 def test_which_requests_hold_blocks_and_wait() -> None:
     """Those that load, and those whose load has ended, until they run. The failed load ends when
     vLLM comes to its request, which has no blocks then."""
     engine = TwoLoads(SHAPES["window"], False, "fcfs", BLOCKS[-1])
-    requests = engine.world.planner._requests
-
-    def waiting() -> set[str]:
-        return {name for name, state in requests.items() if state.request.waits_with_blocks}
-
-    assert waiting() == {*engine.loads} == {"hit 0", "hit 1"}
+    assert waiting(engine) == {*engine.loads} == {"hit 0", "hit 1"}
     engine.loads = {"hit 0": (engine.now, False), "hit 1": (engine.now, True)}
     engine.step()
     assert not engine.loads
-    assert waiting() == {"hit 0", "hit 1"}
+    assert waiting(engine) == {"hit 0", "hit 1"}
     engine.step()
-    assert waiting() == {"hit 1"}, "its turn has not come"
+    assert waiting(engine) == {"hit 1"}, "its turn has not come"
     engine.step()
     assert len(engine.world.scheduler.running) == 2
-    assert waiting() == set()
+    assert waiting(engine) == set()
     engine.run()
 
 

@@ -17,11 +17,10 @@ Laws of this file:
   each request is answered every second step, or after as many steps as there are requests whose
   load has ended.
 
-A load begins only if all that began before still fits (``load_admission.py``, or the engine's
-own count). So when nothing runs, there are blocks for each request whose load has ended, and it
-suffices to reach one of them. With
-windows or states a request whose load failed may need more, but it gave back what it held when it
-was reached: then the next one has room.
+A load begins only if all that began before still fits (``load_admission.py``, or the engine's own
+count). So when nothing runs, there are blocks for each request whose load has ended, and it
+suffices to reach one of them. With windows or states a request whose load failed may need more, but
+it gave back what it held when it was reached: then the next one has room.
 """
 
 from __future__ import annotations

@@ -36,8 +36,9 @@ class LoadAdmission:
     def admits(self, name: str) -> bool:
         """Whether a request that has a match may load it now."""
         admission, new = self._setup.admission, self._requests[name]
-        if admission is None or new.answer is None:
+        if admission is None:
             return True
+        assert new.answer is not None  # it has a match
         waiting = [one.request for one in self._requests.values() if one.request.waits_with_blocks]
         if not waiting:
             return True

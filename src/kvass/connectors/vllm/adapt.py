@@ -72,7 +72,7 @@ __all__ = [
 
 TAGGED_HASHES: Final = release(vllm_version) >= (0, 31)
 """Whether block hashes tag their texts: as an adapter's name, an adapter's path or a salt."""
-NOT_LOADING: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+TO_COMPUTE: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """The states of a request that waits to be computed."""
 MAX_TEXTS: Final = 10_000
 """The maximum number of texts that ``HashedTexts`` remembers."""
@@ -235,7 +235,7 @@ class VllmRequest:
     @property
     def waits_with_blocks(self) -> bool:
         status = self._request.status
-        loaded = status in NOT_LOADING and self._request.num_computed_tokens > 0
+        loaded = status in TO_COMPUTE and self._request.num_computed_tokens > 0
         return loaded or status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
     @property
