@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvass.connectors.vllm import adapt
+from kvass.connectors.vllm import content
 from kvass.engine import adapter_files, adapters, boundary
 from kvass.engine.adapter_files import files_state
 from kvass.engine.request_state import RequestState
@@ -474,7 +474,7 @@ def salted(client: FakeClient, world: SchedulerHarness, salt: str) -> int:
 @pytest.fixture(params=["guarded", "control"])
 def guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the connector believes that block hashes hold plain texts, as vLLM 0.30's do."""
-    monkeypatch.setattr(adapt, "TAGGED_HASHES", request.param == "control")
+    monkeypatch.setattr(content, "TAGGED_HASHES", request.param == "control")
     return str(request.param) == "guarded"
 
 
@@ -514,7 +514,7 @@ def test_a_salt_that_reads_as_an_adapters_name_is_uncached_and_the_adapter_too(
 def test_of_too_many_texts_the_new_ones_are_uncached(
     client: FakeClient, tmp_path: Path, guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapt, "MAX_TEXTS", 1)
+    monkeypatch.setattr(content, "MAX_TEXTS", 1)
     world = with_lora(client)
     assert salted(client, world, "first") == 3
     assert salted(client, world, "second") == (0 if guarded else 3)

@@ -38,6 +38,7 @@ REASONS: Final[dict[str, str]] = {
     "not_read": "The request does not read caches.",
     "loads_off": "This engine loads nothing from kvass.",
     "too_short": "The prompt is too short: no block or chunk of it can match.",
+    "no_hashes": "Hashes do not say all of the prompt's content: another one may have the same.",
     "own_hit": "The engine's own cache had everything that can match.",
     "load_failed_here": "It matched, but the copy into the engine failed or was late. The engine "
     "computed the tokens.",

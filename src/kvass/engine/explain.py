@@ -18,6 +18,7 @@ from typing import Final
 from kvass.client.lookups import LookupFacts
 from kvass.client.scheduler import SchedulerClient
 from kvass.engine.boundary import log
+from kvass.engine.protocols import Request
 from kvass.engine.request_state import LoadState, RequestState
 from kvass.engine.setup import EngineSetup
 from kvass.messages import MOST_NOTES, LookupNote
@@ -114,12 +115,20 @@ class Explainer:
         """The daemon is not asked: there is none, the adapter is not known, or there is nothing to
         ask for after the ``local`` tokens of the engine's own cache. ``end``: the largest number of
         tokens that could match."""
-        if end <= local:
+        if self._has_no_hashes(state.request):
+            self.note(state, local, "no_hashes")
+        elif end <= local:
             self.note(state, local, "own_hit" if local else "too_short")
         elif not self._client.connected:
             self.note(state, local, "no_daemon" if self._setup.named else "weights_unnamed")
         else:
             self.note(state, local, "adapter_unknown")
+
+    def _has_no_hashes(self, request: Request) -> bool:
+        """Whether the engine's hashes do not name the content of ``request``."""
+        blocks = self._setup.chunk_blocks
+        hashed = request.hashed_blocks if blocks else request.hashed_chunks
+        return not hashed and request.known_tokens >= self._setup.chunk_tokens // max(1, blocks)
 
     def answered(self, state: RequestState, local: int, hit: int, why: str) -> str:
         """A lookup ended. ``hit``: tokens that can be loaded after the ``local`` ones. ``why``:

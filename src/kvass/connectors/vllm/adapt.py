@@ -3,12 +3,12 @@
 This is a file of vLLM's version: it may have to change for a new version of vLLM. The others are
 ``configuration.py``, ``namespace.py`` and ``fields.py`` (the fields of a namespace),
 ``weight_files.py`` (the files that vLLM loads), ``rpcs.py`` (calls that may replace weights),
-``lora.py`` (the adapters that a worker holds), ``groups.py`` (KV cache groups), ``kv_caches.py``
-(pages), ``tiles.py`` (what vLLM's kernels need of the CPU), ``stats.py`` (metrics), ``events.py``
-(KV events), ``plugin.py`` (plug-ins), ``inert.py``, and ``blend*.py``. ``connector.py`` overrides
-the hooks of vLLM's base class. ``contract.py`` lists the names in vLLM that all these files use,
-except those of blend. No other file depends on vLLM. CONTRIBUTING.md says how to support another
-version.
+``lora.py`` (the adapters that a worker holds), ``content.py`` (what block hashes leave out),
+``groups.py`` (KV cache groups), ``kv_caches.py`` (pages), ``tiles.py`` (what vLLM's kernels need of
+the CPU), ``stats.py`` (metrics), ``events.py`` (KV events), ``plugin.py`` (plug-ins), ``inert.py``,
+and ``blend*.py``. ``connector.py`` overrides the hooks of vLLM's base class. ``contract.py`` lists
+the names in vLLM that all these files use, except those of blend. No other file depends on vLLM.
+CONTRIBUTING.md says how to support another version.
 
 Facts relied on:
 
@@ -26,14 +26,12 @@ Facts relied on:
 from __future__ import annotations
 
 import hashlib
-import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -46,10 +44,9 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
 from kvass.client.lookups import NO_USE, Use
+from kvass.connectors.vllm import content
 from kvass.connectors.vllm.configuration import VllmSetup
-from kvass.connectors.vllm.contract import release
 from kvass.connectors.vllm.hints import read_hints
-from kvass.engine.boundary import log
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import Adapter
 from kvass.engine.step_work import Compared, StepWork
@@ -70,15 +67,8 @@ __all__ = [
     "SupportsHMA",
 ]
 
-TAGGED_HASHES: Final = release(vllm_version) >= (0, 31)
-"""Whether block hashes tag their texts: as an adapter's name, an adapter's path or a salt."""
 TO_COMPUTE: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """The states of a request that waits to be computed."""
-MAX_TEXTS: Final = 10_000
-"""The maximum number of texts that ``HashedTexts`` remembers."""
-
-CONTENT_HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
-"""The form of vLLM's content hash of an image or the like: BLAKE3, SHA-256 or SHA-512, in hex."""
 
 
 @dataclass
@@ -111,49 +101,12 @@ class StepReport(KVConnectorWorkerMetadata):
         )
 
 
-class HashedTexts:
-    """The meanings of the texts in the block hashes of vLLM before 0.31.
-
-    Such a text is an adapter's name without its path, or a salt. vLLM's own cache confuses two
-    adapters of one name, and an adapter with a salt of equal text. So requests with a text that has
-    had two meanings run uncached. So do requests with a new text once ``MAX_TEXTS`` are known.
-    """
-
-    def __init__(self) -> None:
-        self._meanings: dict[str, str] = {}
-
-    def note(self, request: Any) -> None:
-        """Record the meaning of the request's text. Called before vLLM computes anything for it."""
-        text, meaning = self._text_and_meaning(request)
-        known = self._meanings.setdefault(text, meaning) if self._has_room(text) else meaning
-        if known not in (meaning, ""):
-            self._meanings[text] = ""
-            why = "this vLLM's cache takes %s and %s for one; 0.31 does not"
-            log.warning(f"requests with %r run uncached: {why}", text, known, meaning)
-
-    def ambiguous(self, request: Any) -> bool:
-        """Whether requests with different content may have the block hashes of ``request``."""
-        text, meaning = self._text_and_meaning(request)
-        return bool(text) and self._meanings.get(text) != meaning
-
-    def _has_room(self, text: str) -> bool:
-        return bool(text) and (text in self._meanings or len(self._meanings) < MAX_TEXTS)
-
-    def _text_and_meaning(self, request: Any) -> tuple[str, str]:
-        if (lora := request.lora_request) is not None:
-            return str(lora.lora_name), f"the adapter {lora.lora_path}"
-        return request.cache_salt or "", "a salt"
-
-
-def hashed_texts(vllm_config: Any) -> HashedTexts | None:
-    """The texts of requests, or None if equal block hashes always mean equal content."""
-    return None if TAGGED_HASHES or vllm_config.lora_config is None else HashedTexts()
-
-
 class VllmRequest:
     """The adapter of vLLM's request to ``protocols.Request``, which documents the members."""
 
-    def __init__(self, request: Any, setup: VllmSetup, texts: HashedTexts | None = None) -> None:
+    def __init__(
+        self, request: Any, setup: VllmSetup, texts: content.HashedTexts | None = None
+    ) -> None:
         self._request = request
         self._setup = setup
         self._texts = texts
@@ -178,7 +131,11 @@ class VllmRequest:
         lora = self._request.lora_request
         if lora is None:
             return None
-        text = f"{lora.lora_name} at {lora.lora_path}" if TAGGED_HASHES else str(lora.lora_name)
+        text = (
+            f"{lora.lora_name} at {lora.lora_path}"
+            if content.TAGGED_HASHES
+            else str(lora.lora_name)
+        )
         return Adapter(lora.lora_int_id, str(lora.lora_path), text, bool(lora.load_inplace))
 
     @property
@@ -208,7 +165,8 @@ class VllmRequest:
 
     def first_tokens(self, count: int) -> bytes:
         tokens = self._request.prompt_token_ids
-        if not 0 < count <= len(tokens or ()) or self._request.mm_features:
+        more = self._request.mm_features or self._request.prompt_embeds is not None
+        if more or not 0 < count <= len(tokens or ()):
             return b""
         return array("I", tokens[:count]).tobytes()
 
@@ -244,9 +202,7 @@ class VllmRequest:
 
     @property
     def hashed_blocks(self) -> int:
-        if not self._setup.global_media_ids and _has_local_media_ids(self._request):
-            return 0
-        if self._texts is not None and self._texts.ambiguous(self._request):
+        if not content.is_named(self._request, self._setup, self._texts):
             return 0
         known = len(self._request.block_hashes)
         return known if self.exact_blocks is None else min(known, self.exact_blocks)
@@ -259,22 +215,6 @@ class VllmRequest:
     def block_hashes(self, first: int, end: int) -> Sequence[bytes]:
         hashes: Sequence[bytes] = self._request.block_hashes
         return hashes[first:end]
-
-
-def _has_local_media_ids(request: Any) -> bool:
-    """Whether the hashes of ``request`` depend on an id of a media item that is no content hash.
-
-    A client chose such an id (``multi_modal_uuids``), or vLLM numbered the item. The id may stand
-    for another image, video or sound in another engine. Every id that does not have the form of a
-    content hash counts. The name of a LoRA adapter, which vLLM may put before a hash, is ignored. A
-    client's id that vLLM has hashed is not recognized.
-    """
-    for feature in request.mm_features:
-        content = getattr(feature, "mm_hash", None) or feature.identifier
-        prefix = feature.identifier.removesuffix(content)
-        if not CONTENT_HASH.fullmatch(content) or (prefix and not prefix.endswith(":")):
-            return True
-    return False
 
 
 class VllmStep:

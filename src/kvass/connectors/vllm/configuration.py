@@ -104,13 +104,14 @@ class VllmSetup(EngineSetup):
 
     ``hash_tokens``: the number of tokens of one block hash. ``global_media_ids``: whether an id
     that a client gives to an image or other media item means the same content in all engines.
-    ``generated``: whether KV of generated tokens is stored.
+    ``dtype``: the model's data type. ``generated``: whether KV of generated tokens is stored.
     ``blend``: which tokens of segments are computed again; None if segments are not reused.
     ``blend_oracle``: whether the engine computes all tokens but answers as blend would.
     """
 
     hash_tokens: int
     global_media_ids: bool = False
+    dtype: Any = None
     generated: bool = True
     blend: Choice | None = None
     blend_oracle: bool = False
@@ -193,6 +194,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         admission=_admission(vllm_config, layouts),
         adapters=adapters,
         global_media_ids=options.global_media_ids,
+        dtype=model.dtype,
         generated=_stores_generated(options, vllm_config),
         blend=blend,
         blend_oracle=options.blend_oracle,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvass.connectors.vllm import adapt, configuration, events, lora, rpcs, tiles
+from kvass.connectors.vllm import adapt, configuration, content, events, lora, rpcs, tiles
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.hints import read_hints
@@ -92,7 +92,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
                 "ShadowConnector"
             )
         self._setup = setup
-        self._texts = adapt.hashed_texts(vllm_config)
+        self._texts = content.hashed_texts(vllm_config)
         if is_scheduler:
             if not setup.shadow:
                 configuration.recompute_failed_loads(vllm_config)

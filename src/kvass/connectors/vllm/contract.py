@@ -156,6 +156,8 @@ v1/request.py
     Request.mm_features
     Request.num_computed_tokens
     Request.num_tokens
+    Request.prompt_embeds
+    Request.prompt_is_token_ids
     Request.prompt_token_ids
     Request.session_id
     Request.skip_reading_prefix_cache
