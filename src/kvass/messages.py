@@ -27,12 +27,14 @@ from msgspec import Meta
 
 from kvass.types import (
     MAX_GROUPS,
+    Count,
     Digests,
     GroupDigests,
     Int32,
     Int64,
     Limits,
     Many64,
+    MemoryBytes,
     Name,
     Names,
     Quota,
@@ -134,7 +136,7 @@ class Register(Message, tag="register"):
     generation: ShortBytes = b""
     model: Name = ""
     counted: bool = True
-    cache_bytes: Int64 = 0
+    cache_bytes: MemoryBytes = 0
 
 
 class Registered(Message, tag="registered"):
@@ -191,8 +193,8 @@ class Lookup(Message, tag="lookup"):
     again: bool = False
     writing: bool = False
     first_blocks: Digests = b""
-    prompt_tokens: Int64 = 0
-    local_tokens: Int64 = 0
+    prompt_tokens: Count = 0
+    local_tokens: Count = 0
     if_absent: Name = ""
     absent_chunk: Int32 = 0
     session: SessionTag = 0
@@ -263,8 +265,8 @@ class LookupNote(msgspec.Struct, omit_defaults=True):
     request: Name
     why: Name
     when_s: Seconds = 0.0
-    prompt_tokens: Int64 = 0
-    local_tokens: Int64 = 0
+    prompt_tokens: Count = 0
+    local_tokens: Count = 0
     detail: Name = ""
 
 
@@ -306,7 +308,7 @@ class IndexChunks(Message, tag="index_chunks"):
     digests: Digests
     tokens: Digests
     width: Int32 = 32
-    start: Int64 = 0
+    start: Count = 0
     predecessor: ShortBytes = b""
 
 
@@ -327,8 +329,8 @@ class FindSegments(Message, tag="find_segments"):
     space: ShortBytes
     tokens: Digests
     width: Int32 = 32
-    first: Int64 = 0
-    min_tokens: Int64 = 0
+    first: Count = 0
+    min_tokens: Count = 0
 
 
 class Segment(msgspec.Struct, omit_defaults=True):
@@ -469,12 +471,12 @@ class ShadowGroup(msgspec.Struct, omit_defaults=True):
     whose magnitude is ``at_value``. ``not_compared``: loads in which this group could not be
     compared."""
 
-    rows: Int64 = 0
-    bytes: Int64 = 0
-    differing_rows: Int64 = 0
+    rows: Count = 0
+    bytes: Count = 0
+    differing_rows: Count = 0
     largest_difference: Seconds = 0.0
     at_value: Seconds = 0.0
-    not_compared: Int64 = 0
+    not_compared: Count = 0
 
 
 class ShadowReport(Message, tag="shadow_report"):
@@ -488,14 +490,14 @@ class ShadowReport(Message, tag="shadow_report"):
 
     boot: ShortBytes = b""
     sampled: Seconds = 0.0
-    lookups: Int64 = 0
-    lookup_tokens: Int64 = 0
-    hit_tokens: Int64 = 0
+    lookups: Count = 0
+    lookup_tokens: Count = 0
+    hit_tokens: Count = 0
     saved_s: Seconds = 0.0
-    loads: Int64 = 0
-    load_bytes: Int64 = 0
+    loads: Count = 0
+    load_bytes: Count = 0
     load_s: Seconds = 0.0
-    not_compared: Int64 = 0
+    not_compared: Count = 0
     groups: Annotated[tuple[ShadowGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
 
 

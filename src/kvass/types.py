@@ -60,6 +60,11 @@ def __getattr__(name: str) -> Any:
 
 Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""An identity, such as that of a lease. It is compared, and never added up."""
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+"""How many tokens, bytes or rows a client counted. All such numbers of all sessions can be added up
+in 64 bits."""
+MemoryBytes = Annotated[int, Meta(ge=0, le=1 << 48)]
 PageBytes = Annotated[int, Meta(ge=0, le=1 << 40)]
 MOST_SECONDS: Final = 1e12
 Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]

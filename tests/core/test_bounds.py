@@ -18,7 +18,7 @@ from msgspec import inspect
 from kvass import messages as m
 from kvass.core.effects import Event, Faulted, Received, Send
 from kvass.errors import FrameError
-from kvass.types import PAGE, GroupLayout, Quota, RankLayout
+from kvass.types import MAX_GROUPS, PAGE, GroupLayout, Quota, RankLayout
 from kvass.wire import framing
 from tests.core.rig import BOOT, GRACE_S, WIDTH, Engine, Rig, digests
 from tests.support.simulation.random_messages import any_message
@@ -79,6 +79,50 @@ def test_every_field_of_a_client_is_bounded(kind: type) -> None:
 def test_a_field_without_bounds_is_seen() -> None:
     found = [*unbounded(inspect.type_info(m.Welcome), "Welcome")]
     assert {"Welcome.boot", "Welcome.arena_bytes", "Welcome.limits.frame_bytes"} <= {*found}
+
+
+IDENTITIES: Final = {
+    *("seq", "lease", "reservation", "leases[]", "reservations[]", "since"),
+    "items[].groups",  # a bit mask
+    *("quota.cap_bytes", "quota.reserved_bytes"),  # of the daemon's own user
+}
+"""Integers that no two clients can add up, so that all of 64 bits may be used."""
+
+
+def large_integers(kind: inspect.Type, path: str = "") -> Iterator[str]:
+    """The integers below ``path`` of which a thousand may not fit 63 bits together."""
+    match kind:
+        case inspect.IntType():
+            if not -(1 << 53) <= (kind.ge or 0) <= (kind.le or 0) <= 1 << 53:
+                yield path
+        case inspect.VarTupleType() | inspect.ListType():
+            yield from large_integers(kind.item_type, f"{path}[]")
+        case inspect.StructType():
+            for field in kind.fields:
+                yield from large_integers(field.type, f"{path}.{field.name}".lstrip("."))
+        case inspect.UnionType():
+            for one in kind.types:
+                yield from large_integers(one, path)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_what_clients_count_can_be_added_up(kind: type) -> None:
+    assert {*large_integers(inspect.type_info(kind))} <= IDENTITIES
+
+
+def test_a_status_has_the_sum_of_what_engines_say_at_most() -> None:
+    rig = Rig(pages=64, extent=4)
+    bounds: Any = inspect.type_info(m.Register)
+    (most,) = (f.type.le for f in bounds.fields if f.name == "cache_bytes")
+    for name in ("a", "b", "c"):
+        rig.register(rig.open(), name, rank=0, layout=FULL, cache_bytes=most)
+    count = 1 << 53
+    group = m.ShadowGroup(count, count, count, 1.0, 1.0, count)
+    report = m.ShadowReport(boot=BOOT, load_bytes=count, groups=(group,) * MAX_GROUPS)
+    assert rig.say(rig.engine("d").scheduler, report) == []
+    status = rig.status
+    assert status["engine_cache_bytes"] == 3 * most
+    msgspec.msgpack.encode(status)  # no sum has more than 64 bits
 
 
 def odd_values(kind: inspect.Type, value: Any) -> Iterator[Any]:

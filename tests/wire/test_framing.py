@@ -12,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvass.errors import FrameError
-from kvass.messages import Commit, Hello, Lookup, Message, Ping, Reserve, ReserveItem
+from kvass.messages import (
+    Commit,
+    Error,
+    Hello,
+    Lookup,
+    Message,
+    Ping,
+    Reserve,
+    ReserveItem,
+    StatusReply,
+)
+from kvass.types import Limits
 from kvass.wire import framing
 
 MESSAGES = st.one_of(
@@ -156,3 +167,18 @@ def test_after_a_fault_a_decoder_keeps_nothing_and_is_freed_by_reference_countin
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64, 2**80, -(2**70)])
+def test_an_answer_with_a_number_that_is_too_large_is_sent(number: int) -> None:
+    reply = StatusReply(seq=7, fields={"a": [{"bytes": number}], "b": True, "c": "x", "d": 0.5})
+    (heard,) = framing.from_daemon().feed(framing.encode_reply(reply))
+    bounded = max(-(2**63) + 1, min(2**63 - 1, number)) if number != 2**63 else number
+    assert heard == StatusReply(seq=7, fields=reply.fields | {"a": [{"bytes": bounded}]})
+
+
+def test_an_answer_that_is_larger_than_a_frame_is_an_error() -> None:
+    reply = StatusReply(seq=7, fields={"a": "x" * Limits().frame_bytes})
+    (heard,) = framing.from_daemon().feed(framing.encode_reply(reply))
+    assert isinstance(heard, Error)
+    assert (heard.seq, heard.code, heard.fatal) == (7, "limit", False)

@@ -341,7 +341,7 @@ class Server:
                 effect.message.fields["arena"] = self._l1_fields()
             if (connection := self._connections.get(effect.session)) is not None:
                 fd = self._arena.fileno() if effect.with_arena else None
-                connection.queue(framing.encode(effect.message), fd)
+                connection.queue(framing.encode_reply(effect.message), fd)
                 self._to_flush[effect.session] = connection
                 if type(effect.message) is Welcome:
                     connection.allow_large_frames()

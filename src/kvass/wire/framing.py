@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from struct import Struct
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
 from kvass.errors import ErrorCode, FrameError
-from kvass.messages import FromClient, FromDaemon, Message, Register
+from kvass.messages import Error, FromClient, FromDaemon, Message, Register
 from kvass.types import Limits
 from kvass.wire.parts import has_more_parts
 
 HEADER: Final = Struct("<I")
 _encoder: Final = msgspec.msgpack.Encoder()
 _TEXT_CHARS: Final = 200
+_MOST_INT: Final = (1 << 63) - 1
 MOST_PARTS: Final = 20_000
 """Numbers, texts, lists and so on of a frame above ``Limits.register_bytes``: the largest
 ``Reserve`` has 13,000. A frame of 4 MiB could have millions, which take 25 ms and more."""
@@ -32,6 +33,29 @@ M = TypeVar("M")
 
 def encode(message: Message) -> bytes:
     return frame(_encoder.encode(message))
+
+
+def encode_reply(message: Message) -> bytes:
+    """The frame of an answer, which always exists (law 11). A number of 64 bits or more becomes the
+    largest one of 63. An answer that is too large for a frame becomes an ``Error``."""
+    try:
+        payload = _encoder.encode(message)
+    except OverflowError:
+        fields = _bounded(msgspec.to_builtins(message, builtin_types=(bytes,)))
+        payload = _encoder.encode(fields)
+    if len(payload) > (most := Limits().frame_bytes):
+        text = f"the answer has {len(payload)} bytes: at most {most} can be sent"
+        payload = _encoder.encode(Error(seq=message.seq, code="limit", text=text))
+    return frame(payload)
+
+
+def _bounded(value: Any) -> Any:
+    """``value`` as it is, but for integers that MessagePack has no form for."""
+    if isinstance(value, dict):
+        return {key: _bounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_bounded(each) for each in value]
+    return max(-_MOST_INT, min(_MOST_INT, value)) if type(value) is int else value
 
 
 def frame(payload: bytes) -> bytes:

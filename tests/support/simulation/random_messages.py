@@ -33,13 +33,13 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "again": (False, False, True),
     "arena": ("/dev/shm/other",),
     "at_value": _TIMES,
-    "bytes": (0, 1, 1 << 62),
-    "differing_rows": (0, 1, -1),
-    "hit_tokens": (0, 5, 1 << 62),
+    "bytes": (0, 1, 1 << 53),
+    "differing_rows": (0, 1),
+    "hit_tokens": (0, 5, 1 << 53),
     "largest_difference": _TIMES,
-    "load_bytes": (0, 1 << 62),
+    "load_bytes": (0, 1 << 53),
     "load_s": _TIMES,
-    "loads": (0, -1),
+    "loads": (0, 1),
     "lookup_tokens": (0, 5),
     "lookups": (0, 5),
     "not_compared": (0, 1),
@@ -58,12 +58,12 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "if_absent": ("", "other_salt", "x"),
     "instance": ("",),
     "limit": (20, 1, 0, -1, 1 << 30),
-    "local_tokens": (0, 32, -1, 1 << 62),
+    "local_tokens": (0, 32, 1 << 53),
     "namespace": (b"", b"x", bytes(32)),
-    "min_tokens": (0, 0, 1, CHUNK_TOKENS, -1, 1 << 62),
+    "min_tokens": (0, 0, 1, CHUNK_TOKENS, 1 << 53),
     "predecessor": (b"", b"", bytes(WIDTH), b"x"),
     "prefill_tokens_s": _TIMES,
-    "prompt_tokens": (0, 100, -1, 1 << 62),
+    "prompt_tokens": (0, 100, 1 << 53),
     "protocol_max": (1, 1, 1, 9, 2, 0),
     "protocol_min": (1, 1, 1, 2, 9, -5),
     "rank": _RANKS,
@@ -114,7 +114,9 @@ class _Maker:
                 return tuple(self.value("digests") for _ in range(rng.choice([0, 1, 2])))
             case "tokens":
                 return bytes(4 * CHUNK_TOKENS * rng.randint(0, 8) + (odd < 0.1))
-            case "first" | "since" | "start":
+            case "first" | "start" if kind in (m.IndexChunks, m.FindSegments):
+                return self.number() % (1 << 53) if odd < 0.25 else 0
+            case "first" | "since":
                 return self.number() if odd < 0.25 else 0
             case "lease" | "reservation":
                 return self.number()

@@ -177,8 +177,6 @@ def check_register(msg: Register, layout: RankLayout | None, limits: Limits) -> 
     if len(msg.generation) > MAX_GENERATION or (msg.generation and msg.rank != SCHEDULER):
         text = f"generation: a scheduler gives one of at most {MAX_GENERATION} bytes, a worker none"
         raise Refused("bad_value", text)
-    if msg.cache_bytes < 0:
-        raise Refused("bad_value", f"cache_bytes: {msg.cache_bytes} is negative")
     if (msg.rank == SCHEDULER) != (layout is None):
         raise Refused("bad_value", "layout: every worker gives one and a scheduler none")
     if layout is not None:

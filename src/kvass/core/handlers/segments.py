@@ -40,8 +40,6 @@ def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Inde
         raise Refused("limit", f"digests: index at most {most} chunks at a time")
     if len(msg.predecessor) not in (0, msg.width):
         raise Refused("bad_value", f"predecessor: no digest of width {msg.width}")
-    if not 0 <= msg.start < 1 << 62:
-        raise Refused("bad_value", f"start: {msg.start} is no position")
     if ns is None:
         return Indexed()
     if len(tokens) != len(keys) * ns.chunk_tokens:
@@ -69,7 +67,7 @@ def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Se
     space = _space(msg.space)
     tokens = _tokens(state, msg.tokens)
     split_keys(b"", msg.width, 0, state.config.limits)
-    if not 0 <= msg.first <= len(tokens):
+    if msg.first > len(tokens):
         raise Refused("bad_value", f"first: {msg.first} is not in 0..{len(tokens)}")
     state.counters["segment_searches"] += 1
     state.counters["segment_search_tokens"] += len(tokens) - msg.first
