@@ -22,10 +22,12 @@ from kvass.messages import (
     Cleared,
     Commit,
     Error,
+    Explain,
     HandedOver,
     Ping,
     Pong,
     Status,
+    StatusReply,
     Welcome,
 )
 from kvass.testing.daemon import Daemon, running_daemon
@@ -305,3 +307,17 @@ def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
                 assert daemon.status()["sessions"] == 3
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_session_that_asks_much_at_once_does_not_hold_up_the_others(shared: Daemon) -> None:
+    """Between the messages that one read brought, other sessions have their turn."""
+    many = 1500
+    for _ in range(20):
+        with RawSession(shared.socket).greet() as busy, RawSession(shared.socket).greet() as other:
+            before = other.ask(Status(), StatusReply).fields["messages"].get("explain", 0)
+            busy.raw(b"".join(framing.encode(Explain(seq=n + 1)) for n in range(many)))
+            handled = other.ask(Status(), StatusReply).fields["messages"].get("explain", 0) - before
+            assert [busy.next().seq for _ in range(many)] == [*range(1, many + 1)]
+        if handled:  # else the daemon saw the other session first
+            break
+    assert 0 < handled < many

@@ -48,6 +48,7 @@ class Connection:
         self.ignoring = False
         """The session has ended but the peer is still connected: input is dropped until EOF."""
         self._loop = loop
+        self._on_readable = on_readable
         self._sock = sock
         self._out = bytearray()
         self._fd: int | None = None
@@ -58,7 +59,7 @@ class Connection:
         """What to do when the output queue is empty."""
         self._linger: asyncio.TimerHandle | None = None
         sock.setblocking(False)
-        loop.add_reader(sock, on_readable, self)
+        self.resume()
 
     def read_into(self, scratch: memoryview) -> int | None:
         """Read once into ``scratch``. Returns the number of bytes, 0 at EOF, or None if there was
@@ -69,6 +70,13 @@ class Connection:
             return None
         except ConnectionResetError:  # the peer closed the socket before it had read all replies
             return 0
+
+    def pause(self) -> None:
+        """Read nothing until ``resume``."""
+        self._loop.remove_reader(self._sock)
+
+    def resume(self) -> None:
+        self._loop.add_reader(self._sock, self._on_readable, self)
 
     def queue(self, frame: bytes, fd: int | None = None) -> None:
         """Queue ``frame`` for the next ``flush``. ``fd`` is sent with it; it may only be passed

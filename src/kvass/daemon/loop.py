@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -42,13 +42,17 @@ from kvass.daemon.session_log import LOGGED, SessionLog
 from kvass.daemon.tier_process.supervisor import task
 from kvass.daemon.tier_set import TierSet
 from kvass.errors import ConfigError, FrameError
-from kvass.messages import Error, Lookup, StatusReply, Welcome
+from kvass.messages import Error, FromClient, Lookup, StatusReply, Welcome
 from kvass.types import Size
 from kvass.wire import framing
 from kvass.wire.channel import peer_of
 
 READ_BYTES: Final = 64 << 10
-"""The most that is read from one session before the next one is served."""
+"""The most that is read from one session at a time."""
+TURN_S: Final = 0.003
+"""For how long the messages of one session are served before other sessions have their turn."""
+TURN_BYTES: Final = 1 << 20
+"""A turn ends, too, when so many bytes of replies wait to be sent."""
 GC_THRESHOLD: Final = (50_000, 20, 100)
 """For ``gc.set_threshold``. A full collection takes milliseconds in a daemon, so it is made
 rare."""
@@ -252,13 +256,32 @@ class Server:
         if size == 0:
             self._at_eof(connection)
         elif size is not None and not connection.ignoring:
-            session = connection.session
-            try:
-                for message in connection.decoder.feed(self._scratch[:size]):
-                    self._step(effects.Received(session, message), connection.decoder.size)
-            except FrameError as fault:
-                self._step(effects.Faulted(session, fault.code, str(fault)))
+            self._take(connection, connection.decoder.feed(self._scratch[:size]))
         self._finish_turn()
+
+    def _take(self, connection: Connection, messages: Iterator[FromClient]) -> None:
+        """Pass ``messages`` to the core, for one turn at most. The others follow in the next turn,
+        after what other sessions have sent meanwhile."""
+        end = time.monotonic() + TURN_S
+        try:
+            for message in messages:
+                event = effects.Received(connection.session, message)
+                self._step(event, connection.decoder.size)
+                if time.monotonic() >= end or connection.unsent > TURN_BYTES:
+                    connection.pause()
+                    self._loop.call_soon(self._go_on, connection, messages)
+                    return
+        except FrameError as fault:
+            self._step(effects.Faulted(connection.session, fault.code, str(fault)))
+
+    def _go_on(self, connection: Connection, messages: Iterator[FromClient]) -> None:
+        """Begin another turn of a session that was not done in its last one."""
+        if self._connections.get(connection.session) is not connection:
+            return
+        connection.resume()
+        if not connection.ignoring:
+            self._take(connection, messages)
+            self._finish_turn()
 
     def _at_eof(self, connection: Connection) -> None:
         session = connection.session
