@@ -1,13 +1,13 @@
 #!/bin/bash
 # Programs of Debian that the tests run, without changing the system: headless Chromium (the
-# dashboard), Prometheus' promtool (the alert rules) and kubectl (it renders deploy/kubernetes), with
-# the libraries and fonts that they lack here, unpacked into one folder: 120 MB to download, 360 MB on
-# disk. $1: .venv
+# dashboard), Prometheus' promtool (the alert rules), kubectl (it renders deploy/kubernetes) and
+# bubblewrap (it starts what deploy/ has), with the libraries and fonts that they lack here, unpacked
+# into one folder: 120 MB to download, 360 MB on disk. $1: .venv
 set -euo pipefail
 folder=$(realpath "$1")/debian
 works() {
   LD_LIBRARY_PATH=$folder/lib "$folder/bin/chromium-headless-shell" --version && "$folder/bin/promtool" --version \
-    && "$folder/bin/kubectl" version --client
+    && "$folder/bin/kubectl" version --client && "$folder/bin/bwrap" --version
 }
 
 works >/dev/null 2>&1 && exit
@@ -17,8 +17,8 @@ trap 'rm -rf "$unpacked"' EXIT
 cd "$unpacked"
 chmod 755 .
 download() {
-  local wanted=(chromium-headless-shell fonts-dejavu-core)
-  apt-get -qq download prometheus kubernetes-client chromium-headless-shell chromium-common fonts-dejavu-core \
+  local wanted=(chromium-headless-shell fonts-dejavu-core bubblewrap)
+  apt-get -qq download prometheus kubernetes-client chromium-headless-shell chromium-common fonts-dejavu-core bubblewrap \
     $(apt-get -s install --no-install-recommends "${wanted[@]}" | sed -n 's/^Inst \(lib[^ ]*\) .*/\1/p')
 }
 if download 2>/dev/null || { apt-get -qq update && download; }; then
@@ -26,12 +26,12 @@ if download 2>/dev/null || { apt-get -qq update && download; }; then
   rm -rf "$folder"
   mkdir -p "$folder/lib" "$folder/fonts"
   mv root/usr/lib/chromium "$folder/bin"
-  mv root/usr/bin/{promtool,kubectl} "$folder/bin/"
+  mv root/usr/bin/{promtool,kubectl,bwrap} "$folder/bin/"
   find root/usr/lib -name 'lib*.so*' -exec mv -t "$folder/lib" {} +
   find root/usr/share/fonts -name '*.ttf' -exec mv -t "$folder/fonts" {} +
 fi
 works >/dev/null 2>&1 || cat >&2 <<END
-The tests of the dashboard and of deploy/ will fail: Debian's Chromium, promtool or kubectl does not run here.
+The tests of the dashboard and of deploy/ will fail: Debian's Chromium, promtool, kubectl or bwrap does not run here.
 $(works 2>&1 | tail -1)
 On Debian: apt-get update; then make setup again.
 END

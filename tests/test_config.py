@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvass.arena import room
-from kvass.config import Config, Parser, Size, add_flags, load, to_yaml
+from kvass.config import CONNECTION, Config, Parser, Size, add_flags, load, to_yaml
 from kvass.daemon import main as daemon_main
 from kvass.errors import ConfigError
 from kvass.types import Timing
@@ -383,3 +383,20 @@ def test_an_arena_that_the_kernel_does_not_promise_is_refused(
     daemon_main._check_memory(Size.parse("512MiB"))
     with pytest.raises(ConfigError, match=r"l1_size 513MiB: the kernel promises 512MiB more"):
         daemon_main._check_memory(Size.parse("513MiB"))
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_who_connects_needs_no_machine_like_the_daemons(tmp_path: Path, file: bool) -> None:
+    """As in an engine's container, which has less memory, and other users."""
+    options = {"l1_size": "9999TiB", "allow_uid": "no-such-user", "socket": "/run/kvass/s"}
+    env = {f"KVASS_{name.upper()}": text for name, text in options.items()}
+    if file:
+        path = tmp_path / "kvass.yml"
+        path.write_text("".join(f"{name}: {text}\n" for name, text in options.items()))
+        env = {"KVASS_CONFIG": str(path)}
+    assert load({}, env, wanted=CONNECTION).socket == "/run/kvass/s"
+    for wrong in ({"KVASS_SOCKE": "x"}, {"KVASS_DAEMON_UID": "no-such-user"}):
+        with pytest.raises(ConfigError):
+            load({}, env | wrong, wanted=CONNECTION)
+    with pytest.raises(ConfigError):
+        load({}, env)

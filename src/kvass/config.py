@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import pwd
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -64,6 +64,8 @@ def _quarter_of_memory() -> Size:
     return Size(memory_bytes() // 4 >> 20 << 20)
 
 
+CONNECTION: Final = ("socket", "daemon_uid")
+"""The options that say which daemon a command connects to."""
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Uid = Annotated[int, Meta(ge=0, lt=2**32 - 1)]
 
@@ -315,10 +317,15 @@ def load(
     env: Mapping[str, str],
     file: str | None = None,
     overridden: Callable[[str], None] = lambda line: None,
+    wanted: Collection[str] = (),
 ) -> Config:
     """The configuration from all sources. ``flags`` maps option names to texts; ``None`` means that
     the flag is absent. ``overridden`` is called with a line for each option of which two sources
     give different values.
+
+    ``wanted``: the options that the caller uses; none: all. The values of others are not looked at,
+    and mean nothing in the result: they are about the daemon's machine, and the caller's container
+    may have less memory and other users.
 
     ``file`` is the path of a YAML file; ``KVASS_CONFIG`` may name one, too. Raises ``ConfigError``
     for an unknown name, and for a value of a wrong type or out of its domain. Its text is one line
@@ -329,6 +336,8 @@ def load(
     """By option: the source of its value."""
 
     def take(name: str, value: Any, origin: str, strict: bool = False) -> None:
+        if wanted and name not in wanted:
+            return
         value = _convert(name, value, origin, strict)
         if name in values and values[name] != value:
             overridden(disagreement(name, value, origin, values[name], where[name]))
@@ -344,21 +353,25 @@ def load(
     for name, value in flags.items():
         if value is not None:
             take(name, value, _flag(name))
+    if wanted:
+        values.setdefault("l1_size", Size(0))  # its default would be computed
     config = Config(**values)
-    _check(config, where)
+    if "socket" in where:
+        check_path(config.socket)
+    if not wanted:
+        _check(config, where)
     return config
 
 
 def _check(config: Config, where: Mapping[str, str]) -> None:
     """Raise ``ConfigError`` if options contradict each other, or a value cannot be used here."""
-    path = config.socket if "socket" in where else default_socket()
-    check_path(path)
-    alone = "socket" not in where and path != service_socket()
-    if (config.allow_uid or config.socket_group) and alone:
-        raise ConfigError(
-            f"allow_uid and socket_group need a socket that others can reach; {path} is "
-            "in a folder of this user alone: choose another --socket"
-        )
+    if (config.allow_uid or config.socket_group) and "socket" not in where:
+        path = default_socket()
+        if path != service_socket():
+            raise ConfigError(
+                f"allow_uid and socket_group need a socket that others can reach; {path} is "
+                "in a folder of this user alone: choose another --socket"
+            )
     size = f"{where.get('l1_size', 'l1_size')} {config.l1_size}"
     page = page_bytes(config.huge_pages)
     if config.l1_size < page:
@@ -430,7 +443,7 @@ def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
     import yaml
 
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text("utf-8")
         content = yaml.safe_load(text) or {}
         root = yaml.compose(text, yaml.SafeLoader)
     except OSError as error:

@@ -28,7 +28,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         folder.mkdir(parents=True)
     monkeypatch.setattr(places, "SERVICE_FOLDER", str(tmp_path / "run" / "kvass"))
     monkeypatch.setattr(places, "_LOGIN_FOLDERS", str(tmp_path / "user"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
 
     def environment(kind: str) -> None:
         if kind == "login":

@@ -102,7 +102,7 @@ def test_no_room_to_begin_is_an_absent_daemon(
 def test_a_default_folder_of_another_user_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     path = str(tmp_path / f"kvass-{os.geteuid()}" / "kvass.sock")
     with Client(path) as client, pytest.raises(Unavailable, match="no daemon at"):
         client.call(Ping())

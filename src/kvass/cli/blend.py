@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from kvass.cli.daemon import add_daemon
-from kvass.config import Parser, load
+from kvass.config import CONNECTION, Parser, load
 from kvass.errors import ConfigError
 
 
@@ -43,7 +43,8 @@ def run(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     names = ("action", "files", "model", "dtype", "attention", "chunk_tokens", "tag", "salt")
     own = {name: options.pop(name) for name in names}
-    config, texts = load(options, os.environ), {file: _read(file) for file in own["files"]}
+    config = load(options, os.environ, wanted=CONNECTION)
+    texts = {file: _read(file) for file in own["files"]}
     try:  # slow to import, and installed only with an extra
         from kvass.connectors.transformers import documents
     except ImportError as error:

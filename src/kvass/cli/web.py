@@ -9,7 +9,7 @@ import threading
 from typing import Final
 
 from kvass.cli.daemon import add_daemon
-from kvass.config import Parser, add_flags, load
+from kvass.config import CONNECTION, Parser, add_flags, load
 from kvass.daemon import logs
 
 HTTP: Final = ("http", "http_host", "http_token_file", "http_read_token_file")
@@ -27,12 +27,13 @@ def run(argv: list[str]) -> int:
         description="Serve a daemon's metrics, health checks and dashboard over HTTP.",
     )
     add_daemon(parser)
-    add_flags(parser, *HTTP, "log_level", "log_format")
+    own = (*HTTP, "log_level", "log_format")
+    add_flags(parser, *own)
     parser.add_argument("--child", metavar="FD", type=int, help="the parent's listening socket")
     options = vars(parser.parse_args(argv))
     child = options.pop("child")
     options["http"] = options["http"] or os.environ.get("KVASS_HTTP") or "127.0.0.1:9273"
-    config = load(options, os.environ)
+    config = load(options, os.environ, wanted=[*CONNECTION, *own])
     logs.start_logging(config.log_level, config.log_format)
     from kvass.web.access import listen
     from kvass.web.server import WebServer

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
 from typing import Final
 
 from kvass.errors import ConfigError, Unavailable
@@ -18,6 +17,7 @@ SERVICE_FOLDER: Final = "/run/kvass"
 """The folder of a daemon that runs as a service. ``deploy/kvass.service`` makes it."""
 _LOGIN_FOLDERS: Final = "/run/user"
 """Where systemd makes each user's ``XDG_RUNTIME_DIR``."""
+_TEMPORARY_FOLDERS: Final = ("/tmp", "/var/tmp")
 _NAME: Final = "kvass.sock"
 
 
@@ -50,7 +50,7 @@ def socket_places() -> list[str]:
 
 def likely_socket() -> str:
     """The first default place where there is a socket; ``default_socket`` if there is none."""
-    return next(filter(os.path.exists, socket_places()), default_socket())
+    return next(filter(os.path.exists, socket_places()), "") or default_socket()
 
 
 def service_socket() -> str:
@@ -59,18 +59,29 @@ def service_socket() -> str:
 
 
 def _temporary_socket() -> str:
-    import tempfile  # slow to import, seldom needed
-
-    return os.path.join(tempfile.gettempdir(), f"kvass-{os.geteuid()}", _NAME)
+    """It is named where no temporary folder can be written, too: the root may be read-only. So not
+    by ``tempfile.gettempdir``, which writes a file, and raises where it cannot."""
+    named = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
+    usable = filter(_may_write, [*named, *_TEMPORARY_FOLDERS])
+    folder = os.path.abspath(next(usable, _TEMPORARY_FOLDERS[0]))
+    return os.path.join(folder, f"kvass-{os.geteuid()}", _NAME)
 
 
 def make_folder(path: str) -> None:
     """Make the folder of ``path`` if it is a default place that the daemon makes itself. Raises
-    what ``check_folder`` raises."""
+    ``ConfigError`` if that is impossible, and what ``check_folder`` raises."""
     mode = {_temporary_socket(): 0o700, service_socket(): 0o755}.get(path)
     if mode is not None:
-        with suppress(OSError):  # the caller reports a folder that is not there
-            os.mkdir(os.path.dirname(path), mode)
+        folder = os.path.dirname(path)
+        try:
+            os.mkdir(folder, mode)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigError(
+                f"no folder {folder}, and none can be made ({error.strerror}): name a --socket in "
+                "a folder of yours"
+            ) from error
     if path == _temporary_socket():
         check_folder(path)
 

@@ -155,7 +155,8 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     if args.daemon_uid and not args.socket:
         raise ConfigError("--daemon-uid: of the daemon at --socket: name that, too")
     if args.socket:
-        args.daemon_uid = load({"daemon_uid": args.daemon_uid}, os.environ).daemon_uid
+        named = {"daemon_uid": args.daemon_uid}
+        args.daemon_uid = load(named, os.environ, wanted=[*named]).daemon_uid
     args.groups = layout(model_layers(args), BLOCK_TOKENS)
     args.tier = args.tier and disk_url(args.tier)
     return args

@@ -96,7 +96,12 @@ class MeasuredDaemon(NamedTuple):
 def start_daemon(l1_bytes: int, *flags: str) -> Iterator[MeasuredDaemon]:
     """A new daemon whose whole arena is populated. It is ended afterwards. Raises ``ConfigError``
     if it does not start."""
-    with tempfile.TemporaryDirectory(prefix="kvass-bench-") as folder:
+    try:
+        made = tempfile.TemporaryDirectory(prefix="kvass-bench-")
+    except OSError as error:
+        do = "set TMPDIR to a folder of yours, or measure a daemon with --socket"
+        raise ConfigError(f"{error.strerror}: {do}") from error
+    with made as folder:
         path = os.path.join(folder, "kvass.sock")
         command = [sys.executable, "-m", "kvass", "serve", "--socket", path]
         began_s = time.monotonic()
