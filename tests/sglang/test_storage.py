@@ -225,6 +225,21 @@ def test_ranks_of_an_mla_model_share_after_a_flush(backends: Backends) -> None:
     assert ranks[1].batch_exists(KEYS) == 0
 
 
+def test_a_flush_of_a_containers_first_process_counts(
+    backends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent is in no ``/proc`` that it sees. It shares with no other such engine."""
+    monkeypatch.setattr("os.getppid", lambda: 0)
+    pools = fake.HostPool([512]), fake.HostPool([512])
+    one, other = (backends.make(pool) for pool in pools)
+    store(one, pools[0])
+    for pool in pools:
+        pool.clear()
+    assert one.batch_exists(KEYS) == 0
+    store(one, pools[0])
+    assert (one.batch_exists(KEYS), other.batch_exists(KEYS)) == (8, 0)
+
+
 def test_fixed_weights_outlive_a_flush(backends: Backends) -> None:
     pool = fake.HostPool([512])
     backend = backends.make(pool, extra={"kvass.fixed_weights": True})

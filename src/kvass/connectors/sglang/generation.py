@@ -19,9 +19,12 @@ import hashlib
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvass.engine.boundary import log
+from kvass.processes import start_time
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Generation:
@@ -85,7 +88,12 @@ class Generation:
 
 def _engine() -> bytes:
     """What the ranks of one engine on this machine have in common, and no other engine has: the
-    process that started them, by its number and start, in this boot of the machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{boot} {os.getppid()} {started}".encode()
+    process that started them, by its number and start, in this boot of the machine. Random if
+    ``/proc`` does not show that process, as to the first one of a container."""
+    try:
+        boot = _BOOT_ID.read_text()
+    except OSError:
+        return os.urandom(16)
+    parent = os.getppid()
+    started = start_time(parent)
+    return f"{boot} {parent} {started}".encode() if started else os.urandom(16)
