@@ -13,6 +13,7 @@ import pytest
 from examples.tiny import PATIENT_MS
 from kvass._version import TESTED_VLLM
 from kvass.arena.room import SAFE_SHARE
+from kvass.cli import run
 from kvass.cli.bench import baseline, copies, lookups
 from kvass.cli.doctor import beside, devices, machine
 from kvass.client import daemon_connection
@@ -76,6 +77,7 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("README.md", "what is left, up to {} % of it", (100 * SAFE_SHARE,)),
     ("README.md", "with windows or states one chunk, {})", (setup.MIN_CHUNK_TOKENS,)),
     ("docs/faq.md", "On a CPU vLLM wants {} % of all memory", (100 * beside.VLLM_SHARE,)),
+    ("docs/vllm.md", "of the first, waits up to {} s", (run.TURN_S,)),
     ("ARCHITECTURE.md", "are held until it comes (up to {} s)", (LATE_S,)),
     ("ARCHITECTURE.md", "at most {} MiB per operation", (load.LOAD_BYTES / MIB,)),
     ("ARCHITECTURE.md", "At most {} MiB, and an eighth of L1", (flush.FLUSH_BYTES / MIB,)),

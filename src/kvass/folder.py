@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import stat
 import time
@@ -20,6 +21,7 @@ from typing import Any, Final
 from kvass import processes
 from kvass.errors import ConfigError
 
+_log: Final = logging.getLogger("kvass")
 _LOCK: Final = "lock"
 _PROBE: Final = "writable"
 _LOCK_WAIT_S: Final = 2.0
@@ -103,7 +105,7 @@ class Folder:
             except OSError as error:
                 raise ConfigError(f"{self.path}: cannot be written: {error.strerror}") from error
             try:
-                _lock(fd, of_child)
+                _lock(fd, of_child, self.path)
                 if self._in_place(fd):
                     self._check_writable()
                     os.ftruncate(fd, 0)
@@ -174,18 +176,24 @@ def _untrusted(path: Path, folder: os.stat_result) -> str:
     return f"{why}, or name a folder of your own in it"
 
 
-def _lock(fd: int, of_child: bool) -> None:
-    """Lock the file ``fd``. Waits for a while, because its last owner may have been killed a moment
-    ago and still be exiting."""
+def _lock(fd: int, of_child: bool, path: Path) -> None:
+    """Lock the file ``fd`` in the folder ``path``. Waits for a while, because its last owner may
+    have been killed a moment ago and still be exiting."""
     begun = time.monotonic()
+    said = False
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             waited = time.monotonic() - begun
-            if waited > _ORPHAN_WAIT_S or (waited > _LOCK_WAIT_S and not _ends(fd, of_child)):
+            ends = _ends(fd, of_child)
+            if waited > _ORPHAN_WAIT_S or (waited > _LOCK_WAIT_S and not ends):
                 raise
+            if ends and not said:
+                said = True
+                text = "%s: locked by process %s, which is ending: waiting up to %g s"
+                _log.info(text, path, _owner(fd)[0], _ORPHAN_WAIT_S)
             time.sleep(_LOCK_RETRY_S)
 
 

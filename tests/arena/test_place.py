@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -67,6 +68,23 @@ def test_a_lock_file_that_was_replaced_locks_nobody_out(memory_folder: Path) -> 
     place = open_place(str(memory_folder), MIB, INDEX)
     assert place.slots.size == MIB
     place.release()
+
+
+def test_an_owner_that_is_ending_is_waited_for_and_named(
+    memory_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvass.folder._LOCK_WAIT_S", 0.01)
+    monkeypatch.setattr("kvass.folder._ORPHAN_WAIT_S", 0.2)
+    caplog.set_level("INFO", "kvass")
+    with subprocess.Popen(["true"]) as ended, (memory_folder / "lock").open("w") as lock:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        lock.write(f"{ended.pid} 1")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="in use by process"):
+            open_place(str(memory_folder), MIB, INDEX)
+    said = f"locked by process {ended.pid}, which is ending: waiting up to 0.2 s"
+    assert [said in line for line in caplog.messages] == [True]
 
 
 def test_files_never_get_smaller(memory_folder: Path) -> None:

@@ -96,7 +96,8 @@ def test_a_command_has_a_daemon_and_its_status_is_ours(
 
 def test_a_daemon_that_was_there_is_used_and_left_alone(tmp_path: Path) -> None:
     with running_daemon(tmp_path, l1_size="2MiB", socket=f"{tmp_path}/s") as daemon:
-        status, _, errors = result(tmp_path, "sh", "-c", "kill -9 $$")
+        too_much = "9999TiB"  # of this machine, which is not the daemon's
+        status, _, errors = result(tmp_path, "sh", "-c", "kill -9 $$", l1_size=too_much)
         assert status == 128 + signal.SIGKILL
         assert errors == (
             f"kvass: uses the daemon that is at {tmp_path}/s; --l1-size changes nothing in it\n"
@@ -225,6 +226,65 @@ def test_of_two_at_once_one_starts_the_daemon(tmp_path: Path) -> None:
         errors = [process.communicate("\n", timeout=WAIT_S)[1] for process in (one, other)]
         assert [one.returncode, other.returncode] == [7, 7]
     assert sorted("started a daemon" in text for text in errors) == [False, True]
+
+
+def test_who_can_open_the_folder_cannot_keep_a_command_waiting(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        status, _, errors = result(tmp_path, "true")
+    finally:
+        os.close(folder)
+    assert (status, "waiting" in errors) == (0, False)
+
+
+@contextmanager
+def lock_held(path: Path, text: str = "", user: int | None = None) -> Iterator[int]:
+    """Another process's lock of the file; ``user``: whose file it is."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        if user is not None:
+            os.chown(path, user, user)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def test_who_is_waited_for_is_said_at_once(tmp_path: Path) -> None:
+    with lock_held(tmp_path / "s.run", f"{os.getpid()}") as fd, running(tmp_path, "true") as waits:
+        assert waits.stderr is not None
+        assert waits.stderr.readline() == (
+            f"kvass: {tmp_path}/s.run is locked by process {os.getpid()}: waiting up to 60 s\n"
+        )
+        assert not daemon_of(tmp_path)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        assert "started a daemon" in waits.communicate(timeout=WAIT_S)[1]
+        assert waits.returncode == 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_signal_ends_the_wait(tmp_path: Path) -> None:
+    with lock_held(tmp_path / "s.run"), running(tmp_path, "true") as waits:
+        assert waits.stderr is not None
+        assert "s.run is locked by process ?" in waits.stderr.readline()
+        waits.send_signal(signal.SIGTERM)
+        assert waits.wait(WAIT_S) == 128 + signal.SIGTERM
+
+
+def test_a_strangers_lock_is_not_waited_for(tmp_path: Path) -> None:
+    """The stranger was first in a folder that both may write to."""
+    if os.geteuid():
+        pytest.skip("only root can make a stranger's file")
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        of = f"{tmp_path}/s%s is locked by a process of user 54321: %s"
+        with lock_held(tmp_path / "s.run", f"{ended.pid}", 54_321):
+            status, _, errors = result(tmp_path, "true")
+        assert (status, errors.splitlines()[0]) == (0, "kvass: " + of % (".run", "not waiting"))
+        with lock_held(tmp_path / "s.lock", f"{ended.pid}", 54_321):
+            status, _, errors = result(tmp_path, "true")
+        assert status == 2
+        assert errors == "kvass: " + of % (".lock", "choose another --socket") + "\n"
 
 
 def test_a_strangers_daemon_is_refused_and_the_command_does_not_run(

@@ -14,21 +14,21 @@ Laws of this file:
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import select
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvass.cli.environment import SET_HERE
 from kvass.client.client import Client
-from kvass.config import FILE_ENV, Config, Parser, add_flags, load
+from kvass.config import CONNECTION, FILE_ENV, Config, Parser, add_flags, load
 from kvass.errors import ConfigError, Unavailable
 from kvass.wire.places import default_socket, make_folder
 
@@ -36,7 +36,7 @@ NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
 """Exit statuses for a command that cannot be run, as those of a shell."""
 _CONNECT_S: Final = 10.0
-_TURN_S: Final = 60.0
+TURN_S: Final = 60.0
 """How long to wait until another ``kvass run`` has started its daemon."""
 _LOOK_S: Final = 0.5
 """How often children are looked at without a SIGCHLD, which a thread may take that does not block
@@ -76,10 +76,11 @@ def run(argv: list[str]) -> int:
         raise ConfigError("no command: write it after --, as in kvass run -- vllm serve MODEL")
     if status := _check(command[0]):
         return status
-    config = load(options, os.environ, file)
+    config = load(options, os.environ, file, wanted=CONNECTION)
+    check = partial(load, options, os.environ, file)
     with _signals_wait() as before:
         try:
-            daemon = _daemon(config, argv[: end - len(begun)], before)
+            daemon = _daemon(config, argv[: end - len(begun)], before, check)
         except _Signalled as signalled:
             return 128 + signalled.number
         if not daemon.path:
@@ -133,12 +134,17 @@ class _Daemon:
     """The exit status of a process that could not be started."""
 
 
-def _daemon(config: Config, arguments: Sequence[str], before: Mask) -> _Daemon:
-    """The daemon that answers at the socket, else one that is started with ``arguments``."""
-    path = config.socket or default_socket()
-    with _turn(path):
-        if not (found := _answering(config)):
-            return _start(path, arguments, before)
+def _daemon(
+    config: Config, arguments: Sequence[str], before: Mask, check: Callable[[], object]
+) -> _Daemon:
+    """The daemon that answers at the socket, else one that is started with ``arguments``, which
+    ``check`` checks. Raises what it raises."""
+    if not (found := _answering(config)):
+        check()
+        path = config.socket or default_socket()
+        with _turn(path):
+            if not (found := _answering(config)):
+                return _start(path, arguments, before)
     others = [one for one in arguments if one.startswith("--") and "socket" not in one]
     said = f"; {', '.join(others)} changes nothing in it" if others else ""
     _say(f"uses the daemon that is at {found}{said}")
@@ -147,25 +153,33 @@ def _daemon(config: Config, arguments: Sequence[str], before: Mask) -> _Daemon:
 
 @contextmanager
 def _turn(path: str) -> Iterator[None]:
-    """Holds a lock on the folder of the socket, so that of several ``kvass run`` one starts a
-    daemon. Goes on without it after ``_TURN_S``, and if there is no folder."""
+    """Holds the lock file ``PATH.run``, so that of several ``kvass run`` one starts a daemon. Goes
+    on without it after ``TURN_S``, and where it cannot be had. Raises ``ConfigError``."""
+    from kvass.daemon.listen import Locked, try_lock  # not needed where a daemon answers
+
     make_folder(path)
-    try:
-        fd = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # the daemon will say what is wrong with it
-        yield
-        return
-    deadline_s = time.monotonic() + _TURN_S
-    try:
-        while time.monotonic() < deadline_s:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    file, fd, deadline_s = path + ".run", -1, time.monotonic() + TURN_S
+    said = False
+    while fd < 0 and time.monotonic() < deadline_s:
+        try:
+            fd = try_lock(file)
+        except ConfigError:  # the daemon will say what is wrong with the folder
+            break
+        except Locked as locked:
+            if not locked.is_ours:
+                _say(f"{locked}: not waiting")
                 break
-            except OSError:
-                _sleep(0.05)
+            if not said:
+                _say(f"{locked}: waiting up to {TURN_S:g} s")
+            said = True
+            _sleep(0.05)
+    try:
         yield
     finally:
-        os.close(fd)
+        if fd >= 0:
+            with suppress(OSError):
+                os.unlink(file)
+            os.close(fd)
 
 
 def _answering(config: Config) -> str:
@@ -217,7 +231,7 @@ def _read_line(fd: int) -> str:
             text += more
         else:
             return ""
-    return text.decode().strip()
+    return text.decode(errors="backslashreplace").strip()
 
 
 # ---------------------------------------------------------------- the command

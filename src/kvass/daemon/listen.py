@@ -113,10 +113,24 @@ def listening(
         yield sock
 
 
-def _lock(path: str, patience_s: float) -> int:
-    """Lock the file ``path`` and write our pid into it. Returns the descriptor that holds the
-    lock."""
-    begun = time.monotonic()
+class Locked(Exception):
+    """Another process has the lock. Only ``is_ours``, one of this user or of root, is worth waiting
+    for: another user could keep it for ever."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        text = os.pread(fd, 20, 0)
+        self.pid = int(text) if text.isdigit() else 0
+        """Its process; 0 if that is not known."""
+        uid = os.fstat(fd).st_uid
+        self.is_ours = uid in (0, os.geteuid())
+        by = f"process {self.pid or '?'}" if self.is_ours else f"a process of user {uid}"
+        super().__init__(f"{path} is locked by {by}")
+
+
+def try_lock(path: str) -> int:
+    """Lock the file ``path`` and write our pid into it. Returns the descriptor that holds the lock.
+    Other users cannot open a file that is made here. Raises ``Locked``, and ``ConfigError`` if it
+    cannot be written."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -131,16 +145,36 @@ def _lock(path: str, patience_s: float) -> int:
         except FileNotFoundError:
             pass  # its last holder removed it after we opened it
         except BlockingIOError:
-            pid = os.pread(fd, 20, 0).decode(errors="replace")
-            waited = time.monotonic() - begun
-            exiting = pid.isdecimal() and processes.exiting(int(pid))
-            if waited > max(patience_s, _EXIT_WAIT_S if exiting else 0.0):
-                os.close(fd)
-                raise ConfigError(
-                    f"{path[:-5]} is in use by the live daemon {pid}: stop it first"
-                ) from None
-            time.sleep(0.01)
+            locked = Locked(path, fd)
+            os.close(fd)
+            raise locked from None
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(f"cannot lock {path}: {error.strerror}") from error
         os.close(fd)
+
+
+def _lock(path: str, patience_s: float) -> int:
+    """Lock the file ``path``, as ``try_lock`` does, when its holder has released it."""
+    begun = time.monotonic()
+    said_s = LOCK_WAIT_S
+    while True:
+        try:
+            return try_lock(path)
+        except Locked as locked:
+            if not locked.is_ours:
+                raise ConfigError(f"{locked}: choose another --socket") from None
+            exiting = locked.pid > 0 and processes.exiting(locked.pid)
+            wait_s = max(patience_s, _EXIT_WAIT_S if exiting else 0.0)
+            if wait_s > said_s:
+                said_s = wait_s
+                is_what = ", which is exiting" if exiting else ""
+                _log.info("%s%s: waiting up to %g s", locked, is_what, wait_s)
+            if time.monotonic() - begun > wait_s:
+                raise ConfigError(
+                    f"{path[:-5]} is in use by the live daemon {locked.pid or '?'}: stop it first"
+                ) from None
+        time.sleep(0.01)
 
 
 def _bind(sock: socket.socket, path: str, access: Access) -> None:
