@@ -13,6 +13,7 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Final
 
 from kvass._version import __version__
@@ -40,6 +41,9 @@ COMMANDS: Final = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # names and paths may have what its encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
         command = _parser().parse_args(argv[:1]).command
         return int(import_module(f"kvass.cli.{command}").run(list(argv[1:])))
