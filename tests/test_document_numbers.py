@@ -20,6 +20,7 @@ from kvass.client import daemon_connection
 from kvass.client.pages import ANSWER_S
 from kvass.client.scheduler import LATE_S, SchedulerClient
 from kvass.config import Config
+from kvass.connectors.vllm import rest
 from kvass.core.clients import tenants
 from kvass.core.pending.promotion import INSTANCE_SHARE
 from kvass.core.rows.removed import ROOM
@@ -145,6 +146,10 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/vllm.md", "measured in steps of {} tokens and more", (prefill_speed.MIN_SAMPLE_TOKENS,)),
     ("docs/vllm.md", "{} tokens per second are assumed", (GUESS_TOKENS_S,)),
     ("docs/vllm.md", "waits for the copy, {} ms at most", (1e3 * copier.COPY_WAIT_S,)),
+    ("docs/vllm.md", "wait for such copies, for up to {} s.", (rest.FINISH_S,)),
+    ("docs/vllm.md", "if no request is left: up to {} s.", (rest.FINISH_S,)),
+    ("docs/vllm.md", "for up to {} s, and until the last copies", (rest.ANSWER_S,)),
+    ("docs/vllm.md", "copies have ended, for up to {} ms", (1e3 * rest.COPIED_S,)),
     ("docs/vllm.md", "has not ended {} s after its deadline", (held_blocks.HUNG_S,)),
     ("docs/vllm.md", "The start of an engine waits up to {} s", (weights.NAME_WAIT_S,)),
     ("docs/vllm.md", "in up to {} threads", (weights.MAX_THREADS,)),

@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 from kvass.testing.daemon import GRACE_S, Daemon
-from tests.engine.conftest import LORA, NOTHING_OWED, Starter, store
+from tests.engine.conftest import LORA, NOTHING_OWED, Starter, empty, store
 from tests.support.vllm.judge import Judge, check_same
 from tests.support.vllm.models import TINY, write_model
 from tests.support.vllm.process import EngineProcess, Prompt
@@ -61,6 +61,22 @@ def test_killed_while_it_holds_leases_and_reservations(
     store(b, storing)  # its key is not blocked
 
 
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("running", [False, True])
+def test_nothing_waits_for_a_step_that_nobody_makes(
+    a: EngineProcess, daemon: Daemon, prompt: Make, asks: bool, running: bool
+) -> None:
+    """An engine in its user's process that stops with its last answer. It does what is left when
+    vLLM asks whether something is unfinished, and before a reset. ``running``: vLLM's
+    ``reset_running_requests``, also of a sleep."""
+    rows = empty(daemon)["rows"]
+    a.leave(Prompt(prompt(900), 1), asks=asks)
+    if asks:
+        assert empty(daemon)["rows"] == rows + 4, "three chunks and a tail"
+    assert a.reset_at_once(running=running), "a block is still held"
+    assert empty(daemon)["rows"] == rows + 4
+
+
 def test_changed_weights_never_hit(
     a: EngineProcess, daemon: Daemon, model: Path, start: Starter, tmp_path: Path, prompt: Make
 ) -> None:
@@ -86,7 +102,10 @@ def test_changed_weights_never_hit(
         assert truth.tokens not in known
         check_same(next_one, truth)  # both cold
         known.append(truth.tokens)
+    rows = empty(daemon)["rows"]
+    after.leave(Prompt(prompt(900), 1), asks=False)
     assert after.close() == 0
+    assert empty(daemon)["rows"] == rows + 4, "what the last step left is stored at the end"
 
 
 def test_weights_that_are_said_to_be_fixed_must_be(a: EngineProcess, prompt: Make) -> None:

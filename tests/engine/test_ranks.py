@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from kvass.testing.daemon import GRACE_S, Daemon
-from tests.engine.conftest import ARGS, BLOCK, CHUNK, NOTHING_OWED, ROOT, Starter, store
+from tests.engine.conftest import ARGS, BLOCK, CHUNK, NOTHING_OWED, ROOT, Starter, empty, store
 from tests.support.vllm.judge import Judge, check_same
 from tests.support.vllm.models import TINY_LATENT, build
 from tests.support.vllm.process import EngineDied, EngineProcess, Pages, Prompt, Settings
@@ -103,6 +103,26 @@ def test_a3_tensor_parallel_cold_and_warm_in_a_second_process(
     warm = watched(tp.b, Settings()).one(tokens)
     assert (warm.local, warm.external) == (0, hit)
     check_same(warm, cold)
+
+
+def test_ranks_in_other_processes_wait_for_no_step_that_nobody_makes(
+    tp: Two, stages: EngineProcess, daemon: Daemon, prompt: Make
+) -> None:
+    """As in ``test_engines_come_and_go.py``; with pipeline stages vLLM queues steps. The last reset
+    is below a request that runs, so no step can be made for its copies."""
+    for engine in (tp.a, tp.b, stages):
+        for asks in (True, False):
+            rows = empty(daemon)["rows"]
+            engine.leave(Prompt(prompt(900), 1), asks=asks)
+            if asks:
+                assert empty(daemon)["rows"] == rows + 4
+            assert engine.reset_at_once(running=asks)
+            assert empty(daemon)["rows"] == rows + 4
+        engine.slow_copies(0.1)
+        engine.leave(Prompt(prompt(900), 60), asks=False, first=True)
+        assert engine.reset_at_once(running=True)
+        engine.slow_copies(0.0)
+        assert engine.reset()
 
 
 def test_a3_tensor_parallel_where_the_cold_run_sums_in_another_order(tp: Two, prompt: Make) -> None:

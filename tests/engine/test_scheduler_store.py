@@ -156,7 +156,7 @@ def test_what_was_offered_in_vain_is_offered_again_between_two_chunks() -> None:
     for _ in range(3):
         world.step()
     client.silent = False
-    world.connector._planner.abandon_pending()
+    world.connector._planner.stores.abandon_pending()
     for _ in range(4):
         world.step()
     assert offered(client) == [(0, 1), (0, 1)]

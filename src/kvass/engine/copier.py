@@ -10,7 +10,7 @@ Laws of this file:
   the store.
 - The commit, abort or release of a copy is sent from the copy thread, right after the last byte.
 - The engine's thread waits for copies only in a step that computes nothing, for at most
-  ``COPY_WAIT_S``.
+  ``COPY_WAIT_S``, and where the engine needs its blocks or its memory back (``settle``, ``wait``).
 - Nothing is copied for a LoRA adapter that this rank does not hold (``held_adapters.py``).
 - A copy touches only the arena of the boot of the daemon that granted its slots.
 - After a copy that was verified and is wrong (``verifier.py``), this rank copies nothing more. The
@@ -263,14 +263,25 @@ class Copier:
 
     def wait(self) -> None:
         """Wait until no copy and no check runs, for at most ``CLOSE_WAIT_S``."""
-        until_s = time.monotonic() + CLOSE_WAIT_S
-        while self._comparer is not None and self._comparer.busy and time.monotonic() < until_s:
-            self._comparer.wait(COPY_WAIT_S)
-            self._poll()
-        if self._mover is not None and not self._mover.drain(until_s - time.monotonic()):
+        if not self._drained(CLOSE_WAIT_S):
             log.error(
                 "copies have not ended for %g s, and the KV memory is taken away", CLOSE_WAIT_S
             )
+
+    def settle(self, most_s: float) -> None:
+        """Wait between two steps until no copy and no check runs, for at most ``most_s``, so that
+        ``report`` and ``compared`` have them."""
+        if self._unstored is not None and not self._unstored.computes:
+            self.catch_up()
+        self._drained(most_s)
+
+    def _drained(self, most_s: float) -> bool:
+        """Wait until no copy and no check runs, for at most ``most_s``. False: a copy does."""
+        until_s = time.monotonic() + most_s
+        while self._comparer is not None and self._comparer.busy and time.monotonic() < until_s:
+            self._comparer.wait(COPY_WAIT_S)
+            self._poll()
+        return self._mover is None or self._mover.drain(until_s - time.monotonic())
 
     def close(self) -> None:
         """End the copies, then the session. The session's EOF shows the daemon that this rank

@@ -92,6 +92,11 @@ class CopiedBlocks:
         return sum(len(one.blocks) for one in self._steps.values())
 
     @property
+    def distinct(self) -> int:
+        """How many different blocks are held."""
+        return len({id(block) for one in self._steps.values() for block in one.blocks})
+
+    @property
     def awaited(self) -> bool:
         """Whether a report of a rank is awaited."""
         return bool(self._awaited())

@@ -463,9 +463,10 @@ class Planner:
         """As ``StorePlanner.frees_blocks``."""
         return self._stores.frees_blocks()
 
-    def abandon_pending(self) -> None:
-        """As ``StorePlanner.abandon_pending``."""
-        self._stores.abandon_pending()
+    @property
+    def stores(self) -> StorePlanner:
+        """The planner of stores."""
+        return self._stores
 
     def take_events(self) -> list[Any]:
         """The KV events since the last call, for the engine to publish."""

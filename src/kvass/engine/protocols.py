@@ -134,7 +134,8 @@ class BlockPool(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """How many of them a request could get now. Used only with ``EngineSetup.admission``."""
+        """How many of them a request could get now. Used only with ``EngineSetup.admission`` and
+        for ``StorePlanner.only_copies``."""
 
     def hold(self, ids: Iterable[int]) -> list[Any]:
         """Keep these blocks from being reused, also after their requests have ended. The result is

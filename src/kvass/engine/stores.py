@@ -212,7 +212,17 @@ class StorePlanner:
     def storing(self) -> bool:
         """Whether the engine must keep stepping, because an answer of the daemon or a report of a
         rank is awaited."""
-        return bool(self._reserves.pending or self._ended.waiting or self._blocks.awaited)
+        return self.offering() or self._blocks.awaited
+
+    def offering(self) -> bool:
+        """Whether something is offered, or is to be, and is not answered."""
+        return bool(self._reserves.pending or self._ended.waiting)
+
+    def only_copies(self) -> bool:
+        """Whether blocks are being copied and no other block of the pool is in use. An engine may
+        keep one for itself."""
+        copied, pool = self._blocks.distinct, self._pool
+        return copied > 0 and pool.blocks - pool.free_blocks - copied <= 1
 
     def frees_blocks(self) -> bool:
         """Whether a later step will have more free blocks. The engine calls this when it has too

@@ -211,6 +211,20 @@ class ChildEngine:
                 raise TimeoutError(f"the scheduler still had work after {DRAIN_S:g} s")
             self.step()
 
+    def leave(self, prompts: list[Prompt], asks: bool, first: bool) -> None:
+        """Run the prompts and drain nothing. With ``asks``, step while vLLM says that something is
+        unfinished, as its ``LLM`` does; else until all have ended, with ``first`` until one has a
+        token."""
+        left = len([self._add(prompt) for prompt in prompts])
+        while self.engine.has_unfinished_requests() if asks else left > 0:
+            outputs = self.engine.step()
+            left -= len(prompts) * bool(outputs) if first else sum(o.finished for o in outputs)
+
+    def reset_at_once(self, running: bool) -> bool:
+        """Clear vLLM's own prefix cache without a step; False if some block is still held.
+        ``running``: running requests are to be preempted, so vLLM raises then."""
+        return bool(self.engine.reset_prefix_cache(reset_running_requests=running))
+
     def reset(self, connector: bool) -> bool:
         """Clear vLLM's own prefix cache (and kvass's); False if some block is still held."""
         self.drain()
@@ -245,6 +259,12 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
             case "chosen":
                 assert engine.blend is not None
                 answer(engine.blend.chosen)
+            case "leave":
+                left = msgspec.convert(fields["prompts"], list[Prompt])
+                engine.leave(left, fields["asks"], fields["first"])
+                answer(None)
+            case "reset_at_once":
+                answer(engine.reset_at_once(fields["running"]))
             case "reset":
                 answer(engine.reset(fields["connector"]))
             case "add_lora":

@@ -47,6 +47,7 @@ class FakeClient:
         self.patience = 5
         self.awaited: list[Reserving] = []
         self.given_up = 0
+        self.silent_s = 0.0
         self.silent = self.missing = self.refuse = self.deaf = self._overdue = False
         self.reserves: list[list[ReserveItem]] = []
         self.waits: list[bool] = []

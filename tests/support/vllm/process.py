@@ -281,6 +281,17 @@ class EngineProcess:
         """Wait for what ``submit`` started."""
         return msgspec.convert(self._read(timeout_s), list[Answer])
 
+    def leave(self, *prompts: Prompt, asks: bool = True, first: bool = False) -> None:
+        """Run the prompts, and make no step after the last answer; with ``asks``, while vLLM says
+        that something is unfinished (as ``LLM.generate`` does); with ``first`` no step after the
+        first token."""
+        self.call("leave", prompts=msgspec.to_builtins(prompts), asks=asks, first=first)
+
+    def reset_at_once(self, *, running: bool = False) -> bool:
+        """Clear vLLM's own prefix cache without a step before, with ``running`` also below running
+        requests. False if a block was still held."""
+        return bool(self.call("reset_at_once", running=running))
+
     def reset(self, *, connector: bool = False) -> bool:
         """Drain, then clear vLLM's own prefix cache; with ``connector`` kvass's as well.
 

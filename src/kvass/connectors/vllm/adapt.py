@@ -3,12 +3,13 @@
 This is a file of vLLM's version: it may have to change for a new version of vLLM. The others are
 ``configuration.py``, ``namespace.py`` and ``fields.py`` (the fields of a namespace),
 ``weight_files.py`` (the files that vLLM loads), ``rpcs.py`` (calls that may replace weights),
-``lora.py`` (the adapters that a worker holds), ``content.py`` (what block hashes leave out),
-``groups.py`` (KV cache groups), ``kv_caches.py`` (pages), ``tiles.py`` (what vLLM's kernels need of
-the CPU), ``stats.py`` (metrics), ``events.py`` (KV events), ``plugin.py`` (plug-ins), ``inert.py``,
-and ``blend*.py``. ``connector.py`` overrides the hooks of vLLM's base class. ``contract.py`` lists
-the names in vLLM that all these files use, except those of blend. No other file depends on vLLM.
-CONTRIBUTING.md says how to support another version.
+``rest.py`` (steps that nobody makes), ``lora.py`` (the adapters that a worker holds),
+``content.py`` (what block hashes leave out), ``groups.py`` (KV cache groups), ``kv_caches.py``
+(pages), ``tiles.py`` (what vLLM's kernels need of the CPU), ``stats.py`` (metrics), ``events.py``
+(KV events), ``plugin.py`` (plug-ins), ``inert.py``, and ``blend*.py``. ``connector.py`` overrides
+the hooks of vLLM's base class. ``contract.py`` lists the names in vLLM that all these files use,
+except those of blend. No other file depends on vLLM. CONTRIBUTING.md says how to support another
+version.
 
 Facts relied on:
 
@@ -41,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvass.client.lookups import NO_USE, Use
@@ -99,6 +101,11 @@ class StepReport(KVConnectorWorkerMetadata):
             self.compared + other.compared,
             self.wrong + other.wrong,
         )
+
+
+def reported(report: StepReport) -> KVConnectorOutput:
+    """What vLLM gives to ``update_connector_output``, with ``report`` alone."""
+    return KVConnectorOutput(kv_connector_worker_meta=report)
 
 
 class VllmRequest:
@@ -271,8 +278,8 @@ class VllmBlockPool:
 
     def _attempt_reset(self) -> bool:
         """The replacement of the pool's ``reset_prefix_cache``. False if the reset failed."""
+        self._before_reset()  # it may plan steps, which are before the reset
         self._attempted = True
-        self._before_reset()
         done = bool(self._reset())
         if done:
             self._after_reset()

@@ -12,11 +12,12 @@ imported.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvass.connectors.vllm import adapt, configuration, content, events, lora, rpcs, tiles
+from kvass.connectors.vllm import adapt, configuration, content, events, lora, rest, rpcs, tiles
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.hints import read_hints
@@ -74,6 +75,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._setup: VllmSetup | None = None
         self._planner: Planner | None = None
         self._copier: Copier | None = None
+        self._rest: rest.Rest | None = None
         self._exception_before: BaseException | None = None
         self._adapters = vllm_config.lora_config is not None
         is_scheduler = role == adapt.KVConnectorRole.SCHEDULER
@@ -96,11 +98,15 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         if is_scheduler:
             if not setup.shadow:
                 configuration.recompute_failed_loads(vllm_config)
+            self._rest = self._boundary.run(None, rest.begin, setup.instance, self._boundary)
             watched = self._boundary.run(False, self._watch, setup)
             make_events = events.event_maker(vllm_config, kv_cache_config, setup)
             self._planner = Planner(setup, make_events, watched=watched)
+            if self._rest is not None:
+                self._rest.planner = self._planner
         else:
             self._copier = self._boundary.run(None, self._make_copier, setup, vllm_config)
+            rest.workers[setup.instance] = weakref.WeakMethod(self._await_copies)
         if logs and not setup.named:
             log_naming(setup.weights, is_scheduler)
 
@@ -199,7 +205,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """Bind the planner to the scheduler's block pool. vLLM calls this once the pool exists."""
 
         def before_reset() -> None:
-            self._run(self._planner, None, Planner.abandon_pending)
+            self._run(self._planner, None, self._free_blocks)
 
         def after_reset() -> None:
             self._run(self._planner, None, Planner.was_emptied)
@@ -208,6 +214,16 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             planner.bind(adapt.VllmBlockPool(gpu_block_pool, before_reset, after_reset))
 
         self._run(self._planner, None, bind)
+
+    def _free_blocks(self, planner: Planner) -> None:
+        """Free all held blocks before a reset, if that is all that it needs."""
+        if self._rest is not None:
+            self._boundary.run(None, self._rest.finish)
+        planner.stores.abandon_pending()
+        if self._rest is not None and planner.stores.only_copies():
+            report = self._rest.await_copies()
+            if report is not None:
+                self.update_connector_output(adapt.reported(report))
 
     def on_new_request(self, request: Any) -> None:
         """Begin to track a request that was added to the scheduler."""
@@ -282,6 +298,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             hit, kept, why = self._run(self._planner, nothing, Planner.outcome, name)
             report = {"kvass": {"hit_tokens": hit, "kept_tokens": kept, "missed_because": why}}
         self._run(self._planner, None, Planner.forget, request.request_id, block_ids)
+        if self._rest is not None:
+            self._rest.request_ended()
         return False, report
 
     def has_pending_block_frees(self) -> bool:
@@ -385,6 +403,11 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             return None
         return StepReport(dict.fromkeys(steps, 1), held, compared, wrong)
 
+    def _await_copies(self, most_s: float) -> StepReport | None:
+        """Wait until this rank's copies have ended, for at most ``most_s``; its report."""
+        self._run(self._copier, None, Copier.settle, most_s)
+        return self.build_connector_worker_meta()
+
     def unregister_kv_caches(self) -> None:
         """Wait for the copies, before the engine's memory is taken away for a sleep. vLLM before
         0.33 does not call this, and has waited for them already. After the sleep the pages are at
@@ -395,6 +418,8 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """End the copies, then the session with the daemon."""
         if self._setup is not None:
             self._setup.weights.cancel()
+        if self._rest is not None:
+            self._rest.close()
         self._run(self._planner, None, Planner.close)
         self._run(self._copier, None, Copier.close)
 

@@ -126,10 +126,17 @@ compilation/monitor.py
 v1/engine/core.py
     EngineCore.model_executor
     EngineCore.vllm_config
+    EngineCore.scheduler
+    EngineCore.step_fn
+    EngineCore.post_step(self, model_executed)
     EngineCore._reset_caches(self, reset_running_requests=True, reset_connector=True)
     EngineCoreProc
     DPEngineCoreProc
+v1/engine/core_client.py
+    InprocClient
+    InprocClient.dp_engines_running(self)
 v1/executor/abstract.py
+    Executor.shutdown(self)
     Executor.collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False)
 v1/executor/uniproc_executor.py
     UniProcExecutor
@@ -137,6 +144,8 @@ v1/executor/multiproc_executor.py
     MultiprocExecutor
 v1/core/kv_cache_manager.py
     KVCacheBlocks.get_block_ids(self, allow_none=False, *, group_ids=None)
+v1/core/sched/scheduler.py
+    Scheduler.get_request_counts(self)
 v1/core/sched/output.py
     SchedulerOutput.num_scheduled_tokens
     SchedulerOutput.total_num_scheduled_tokens
@@ -250,6 +259,7 @@ config/model.py
     ModelConfig.trust_remote_code = False
 config/parallel.py
     ParallelConfig.cp_kv_cache_interleave_size = 1
+    ParallelConfig.data_parallel_size = 1
     ParallelConfig.data_parallel_size_local = 1
     ParallelConfig.decode_context_parallel_size = 1
     ParallelConfig.nnodes_within_dp

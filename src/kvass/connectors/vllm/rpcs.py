@@ -54,23 +54,33 @@ HARMLESS_WITH: Final[dict[str, tuple[object, ...]]] = {
 keeps the weights in host memory until the engine wakes up; other levels drop them."""
 
 
+_CORE: Final = "vllm.v1.engine.core", "EngineCore"
+
+
 def calling_engine_core() -> Any:
     """The ``EngineCore`` whose constructor called us after it made the executor, or None."""
-    cores = (core for _, core in _calling_cores() if hasattr(core, "model_executor"))
+    cores = (core for _, core in _callers(*_CORE) if hasattr(core, "model_executor"))
     return next(cores, None)
+
+
+def calling_client() -> Any:
+    """The ``InprocClient`` whose constructor makes the calling engine core, or None."""
+    clients = (client for _, client in _callers("vllm.v1.engine.core_client", "InprocClient"))
+    return next(clients, None)
 
 
 def is_pausing() -> bool:
     """Whether this call comes from an ``EngineCore`` that pauses or goes to sleep."""
-    return any(method == "_reset_caches" for method, _ in _calling_cores())
+    return any(method == "_reset_caches" for method, _ in _callers(*_CORE))
 
 
-def _calling_cores() -> Iterator[tuple[str, Any]]:
-    """The methods of ``EngineCore`` objects among our callers, innermost first: name and object."""
-    module, frame = sys.modules.get("vllm.v1.engine.core"), inspect.currentframe()
-    while module is not None and frame is not None:
+def _callers(module: str, name: str) -> Iterator[tuple[str, Any]]:
+    """The methods of objects of class ``module.name`` among our callers, innermost first: name and
+    object."""
+    kind, frame = getattr(sys.modules.get(module), name, None), inspect.currentframe()
+    while kind is not None and frame is not None:
         found = frame.f_locals.get("self")
-        if isinstance(found, module.EngineCore):
+        if isinstance(found, kind):
             yield frame.f_code.co_name, found
         frame = frame.f_back
 
@@ -105,7 +115,7 @@ def watch(executor: Any, on_change: Callable[[str, bool], None]) -> None:
     Its arguments are the name of the called method, and whether that runs code that is not vLLM's.
     It must not raise.
     """
-    rpc = _weak_reference(executor.collective_rpc)
+    rpc = weak_reference(executor.collective_rpc)
 
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         known = type(method) is str and method in HARMLESS
@@ -118,7 +128,7 @@ def watch(executor: Any, on_change: Callable[[str, bool], None]) -> None:
     executor.collective_rpc = collective_rpc
 
 
-def _weak_reference(call: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+def weak_reference(call: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
     """A function that returns ``call``. It holds no reference to the object of a bound method,
     because a reference cycle would keep the executor's memory."""
     return weakref.WeakMethod(call) if inspect.ismethod(call) else lambda: call

@@ -1,0 +1,164 @@
+"""What waits for a step of vLLM that nobody makes.
+
+A file of vLLM's version (see ``adapt.py``).
+
+An engine core in a process of its own makes steps as long as a connector has work. An engine in its
+user's process stops with its last answer, when the last stores are offered but not copied. So it is
+asked for some more steps, and at its shutdown, its process's end and before a reset the steps are
+made here. In any engine, a reset waits for the copies that alone would make it fail.
+
+Laws of this file:
+
+- A step is made here only if no request lives, so it computes nothing.
+- A shutdown and a reset wait for at most ``FINISH_S``, the end of a user's ``generate`` for at most
+  ``ANSWER_S``.
+
+Facts relied on:
+
+- ``InprocClient`` makes the ``EngineCore`` of a user's process. Who drives it makes steps while
+  ``LLMEngine.has_unfinished_requests()`` is true, which asks the client's ``dp_engines_running``.
+  With data parallelism it does not, and no rank may make a step alone.
+- ``EngineCore.shutdown`` shuts down the executor first.
+- Between two steps, workers carry out a call of ``collective_rpc`` after all earlier ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import weakref
+from collections.abc import Callable
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Final
+
+from kvass.connectors.vllm import rpcs
+from kvass.engine.boundary import Boundary
+from kvass.engine.planner import Planner
+
+if TYPE_CHECKING:
+    from kvass.connectors.vllm.adapt import StepReport
+
+FINISH_S: Final = 5.0
+"""The longest time that a shutdown or a reset waits. A daemon that does not answer costs less:
+then the offers are given up (``client.scheduler.LATE_S``)."""
+ANSWER_S: Final = 0.5
+"""How long after its last request an engine is asked for steps while an offer is not answered. Then
+the offer is given up."""
+COPIED_S: Final = 0.05
+"""The same while copies run, which go on without steps, and if the daemon is overdue already."""
+PAUSE_S: Final = 0.001
+"""The pause between two steps that compute nothing, as in the loop of vLLM's own process."""
+
+workers: Final[dict[str, weakref.WeakMethod[Callable[[float], StepReport | None]]]] = {}
+"""What ``report_copies`` calls in this process, by engine."""
+
+
+class Rest:
+    """The end of an engine's stores while it rests. Made by the scheduler's connector, in the
+    constructor of ``core``. All methods are called from the scheduler's thread.
+
+    ``instance``: the engine's name (``EngineSetup.instance``).
+    """
+
+    def __init__(self, core: Any, instance: str, boundary: Boundary) -> None:
+        self.boundary = boundary
+        self.planner: Planner | None = None
+        """Set it before the first request."""
+        self._core = weakref.ref(core)
+        self._rpc = rpcs.weak_reference(core.model_executor.collective_rpc)
+        self._instance = instance
+        self._process = 0
+        """The process in which steps may be made here; 0: none are made."""
+        self._ended_s = 0.0
+
+    def make_steps(self, client: Any) -> None:
+        """Make steps from now on when nobody else does. ``client`` is the engine's
+        ``InprocClient``."""
+        core = self._core()
+        if core is None or core.vllm_config.parallel_config.data_parallel_size > 1:
+            return
+        self._process = os.getpid()
+        client.dp_engines_running = lambda: self.boundary.run(False, self._step_wanted)
+        atexit.register(_finish, weakref.ref(self))
+        executor, rest = core.model_executor, weakref.ref(self)
+        shutdown = rpcs.weak_reference(executor.shutdown)
+
+        def finish_and_shut_down() -> None:
+            _finish(rest)
+            if (call := shutdown()) is not None:
+                call()
+
+        if not hasattr(executor, "__del__"):  # no weak reference to it lives there
+            executor.shutdown = finish_and_shut_down
+
+    def request_ended(self) -> None:
+        """A request ended just now."""
+        self._ended_s = time.monotonic()
+
+    def _step_wanted(self) -> bool:
+        planner, waited_s = self.planner, time.monotonic() - self._ended_s
+        if planner is None or not self._may_step() or not planner.storing():
+            return False
+        answers = planner.stores.offering() and not planner.client.silent_s
+        if waited_s > (ANSWER_S if answers else COPIED_S):
+            planner.stores.abandon_pending()  # or the daemon would keep rows for it
+            return False
+        time.sleep(PAUSE_S)
+        return True
+
+    def _may_step(self) -> bool:
+        """Whether a step is possible here and computes nothing."""
+        core = self._core()
+        if core is None or os.getpid() != self._process:
+            return False
+        return not any(core.scheduler.get_request_counts())
+
+    def finish(self) -> None:
+        """If no request lives, make steps until what ended requests left is stored."""
+        core, planner, until_s = self._core(), self.planner, time.monotonic() + FINISH_S
+        if core is None or planner is None:
+            return
+        while self._may_step() and planner.storing() and time.monotonic() < until_s:
+            _, computed = core.step_fn()
+            core.post_step(computed)
+            time.sleep(PAUSE_S)
+
+    def close(self) -> None:
+        """The engine is shut down: make no step."""
+        self._process = 0
+
+    def await_copies(self) -> StepReport | None:
+        """Wait until no rank copies. The report of all ranks; None if there is nothing to report.
+        Call it between two steps."""
+        if (rpc := self._rpc()) is None:
+            return None
+        reports: list[StepReport | None] = rpc(report_copies, args=(self._instance, FINISH_S))
+        there = [one for one in reports if one is not None]
+        return reduce(lambda one, other: one.aggregate(other), there) if there else None
+
+
+def begin(instance: str, boundary: Boundary) -> Rest | None:
+    """For the scheduler's connector of engine ``instance``, while vLLM constructs it and before
+    ``rpcs.watch``. None: no engine core does."""
+    if (core := rpcs.calling_engine_core()) is None:
+        return None
+    rest = Rest(core, instance, boundary)
+    if (client := rpcs.calling_client()) is not None:
+        rest.make_steps(client)
+    return rest
+
+
+def _finish(of: weakref.ref[Rest]) -> None:
+    """``Rest.finish`` for vLLM's shutdown and the end of the process, which it must not disturb."""
+    if (rest := of()) is not None:
+        rest.boundary.run(None, rest.finish)
+        rest.close()
+
+
+def report_copies(worker: object, instance: str, most_s: float) -> StepReport | None:
+    """In the process of a worker of engine ``instance``: wait until its copies have ended, for at
+    most ``most_s``, and return its report."""
+    reference = workers.get(instance)
+    report = None if reference is None else reference()
+    return None if report is None else report(most_s)
