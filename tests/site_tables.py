@@ -90,7 +90,7 @@ def fields() -> Iterator[str]:
         "`counters`": metrics.COUNTERS,
         "Each of `tiers`": metrics.TIER_GAUGES | metrics.TIER_COUNTERS,
         "Each of `namespaces`": metrics.NAMESPACE_GAUGES | metrics.NAMESPACE_COUNTERS,
-        "`shadow` of each of `engines` in shadow mode": metrics.SHADOW,
+        "`shadow` of each of `namespaces` and `engines`": metrics.SHADOW,
         "Each of a namespace's `groups`": metrics.GROUP_GAUGES,
         "Each of `tenants`": metrics.TENANT_GAUGES
         | metrics.TENANT_COUNTERS

@@ -467,9 +467,9 @@ class Drained(Message, tag="drained"):
 
 class ShadowGroup(msgspec.Struct, omit_defaults=True):
     """What shadow mode found in one layer group. Of ``rows`` rows, ``differing_rows`` were not
-    equal to the last bit. ``largest_difference``: between a loaded value and the computed one,
-    whose magnitude is ``at_value``. ``not_compared``: loads in which this group could not be
-    compared."""
+    equal to the last bit. ``wrong_rows``: those of them with a difference as large as the values
+    themselves. ``largest_difference``: between a loaded value and the computed one, whose magnitude
+    is ``at_value``. ``not_compared``: loads in which this group could not be compared."""
 
     rows: Count = 0
     bytes: Count = 0
@@ -477,6 +477,7 @@ class ShadowGroup(msgspec.Struct, omit_defaults=True):
     largest_difference: Seconds = 0.0
     at_value: Seconds = 0.0
     not_compared: Count = 0
+    wrong_rows: Count = 0
 
 
 class ShadowReport(Message, tag="shadow_report"):

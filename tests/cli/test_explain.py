@@ -75,6 +75,13 @@ def test_sentences(fields: dict[str, Any], text: str) -> None:
     assert text in sentence(fields)
 
 
+def test_a_hit_of_shadow_mode_is_told_as_one_that_would_come() -> None:
+    entry = {**ENTRY, "text": "Nobody stored it."}
+    assert any("768 from kvass" in line for line in lines(entry, 0.0))
+    shadow = [line for line in lines({**entry, "shadow": True}, 0.0) if "768" in line]
+    assert shadow == ["  1,200 tokens: 0 in the engine's own cache, 768 would come from kvass"]
+
+
 def test_ids_of_requests() -> None:
     assert users_id("cmpl-1-0-aabbccdd") == "cmpl-1-0"
     assert users_id("1_chatcmpl-x-aabbccdd") == "chatcmpl-x"

@@ -95,9 +95,10 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         assert any(line.startswith("now      ") for line in lines)
 
 
-def test_an_engine_in_shadow_mode_says_what_kvass_would_save(own_fields: dict[str, Any]) -> None:
+def shadow_of(wrong_rows: int) -> dict[str, Any]:
+    """What shadow mode found."""
     group = {"kind": "full", "group": 0, "largest_difference": 0.5, "at_value": 16.0}
-    shadow = {
+    return {
         "lookup_tokens": 4000,
         "hit_tokens": 3000,
         "saved_s": 90.0,
@@ -105,17 +106,44 @@ def test_an_engine_in_shadow_mode_says_what_kvass_would_save(own_fields: dict[st
         "loads": 2,
         "load_bytes": 3 << 20,
         "load_s": 0.25,
-        "groups": [group],
+        "wrong_rows": wrong_rows,
+        "groups": [{**group, "wrong_rows": wrong_rows}],
     }
+
+
+def test_what_shadow_mode_found_is_told_also_when_no_engine_is_left(
+    own_fields: dict[str, Any],
+) -> None:
     engine = {"instance": "e", "model": "m", "ranks": 1, "missing_ranks": [], "uids": [0]}
-    own_fields["engines"] = [{**engine, "shadow": shadow}, {**engine, "shadow": None}]
-    text = " ".join(" ".join(report(own_fields)).split())
-    assert (
-        "shadow e: would hit 3,000 of 4,000 tokens (75.0 %) and save 1m30s of prefill; 2 loads of "
-        "3.0 MiB took 0.25 s; largest difference: full 0.5 at a value of 16; 1 hits not compared"
-    ) in text
+    own_fields["engines"] = [{**engine, "shadow": shadow_of(0)}, {**engine, "shadow": None}]
     rows = [line.split() for line in report(own_fields) if line.startswith("e  ")]
     assert [row[-2] for row in rows] == ["shadow", "-"], "its hits are none"
+    own_fields["engines"] = []
+    ns = {"namespace": "81f0c2d4" * 8, "model": "m", "groups": []}
+    own_fields["namespaces"] = [{**ns, "shadow": shadow_of(0)}, {**ns, "shadow": None}, ns]
+    own_fields["forgotten"] = [{"model": "old", "shadow": shadow_of(0)}, {"model": "older"}]
+    text = " ".join(" ".join(report(own_fields)).split())
+    assert "shadow old (removed namespaces): would hit 3,000 of 4,000 tokens" in text
+    assert " OK memory" in text
+    assert (
+        "shadow m (81f0c2d4): would hit 3,000 of 4,000 tokens (75.0 %) and save 1m30s of prefill; "
+        "2 loads of 3.0 MiB took 0.25 s; largest difference: full 0.5 at a value "
+        "of 16; 1 hits not compared"
+    ) in text
+
+
+def test_wrong_rows_are_a_problem_that_leads_to_the_page(own_fields: dict[str, Any]) -> None:
+    ns = {"namespace": "81f0c2d4" * 8, "model": "m", "groups": [], "shadow": shadow_of(2)}
+    own_fields["namespaces"] = [ns]
+    (line,) = troubles(own_fields)
+    assert line == (
+        "shadow mode found 2 wrong rows of m (namespace 81f0c2d4): loaded and computed KV differ "
+        "by as much as the values; see docs/wrong-tokens.md"
+    )
+    text = " ".join(" ".join(report(own_fields)).split())
+    assert " DEGRADED ! shadow mode found 2 wrong rows" in text
+    assert "full 0.5 at a value of 16 (2 wrong rows)" in text
+    assert "  wrong_rows                 2" in "\n".join(detail(own_fields))
 
 
 def test_where_l1_lies_on_several_nodes(own_fields: dict[str, Any]) -> None:

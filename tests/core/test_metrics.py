@@ -55,7 +55,7 @@ def test_status_shows_what_is_declared_under_the_declared_names() -> None:
     assert set(status) == set(GAUGES) | other
     assert set(status["histograms"]) == set(HISTOGRAMS)
     named = {"namespace", "model", "epoch", "private", "chunk_tokens", "groups"}
-    named |= {"like", "differs_in"}
+    named |= {"like", "differs_in", "shadow"}
     assert set(namespace) == set(NAMESPACE_COUNTERS) | set(NAMESPACE_GAUGES) | named
     assert set(tier) == set(TIER_GAUGES) | set(TIER_COUNTERS) | set(TIER_HISTOGRAMS) | {"tier"}
     figures = TENANT_GAUGES | TENANT_COUNTERS | TENANT_MISSES

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvass.messages import ShadowGroup, ShadowReport
+from msgspec.structs import replace
+
+from kvass.core.clients.shadow_figures import MOST
+from kvass.core.handlers.shadow import LEFT
+from kvass.messages import Explain, ShadowGroup, ShadowReport
 from tests.core.rig import BOOT, Rig
 from tests.core.tier_rig import TierRig
 
@@ -66,6 +70,17 @@ def test_the_last_report_is_shown() -> None:
     assert (group["group"], group["kind"], group["largest_difference"]) == (0, "full", 0.5)
 
 
+def test_an_explained_lookup_says_that_it_was_of_shadow_mode() -> None:
+    rig = Rig()
+    for name, shadow in (("real", False), ("trial", True)):
+        e = rig.engine(name, counted=not shadow)
+        e.lookup("a")
+        if shadow:
+            rig.say(e.scheduler, REPORT)
+        (found,) = rig.ask(rig.open(), Explain(seq=3, engine=name)).lookups
+        assert found["shadow"] is shadow
+
+
 def test_only_the_scheduler_of_an_engine_reports_and_only_to_this_boot() -> None:
     rig = Rig()
     e = rig.engine()
@@ -74,3 +89,85 @@ def test_only_the_scheduler_of_an_engine_reports_and_only_to_this_boot() -> None
     stale = ShadowReport(boot=b"another boot....", lookups=9)
     assert rig.code(e.scheduler, stale) == "wrong_boot"
     assert rig.status["engines"][0]["shadow"] is None
+
+
+def shadow_of(rig: Rig) -> dict[str, Any]:
+    """What the first namespace shows of shadow mode."""
+    shown: dict[str, Any] = rig.status["namespaces"][0]["shadow"]
+    return shown
+
+
+def test_what_ended_engines_reported_stays_with_their_namespace() -> None:
+    rig = Rig()
+    e = rig.engine()
+    assert shadow_of(rig) is None
+    rig.say(e.scheduler, REPORT)
+    rig.say(e.scheduler, REPORT)
+    e.quit()
+    assert rig.status["engines"] == []
+    shown = shadow_of(rig)
+    assert (shown["lookups"], shown["hit_tokens"], shown["saved_s"]) == (2, 48, 1.5)
+    assert (shown["groups"][0]["kind"], shown["groups"][0]["largest_difference"]) == ("full", 0.5)
+    other = rig.engine("other")
+    rig.say(other.scheduler, REPORT)
+    assert (shadow_of(rig)["lookups"], shadow_of(rig)["differing_rows"]) == (4, 2)
+
+
+def test_an_engine_that_connects_again_is_counted_once_and_a_new_one_of_its_name_anew() -> None:
+    rig = Rig()
+    e = rig.engine()
+    rig.say(e.scheduler, REPORT)
+    e.quit()
+    again = rig.engine()
+    rig.say(again.scheduler, replace(REPORT, lookups=3))
+    assert shadow_of(rig)["lookups"] == 3
+    again.quit()
+    restarted = rig.engine()
+    rig.say(restarted.scheduler, replace(REPORT, lookups=1, loads=0))
+    assert (shadow_of(rig)["lookups"], shadow_of(rig)["loads"]) == (4, 1)
+
+
+def test_a_group_keeps_its_name_when_a_rank_has_ended() -> None:
+    rig = Rig()
+    e = rig.engine(ranks=2)
+    rig.say(e.scheduler, REPORT)
+    rig.lose(e.workers[1])
+    assert rig.status["engines"][0]["missing_ranks"] == [1]
+    rig.say(e.scheduler, replace(REPORT, lookups=5))
+    for shown in (shadow_of(rig), rig.status["engines"][0]["shadow"]):
+        assert (shown["lookups"], shown["groups"][0]["kind"]) == (5, "full")
+
+
+def test_wrong_rows_count_until_their_namespace_is_cleared() -> None:
+    rig = Rig()
+    e = rig.engine()
+    group = replace(REPORT.groups[0], wrong_rows=2)
+    rig.say(e.scheduler, replace(REPORT, groups=(group,)))
+    assert (shadow_of(rig)["wrong_rows"], shadow_of(rig)["groups"][0]["wrong_rows"]) == (2, 2)
+    e.clear()
+    assert (shadow_of(rig)["wrong_rows"], shadow_of(rig)["differing_rows"]) == (0, 1)
+    rig.say(e.scheduler, replace(REPORT, groups=(replace(group, wrong_rows=3),)))
+    assert shadow_of(rig)["wrong_rows"] == 1
+
+
+def test_a_removed_namespaces_figures_are_added_to_those_of_its_model() -> None:
+    rig = Rig()
+    for name in ("a", "b"):
+        e = rig.engine(name, identity={"model": "m", "tag": name})
+        rig.say(e.scheduler, REPORT)
+        e.quit()
+    rig.engine("c", identity={"model": "m", "tag": "c"})
+    (gone,) = rig.status["forgotten"]
+    assert gone["shadow"]["lookups"] == 4
+    assert gone["shadow"]["groups"][0]["kind"] == "full"
+
+
+def test_what_is_kept_of_engines_that_are_gone_is_bounded() -> None:
+    rig = Rig()
+    for number in range(LEFT + 3):
+        e = rig.engine(f"e{number}")
+        rig.say(e.scheduler, replace(REPORT, lookup_tokens=MOST))
+        e.quit()
+    assert len(rig.machine.state.shadow_left) == LEFT
+    assert shadow_of(rig)["lookup_tokens"] == MOST
+    assert shadow_of(rig)["lookups"] == 2 * (LEFT + 3)

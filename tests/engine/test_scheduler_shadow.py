@@ -3,6 +3,7 @@ lease is handed over or released, and the figures are right."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,49 @@ def report(client: FakeClient) -> ShadowReport:
     """The last report."""
     assert client.shadow is not None
     return client.shadow
+
+
+def compare_once(
+    client: FakeClient, world: SchedulerHarness, name: str, found: GroupCompared
+) -> None:
+    """A request whose hit was compared with that result."""
+    world.add(name, PROMPT, max_tokens=1)
+    output, _ = world.schedule()
+    result = Compared(name, 0, load_bytes=300, load_s=0.25, groups=(found,))
+    world.finish(output, reported=list(world.open_steps), compared=[result])
+    world.run(client)
+    assert world.scheduler.reset_prefix_cache()
+
+
+def test_noise_is_no_warning_and_each_doubling_of_wrong_rows_is_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "kvass")
+    client, world = stored()
+    caplog.clear()
+    noise = GroupCompared(rows=3, differing_rows=3, largest_difference=1.0, at_value=64.0, chunk=1)
+    wrong = replace(noise, wrong_rows=1, worst_wrong=(0.88, 0.89, 2))
+    compare_once(client, world, "a", noise)
+    assert not [line for line in caplog.records if line.levelname == "WARNING"]
+    for number in range(4):
+        compare_once(client, world, f"b{number}", wrong)
+    told = [line.message for line in caplog.records if line.levelname == "WARNING"]
+    assert len(told) == 3, "the first, the second and the fourth"
+    assert "differs from computed KV by up to 0.88, at a value of 0.89" in told[0]
+    assert "chunk 2 of request b0" in told[0]
+    assert told[0].endswith(": see docs/wrong-tokens.md")
+    shown = report(client).groups[0]
+    assert (shown.wrong_rows, shown.largest_difference, shown.at_value) == (4, 1.0, 64.0)
+
+
+def test_an_engine_that_ends_sends_its_last_figures() -> None:
+    client, world = stored()
+    world.add("b", PROMPT, max_tokens=8)
+    world.step()
+    client.shadow = None
+    world.connector.shadow._looked_up(7, 3)
+    world.connector.shutdown()
+    assert report(client).lookup_tokens == 2 * HIT + 7
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

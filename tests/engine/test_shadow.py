@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvass.client.client import Client
+from kvass.client.health import troubles
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.conftest import ARGS, ROOT, arena_of, empty
 from tests.engine.hybrid import GPT_OSS, QWEN3_NEXT
@@ -127,6 +129,7 @@ def test_would_be_hits_are_the_hits_of_the_same_trace(family: Family, tmp_path: 
     assert shadow["loads"] == sum(hit > 0 for hit in hits)
     assert shadow["not_compared"] == 0
     assert shadow["saved_s"] > 0
+    assert shadow["wrong_rows"] == 0
     assert [group["kind"] for group in shadow["groups"]] == list(family.kinds)
     assert all(group["rows"] > 0 and not group["not_compared"] for group in shadow["groups"])
     assert all(is_noise(group) for group in shadow["groups"]), shadow["groups"]
@@ -157,7 +160,18 @@ def test_one_flipped_byte_is_reported_with_its_row(tmp_path: Path) -> None:
         (group,) = found["groups"]
         assert not is_noise(group)
         assert group["differing_rows"] == before["groups"][0]["differing_rows"] + 1
-        (namespace,) = daemon.status()["namespaces"]
+        assert group["wrong_rows"] == 1
+        (line,) = troubles(daemon.status())
+        assert "1 wrong row of " in line
+        one.kill()
+        status = daemon.wait_until(instances=0)
+        (namespace,) = status["namespaces"]
+        assert namespace["shadow"] == {**found, "groups": [group]}
+        assert troubles(status) == [line], "it stays when the engine has ended"
+        with Client(daemon.socket) as client:
+            assert client.explain()[-1]["shadow"]
     log = (tmp_path / "one" / "engine.log").read_text()
-    (row,) = re.findall(r"namespace (\w+), group (\d+) \(full\), chunk (\d+) of request", log)
-    assert row == (namespace["namespace"], "0", "0")
+    row = r"WARNING.* namespace (\w+), group (\d+) \(full\), chunk (\d+) of request .*"
+    assert re.findall(row + r": see docs/wrong-tokens\.md", log) == [
+        (namespace["namespace"], "0", "0")
+    ]

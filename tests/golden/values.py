@@ -250,6 +250,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "removed": m.Removed(
         seq=10, upto=1 << 41, lost=True, removed=(b"", _DIGESTS), present=(b"\0\1", b"")
     ),
+    "shadow_report.wrong_rows": m.ShadowReport(
+        boot=BOOT, groups=(m.ShadowGroup(rows=5, differing_rows=3, wrong_rows=2),)
+    ),
     "status": m.Status(seq=8),
     "status_reply": m.StatusReply(seq=8, fields={"rows": 1, "share": 0.5, "groups": [{"a": "b"}]}),
     "lookup.explain": m.Lookup(

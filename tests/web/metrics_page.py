@@ -29,13 +29,13 @@ class _Zeros(dict[str, Any]):
         if name == "forgotten":
             return []
         if name == "engines":
-            return [_Zeros(model="", missing_ranks=[], shadow=_Zeros())]
+            return [_Zeros(model="", missing_ranks=[])]
         if name in ("histograms", "counters"):
             return _Zeros()
         if name == "miss_tokens":
             return dict.fromkeys(MISSES, 0)
         lists = "namespaces", "tiers", "groups", "tenants"
-        return [_Zeros(model="", kind="")] if name in lists else 0
+        return [_Zeros(model="", kind="", shadow=_Zeros())] if name in lists else 0
 
     def __contains__(self, name: object) -> bool:
         return True

@@ -196,6 +196,7 @@ SHADOW = {
     "compared_bytes": 2 << 20,
     "not_compared": 4,
     "differing_rows": 3,
+    "wrong_rows": 1,
     "groups": [
         {
             "group": 0,
@@ -223,6 +224,7 @@ def test_engines_in_shadow_mode_have_a_section(
     fields["engines"][0] |= {"shadow": shadow, "pids": [0]}
     if shadow is None:
         fields["engines"][0]["lookup_tokens"] = 0
+    fields["namespaces"][0]["shadow"] = shadow
     with serving(daemon.socket, tmp_path) as web:
         web.source._newest = lambda: fields  # type: ignore[method-assign]
         page = shown(browser, web)
@@ -237,8 +239,8 @@ def test_engines_in_shadow_mode_have_a_section(
         assert "64.0 %would-be hit rate" in cards
         assert "1.5 minof prefill would have been saved" in cards
         assert "1.5 sis what 7 loads of 3 MiB took" in cards
-        assert "0.25largest difference; 3 rows differ" in cards
-        assert "10 %64.0 %1.5 min1.5 s2 MiB4 hits3" in page.text("#shadows")
+        assert "0.25largest difference; 3 rows differ, 1 are wrong" in cards
+        assert "10 %64.0 %1.5 min1.5 s2 MiB4 hits31" in page.text("#shadows")
         assert "0 full0.250 at a value of 16.02 MiB" in page.text("#differences")
         assert "1 state00 B" in page.text("#differences")
         assert page.errors == []

@@ -78,17 +78,19 @@ def test_every_declared_metric_is_there(daemon: Daemon) -> None:
     assert {f"kvass_tier_{name}_total" for name in declared.TIER_COUNTERS} <= names
 
 
-def test_engines_in_shadow_mode_have_metrics(daemon: Daemon) -> None:
+def test_what_shadow_mode_found_has_metrics(daemon: Daemon) -> None:
     fields = daemon.status()
     assert not any("shadow" in name for name, _ in samples(fields))
     figures = dict.fromkeys(declared.SHADOW, 3)
     for largest in (0.5, 0.25):
         groups = [{"group": 1, "largest_difference": largest}]
         shadow = {**figures, "groups": groups}
-        fields["engines"].append({**fields["engines"][0], "model": "m", "shadow": shadow})
+        fields["namespaces"].append({**fields["namespaces"][0], "model": "m", "shadow": shadow})
+    fields["forgotten"].append({**fields["namespaces"][-1], "shadow": shadow})
     seen, model = samples(fields), ("model", "m")
-    assert seen["kvass_shadow_hit_tokens", (model,)] == 6
-    assert seen["kvass_shadow_saved_seconds", (model,)] == 6
+    assert seen["kvass_shadow_hit_tokens", (model,)] == 9
+    assert seen["kvass_shadow_saved_seconds", (model,)] == 9
+    assert seen["kvass_shadow_wrong_rows", (model,)] == 9
     assert total(seen, "kvass_shadow_largest_difference", model="m", group="1") == 0.5
 
 
@@ -177,7 +179,6 @@ def test_tiers_of_one_kind_are_told_apart() -> None:
 
 def test_an_older_daemon_has_no_shadow_mode(daemon: Daemon) -> None:
     fields = daemon.status()
-    assert fields["engines"]
-    for engine in fields["engines"]:
-        del engine["shadow"]
+    for ns in fields["namespaces"]:
+        del ns["shadow"]
     assert total(samples(fields), "kvass_up") == 1

@@ -15,6 +15,7 @@ _MEANINGS: Final[dict[str, dict[str, str]]] = {
     "histograms": metrics.HISTOGRAMS | metrics.LOOP_HISTOGRAMS,
     "namespaces": metrics.NAMESPACE_COUNTERS | metrics.NAMESPACE_GAUGES,
     "groups": metrics.GROUP_GAUGES,
+    "shadow": metrics.SHADOW,
     "tenants": metrics.TENANT_COUNTERS | metrics.TENANT_MISSES | metrics.TENANT_GAUGES,
     "engines": metrics.ENGINE_FIELDS,
     "tiers": metrics.TIER_COUNTERS | metrics.TIER_GAUGES | metrics.TIER_HISTOGRAMS,
@@ -31,7 +32,7 @@ def detail(fields: Mapping[str, Any]) -> Iterator[str]:
 def _table(name: str, title: str, fields: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a table: first its own fields, then the tables in it."""
     meanings = _MEANINGS.get(name, {})
-    tables = {n: v for n, v in fields.items() if n in _MEANINGS or _is_rows(v)}
+    tables = {n: v for n, v in fields.items() if v and (n in _MEANINGS or _is_rows(v))}
     shown = {n: v for n, v in fields.items() if n not in tables and _shows(v, not name)}
     if shown:
         yield from ("", title)

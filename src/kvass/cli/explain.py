@@ -69,9 +69,10 @@ def lines(entry: Mapping[str, Any], now_s: float) -> Iterator[str]:
     yield printable(f"{when}  {entry['request']}  {engine}")
     tokens = f"{entry['prompt_tokens']:,}" if entry["prompt_tokens"] else "?"
     times = f", looked up {entry['times']:,} times" if entry["times"] > 1 else ""
+    come = "would come " if entry.get("shadow") else ""
     yield (
         f"  {tokens} tokens: {entry['local_tokens']:,} in the engine's own cache, "
-        f"{entry['hit_tokens']:,} from kvass{times}"
+        f"{entry['hit_tokens']:,} {come}from kvass{times}"
     )
     text = printable(entry["text"])
     yield from wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ")

@@ -58,7 +58,7 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
     saved_s = sum(ns.get("saved_prefill_s", 0) for ns in counted)
     yield f"saved    {hit_tokens:,} tokens, {span(saved_s)} of prefill since start"
     yield from _engines(fields.get("engines", []))
-    yield from _shadows(fields.get("engines", []))
+    yield from _shadows(namespaces, fields.get("forgotten", []))
     yield from _models(namespaces)
     yield from _tenants(fields.get("tenants", []))
     yield from _tiers(fields["tiers"])
@@ -95,19 +95,21 @@ def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
         yield "  No lookup yet: prompts shorter than a block are neither looked up nor stored."
 
 
-def _shadows(engines: list[dict[str, Any]]) -> Iterator[str]:
-    """What kvass would save in each engine in shadow mode."""
-    for engine in engines:
-        if (shadow := engine.get("shadow")) is None:
+def _shadows(namespaces: list[dict[str, Any]], forgotten: list[dict[str, Any]]) -> Iterator[str]:
+    """What kvass would save: what engines in shadow mode found, also those that have ended."""
+    for ns in (*namespaces, *forgotten):
+        if (shadow := ns.get("shadow")) is None:
             continue
+        where = ns["namespace"][:8] if "namespace" in ns else "removed namespaces"
         hit, asked = shadow["hit_tokens"], shadow["lookup_tokens"]
         differences = ", ".join(
             f"{group['kind'] or group['group']} {group['largest_difference']:.3g}"
             + (f" at a value of {group['at_value']:.3g}" if group["largest_difference"] else "")
+            + (f" ({group['wrong_rows']:,} wrong rows)" if group["wrong_rows"] else "")
             for group in shadow["groups"]
         )
         yield from wrap(
-            f"shadow   {engine['instance']}: would hit {hit:,} of {asked:,} tokens "
+            f"shadow   {ns['model'] or '?'} ({where}): would hit {hit:,} of {asked:,} tokens "
             f"({percent(hit, asked)}) and save {span(shadow['saved_s'])} of prefill; "
             f"{shadow['loads']:,} loads of {size(shadow['load_bytes'])} took "
             f"{shadow['load_s']:.2f} s; largest difference: {differences or 'nothing compared'}; "

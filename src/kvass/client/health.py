@@ -24,8 +24,21 @@ def troubles(fields: Mapping[str, Any]) -> list[str]:
         for refusal in fields.get("refusals", [])
         if refusal["age_s"] < REFUSED_S
     ]
+    found += filter(None, map(_wrong_rows, fields.get("namespaces", [])))
     lines = {tier["tier"]: tier_trouble(tier) for tier in used_tiers(fields.get("tiers", []))}
     return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
+
+
+def _wrong_rows(namespace: Mapping[str, Any]) -> str:
+    """What shadow mode found wrong since the namespace was cleared, as one line; empty: nothing."""
+    wrong = (namespace.get("shadow") or {}).get("wrong_rows", 0)
+    if not wrong:
+        return ""
+    return (
+        f"shadow mode found {wrong:,} wrong row{'s' * (wrong > 1)} of {namespace['model'] or '?'} "
+        f"(namespace {namespace['namespace'][:8]}): loaded and computed KV differ by as much as "
+        "the values; see docs/wrong-tokens.md"
+    )
 
 
 def used_tiers(tiers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -202,8 +202,10 @@ SHADOW: Final[dict[str, str]] = {
     "not_compared": "Sampled hits that were not loaded and compared.",
     "compared_bytes": "Bytes that were loaded and compared with the computed KV.",
     "differing_rows": "Loaded rows that are not equal to the computed KV to the last bit.",
+    "wrong_rows": "Those of them with a difference as large as the values, since the last clear.",
 }
-"""Fields of an engine in shadow mode (gauges: they end with its connection)."""
+"""What engines in shadow mode found (gauges), in ``shadow`` of a namespace, of a model's removed
+namespaces, and of an engine that is connected."""
 
 SHADOW_GROUP: Final = "Largest difference between a loaded value and the computed one."
 

@@ -11,6 +11,7 @@ import msgspec
 from kvass.core.clients.lookup_log import LookupLog
 from kvass.core.clients.registry import ClientSession, Instance, Refusal
 from kvass.core.clients.session_limits import SessionLimits
+from kvass.core.clients.shadow_figures import ShadowFigures
 from kvass.core.clients.traffic import Traffic, prefill_s
 from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
@@ -120,6 +121,8 @@ class State:
         self._ids = count()
         self.forgotten: dict[str, Traffic] = {}
         """By model, the counts of namespaces that were removed, so that no sum decreases."""
+        self.shadow_left: dict[str, ShadowFigures] = {}
+        """By engine, the last reports of engines in shadow mode that are gone."""
         self.refusals: dict[str, Refusal] = {}
         """The last refused engines, by name, until they register."""
         self.messages: Counter[type[FromClient]] = Counter()

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvass.blend.match import entry_bytes
 from kvass.core.clients.registry import model_of
-from kvass.core.handlers.shadow import shadow_fields
 from kvass.core.pending.tier_operations import Loading
 from kvass.core.pending.tier_state import TierState
 from kvass.core.rows.row_table import FREE, LOADING, QUARANTINED, READY, TRANSIENT, WRITING
@@ -65,7 +64,7 @@ def status(state: State) -> dict[str, Any]:
         "refusals": [_refusal(name, each, state.now) for name, each in state.refusals.items()],
         "tenants": [_tenant(t, state.now) for t in state.tenants.all.values()],
         "forgotten": [
-            {"model": model, **_traffic(traffic, state.now)}
+            {"model": model, **_traffic(traffic, state.now), "shadow": _shadow(traffic)}
             for model, traffic in state.forgotten.items()
         ],
         "tiers": [_tier(tier, state.now) for tier in state.tiers.all],
@@ -85,6 +84,7 @@ def _namespace(ns: Namespace, now: float) -> dict[str, Any]:
         "private": ns.private,
         "chunk_tokens": ns.chunk_tokens,
         **_traffic(ns.traffic, now),
+        "shadow": _shadow(ns.traffic),
         "groups": [_group(c) for c in ns.classes],
     }
 
@@ -110,6 +110,10 @@ def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
         "minute_lookup_tokens": minute_lookup,
         "minute_hit_tokens": minute_hit,
     }
+
+
+def _shadow(traffic: Traffic) -> dict[str, Any] | None:
+    return None if traffic.shadow is None else traffic.shadow.fields()
 
 
 def _tenant(tenant: Tenant, now: float) -> dict[str, Any]:
@@ -140,7 +144,7 @@ def _engine(state: State, instance: Instance) -> dict[str, Any]:
         "hit_tokens": instance.hit_tokens,
         "saved_prefill_s": round(instance.saved_s, 3),
         "connected_s": round(state.now - instance.since_s, 1),
-        "shadow": shadow_fields(instance, [c.spec.layout.kind for c in ns.classes] if ns else []),
+        "shadow": None if instance.shadow is None else instance.shadow.fields(),
         "seen_s": round(state.now - instance.seen_s, 1),
         "cache_bytes": instance.cache_bytes,
         "ranks": instance.terms.ranks,

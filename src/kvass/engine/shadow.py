@@ -38,7 +38,8 @@ FIRST_LENGTH: Final = 1024
 UNPRICED: Final = 4096
 """How many hits may wait until the engine's speed is known. The oldest are forgotten."""
 LOG_AGAIN: Final = 2.0
-"""A larger difference is logged if it is this many times the one that was logged last."""
+"""A larger difference is logged if it is this many times the one that was logged last, and wrong
+rows if they are this many times as many."""
 
 
 @dataclass
@@ -123,8 +124,9 @@ class Shadow:
         self.report = ShadowReport(sampled=setup.shadow, groups=groups)
         """The figures since the start."""
         self._logged_difference = [0.0] * len(groups)
-        self._changed = False
-        self._reported_s = self._logged_s = time.monotonic()
+        self._logged_wrong = [0] * len(groups)
+        self._changed = True  # the daemon learns of the mode with the first step
+        self._reported_s, self._logged_s = -REPORT_S, time.monotonic()
         self._logged_lookups = 0
         planner.when_looked_up = self._looked_up
 
@@ -278,9 +280,15 @@ class Shadow:
         if found is None:
             return msgspec.structs.replace(known, not_compared=known.not_compared + 1)
         worse = found.largest_difference > known.largest_difference
-        if found.largest_difference > LOG_AGAIN * self._logged_difference[number]:
+        wrong = known.wrong_rows + found.wrong_rows
+        if found.wrong_rows and wrong >= LOG_AGAIN * self._logged_wrong[number]:
+            self._logged_wrong[number] = wrong
+            row = self._difference(number, *found.worst_wrong, result)
+            log.warning("%s: see docs/wrong-tokens.md", row)
+        elif found.largest_difference > LOG_AGAIN * self._logged_difference[number]:
             self._logged_difference[number] = found.largest_difference
-            self._log_difference(number, found, result)
+            worst = found.largest_difference, found.at_value, found.chunk
+            log.info("%s", self._difference(number, *worst, result))
         return ShadowGroup(
             rows=known.rows + found.rows,
             bytes=known.bytes + found.bytes,
@@ -288,20 +296,18 @@ class Shadow:
             largest_difference=max(known.largest_difference, found.largest_difference),
             at_value=found.at_value if worse else known.at_value,
             not_compared=known.not_compared,
+            wrong_rows=wrong,
         )
 
-    def _log_difference(self, number: int, found: GroupCompared, result: Compared) -> None:
-        log.warning(
-            "shadow mode: loaded KV differs from computed KV by up to %.3g, at a value of %.3g: "
-            "namespace %s, group %d (%s), chunk %d of request %s, rank %d",
-            found.largest_difference,
-            found.at_value,
-            self._namespace() or "unknown",
-            number,
-            self._setup.groups[number].kind,
-            found.chunk,
-            result.request,
-            result.rank,
+    def _difference(
+        self, number: int, difference: float, value: float, chunk: int, result: Compared
+    ) -> str:
+        """A difference in a layer group, and its row."""
+        return (
+            f"shadow mode: loaded KV differs from computed KV by up to {difference:.3g}, at a "
+            f"value of {value:.3g}: namespace {self._namespace() or 'unknown'}, group {number} "
+            f"({self._setup.groups[number].kind}), chunk {chunk} of request {result.request}, "
+            f"rank {result.rank}"
         )
 
     def _namespace(self) -> str:
@@ -333,7 +339,9 @@ class Shadow:
             log.info("%s", self.summary())
 
     def close(self) -> None:
-        """Log the figures for the last time."""
+        """Send and log the figures for the last time."""
+        if self._changed:
+            self._client.report_shadow(msgspec.structs.replace(self.report, seq=0))
         if self.report.lookups:
             log.info("%s", self.summary())
 
@@ -343,6 +351,7 @@ class Shadow:
         share = 100 * report.hit_tokens / max(1, report.lookup_tokens)
         groups = ", ".join(
             f"group {number} ({layout.kind}) {group.largest_difference:.3g}"
+            + (f", {group.wrong_rows} wrong rows" if group.wrong_rows else "")
             + (f", {group.not_compared} not compared" if group.not_compared else "")
             for number, (layout, group) in enumerate(
                 zip(self._setup.groups, report.groups, strict=True)

@@ -106,7 +106,8 @@ class GroupCompared:
     """What a rank found in one layer group of a check: ``rows`` rows of ``bytes`` bytes were
     compared. ``differing_rows`` of them were not equal to the last bit. ``largest_difference``:
     between a loaded value and the computed one, whose magnitude is ``at_value``. It is in the row
-    of ``chunk``."""
+    of ``chunk``. ``wrong_rows``: those with a difference as large as the values themselves.
+    ``worst_wrong``: the largest of these differences, the value and the chunk."""
 
     rows: int = 0
     bytes: int = 0
@@ -114,6 +115,8 @@ class GroupCompared:
     largest_difference: float = 0.0
     at_value: float = 0.0
     chunk: int = -1
+    wrong_rows: int = 0
+    worst_wrong: tuple[float, float, int] = (0.0, 0.0, -1)
 
 
 @dataclass(frozen=True)

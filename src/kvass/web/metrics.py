@@ -90,7 +90,7 @@ class StatusCollector:
         yield from _tenants(fields["tenants"])
         yield from _tiers(fields["tiers"], names)
         yield from _moved(fields, names)
-        yield from _shadow(fields["engines"])
+        yield from _shadow([*fields["forgotten"], *fields["namespaces"]])
         yield from _histograms(fields, names)
 
 
@@ -210,21 +210,21 @@ def _traffic(namespaces: list[dict[str, Any]], tiers: list[str]) -> Iterator[Met
         yield _family(CounterMetricFamily, f"kvass_{name}", help_[name], labels, counts.items())
 
 
-def _shadow(engines: list[dict[str, Any]]) -> Iterator[Metric]:
-    """The figures of the connected engines in shadow mode, summed by model."""
-    shadows = [engine for engine in engines if engine.get("shadow") is not None]
+def _shadow(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
+    """What engines in shadow mode found, summed by model."""
+    shadows = [ns for ns in namespaces if ns.get("shadow") is not None]
     models = model_labels(shadows)
     for name, help_ in declared.SHADOW.items():
         sums: Counter[str] = Counter()
-        for model, engine in zip(models, shadows, strict=True):
-            sums[model] += engine["shadow"][name]
+        for model, ns in zip(models, shadows, strict=True):
+            sums[model] += ns["shadow"][name]
         samples = (([model], number) for model, number in sums.items())
         metric = f"kvass_shadow_{name.removesuffix('_s')}{'_seconds' * name.endswith('_s')}"
         text = f"Shadow mode: {help_}"
         yield _family(GaugeMetricFamily, metric, text, ["model"], samples)
     largest: dict[tuple[str, str], float] = {}
-    for model, engine in zip(models, shadows, strict=True):
-        for group in engine["shadow"]["groups"]:
+    for model, ns in zip(models, shadows, strict=True):
+        for group in ns["shadow"]["groups"]:
             key = model, str(group["group"])
             largest[key] = max(largest.get(key, 0.0), group["largest_difference"])
     metric, text = "kvass_shadow_largest_difference", f"Shadow mode: {declared.SHADOW_GROUP}"

@@ -35,6 +35,7 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "at_value": _TIMES,
     "bytes": (0, 1, 1 << 53),
     "differing_rows": (0, 1),
+    "wrong_rows": (0, 1),
     "hit_tokens": (0, 5, 1 << 53),
     "largest_difference": _TIMES,
     "load_bytes": (0, 1 << 53),

@@ -73,10 +73,11 @@ class LookupEntry(msgspec.Struct, gc=False):
 
 
 class EngineLog:
-    """The last entries of one engine. ``model``: its name, for display."""
+    """The last entries of one engine. ``model``: its name, for display. ``shadow``: it is in shadow
+    mode."""
 
     def __init__(self, model: str) -> None:
-        self.model = model
+        self.model, self.shadow = model, False
         self.entries: deque[LookupEntry] = deque(maxlen=ENTRIES)
 
     def add(self, entry: LookupEntry) -> None:
@@ -125,16 +126,17 @@ class LookupLog:
         return [
             {
                 "engine": instance,
-                "model": model,
+                "model": log.model,
+                "shadow": log.shadow,
                 "age_s": round(now - entry.when, 3),
                 **msgspec.structs.asdict(entry),
                 "left_s": round(now - entry.left_s, 3) if entry.left_s else None,
             }
-            for instance, model, entry in found[max(0, len(found) - limit) :]
+            for instance, log, entry in found[max(0, len(found) - limit) :]
         ]
 
-    def _chosen(self, engine: str, request: str) -> Iterator[tuple[str, str, LookupEntry]]:
+    def _chosen(self, engine: str, request: str) -> Iterator[tuple[str, EngineLog, LookupEntry]]:
         for instance, log in self.engines.items():
             if instance.startswith(engine) or engine in log.model:
                 entries: Iterable[LookupEntry] = log.entries
-                yield from ((instance, log.model, e) for e in entries if request in e.request)
+                yield from ((instance, log, e) for e in entries if request in e.request)

@@ -18,8 +18,9 @@ from typing import Final
 
 import msgspec
 
+from kvass.core.clients.shadow_figures import ShadowFigures
 from kvass.errors import Refused
-from kvass.messages import Register, ShadowReport
+from kvass.messages import Register
 from kvass.types import (
     MAX_GROUPS,
     MAX_RANKS,
@@ -78,6 +79,8 @@ class Instance(msgspec.Struct):
     """The last generation that its scheduler registered (``Register``)."""
     namespace: int | None = None
     """``None`` unless all its ranks are registered."""
+    home: int | None = None
+    """The last namespace that it had."""
     lookup_tokens: int = 0
     hit_tokens: int = 0
     """Tokens that its lookups asked for, and those that they hit."""
@@ -87,7 +90,7 @@ class Instance(msgspec.Struct):
     """The time of its first registration."""
     seen_s: float = 0.0
     """The time of its last lookup or registration."""
-    shadow: ShadowReport | None = None
+    shadow: ShadowFigures | None = None
     """The last report of an engine in shadow mode."""
 
     @property

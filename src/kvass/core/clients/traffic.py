@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from kvass.core.clients.shadow_figures import ShadowFigures
 from kvass.core.metrics import MISSES
 
 SLOT_S: Final = 10.0
@@ -39,6 +40,8 @@ class Traffic(msgspec.Struct):
     from_tiers: list[int] = []
     stored_tokens: int = 0
     saved_s: float = 0.0
+    shadow: ShadowFigures | None = None
+    """What engines in shadow mode have reported; of a namespace only."""
     slots: dict[int, list[int]] = {}
     """``[lookup_tokens, hit_tokens]`` of each slot."""
 
@@ -69,6 +72,8 @@ class Traffic(msgspec.Struct):
         self.hit_tokens += other.hit_tokens
         self.stored_tokens += other.stored_tokens
         self.saved_s += other.saved_s
+        if other.shadow is not None:
+            self.shadow = (self.shadow or ShadowFigures()).plus(other.shadow)
         self.miss_tokens = {why: n + other.miss_tokens[why] for why, n in self.miss_tokens.items()}
         self.from_tiers = [a + b for a, b in zip(self.from_tiers, other.from_tiers, strict=True)]
 

@@ -97,6 +97,7 @@ def _admit(
     if moves:
         _leave(state, instance)
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace
+    instance.home = instance.home if namespace is None else namespace
     instance.sessions[terms.rank] = session.id
     session.registered, session.layout = terms, digest
     state.refusals.pop(instance.id, None)

@@ -61,6 +61,8 @@ def _clear_some(state: State, clearing: Clearing) -> None:
     promote.cancel(state, chosen)
     for ns in chosen:
         epochs.clear(state, ns, clearing)
+        if ns.traffic.shadow is not None:
+            ns.traffic.shadow = ns.traffic.shadow.cleared()
     asker = state.sessions.get(clearing.session)
     own = asker is not None and asker.registered is not None
     clearing.rows += state.classes.clear(chosen, "reset" if own else "cleared")

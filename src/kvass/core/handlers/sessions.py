@@ -10,7 +10,7 @@ from typing import Final
 
 from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Close, Faulted, HalfClose, Lost, Opened, PopulatedTo, Watch
-from kvass.core.handlers import former
+from kvass.core.handlers import former, shadow
 from kvass.core.state import State
 from kvass.core.tiers import promote
 from kvass.errors import ErrorCode, Refused
@@ -93,6 +93,7 @@ def lost(state: State, event: Lost) -> None:
     instance.namespace = None if instance.missing else instance.namespace
     if not instance.sessions:
         del state.instances[instance.id]
+        shadow.engine_left(state, instance)
 
 
 def populated(state: State, event: PopulatedTo) -> None:

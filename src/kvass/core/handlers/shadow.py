@@ -1,54 +1,38 @@
 """The report of an engine in shadow mode. Such an engine looks up, loads and compares, but computes
-every token itself. The core keeps the last report of each engine and shows it in the status."""
+every token itself. Its figures count in its namespace, and stay there when it ends."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Final
 
 from kvass.core.clients.registry import ClientSession, Instance
+from kvass.core.clients.shadow_figures import ShadowFigures
 from kvass.core.handlers.checks import check_boot, scheduler_of
 from kvass.core.state import State
 from kvass.messages import ShadowReport
 
+LEFT: Final = 64
+"""Of how many engines that are gone the last report is kept. One that connects again sends figures
+since its start, which its namespace has."""
+
 
 def shadow_report(state: State, session: ClientSession, msg: ShadowReport) -> None:
-    """Keep the engine's figures."""
+    """Keep the engine's figures, and add what is new in them to those of its namespace."""
     check_boot(state, msg.boot)
-    scheduler_of(state, session).shadow = msg
+    instance = scheduler_of(state, session)
+    before = instance.shadow or state.shadow_left.pop(instance.id, None)
+    ns = None if instance.home is None else state.namespaces.get(instance.home)
+    kinds = tuple(c.spec.layout.kind for c in ns.classes) if ns is not None else ()
+    instance.shadow = ShadowFigures(kinds, msg)
+    state.log.of(instance).shadow = True
+    if ns is not None:
+        total = ns.traffic.shadow or ShadowFigures()
+        ns.traffic.shadow = total.plus(instance.shadow, before)
 
 
-def shadow_fields(instance: Instance, kinds: list[str]) -> dict[str, Any] | None:
-    """The last report as fields of the status; None if the engine is not in shadow mode.
-
-    ``kinds``: the kind of each layer group of its namespace, if it has one.
-    """
-    report = instance.shadow
-    if report is None:
-        return None
-    groups = [
-        {
-            "group": number,
-            "kind": kinds[number] if number < len(kinds) else "",
-            "rows": group.rows,
-            "compared_bytes": group.bytes,
-            "differing_rows": group.differing_rows,
-            "largest_difference": group.largest_difference,
-            "at_value": group.at_value,
-            "not_compared": group.not_compared,
-        }
-        for number, group in enumerate(report.groups)
-    ]
-    return {
-        "sampled": report.sampled,
-        "lookups": report.lookups,
-        "lookup_tokens": report.lookup_tokens,
-        "hit_tokens": report.hit_tokens,
-        "saved_s": round(report.saved_s, 3),
-        "loads": report.loads,
-        "load_bytes": report.load_bytes,
-        "load_s": round(report.load_s, 3),
-        "not_compared": report.not_compared,
-        "compared_bytes": sum(group.bytes for group in report.groups),
-        "differing_rows": sum(group.differing_rows for group in report.groups),
-        "groups": groups,
-    }
+def engine_left(state: State, instance: Instance) -> None:
+    """An engine is gone: keep its last report."""
+    if instance.shadow is not None:
+        state.shadow_left[instance.id] = instance.shadow
+        if len(state.shadow_left) > LEFT:
+            del state.shadow_left[next(iter(state.shadow_left))]

@@ -170,7 +170,7 @@ function show() {
   saving(s, models);
   lacking(s, models);
   missing(s, models);
-  shadow(s.engines.filter(e => e.shadow));
+  shadow(models.filter(ns => ns.shadow));
 }
 function working(s, models) {
   const whole = s.engines.filter(e => !e.missing_ranks.length && e.scheduler).length, answers = s.histograms.lookup_core_seconds;
@@ -264,22 +264,23 @@ function missing(s, models) {
     percent(t.hit_tokens, t.lookup_tokens), percent(t.minute_hit_tokens, t.minute_lookup_tokens), number(t.lookup_tokens - t.hit_tokens), most(t.miss_tokens),
     size(t.l1_bytes), t.cap_bytes === null ? "none" : size(t.cap_bytes), size(t.reserved_bytes), size(t.evicted_bytes)]), "No tenant has asked anything yet.");
 }
-function shadow(engines) {
-  $("shadow").hidden = !engines.length;
-  if (!engines.length) return;
-  const all = engines.map(e => e.shadow), largest = one => Math.max(0, ...one.groups.map(g => g.largest_difference));
+function shadow(found) {
+  $("shadow").hidden = !found.length;
+  if (!found.length) return;
+  const name = ns => [ns.model || "unnamed model", ns.namespace ? "namespace " + ns.namespace.slice(0, 8) : "removed namespaces"];
+  const all = found.map(ns => ns.shadow), largest = one => Math.max(0, ...one.groups.map(g => g.largest_difference));
   const differ = sum(all, "differing_rows");
   cards("would", [
     [percent(sum(all, "hit_tokens"), sum(all, "lookup_tokens")), "would-be hit rate", HIT_RATE],
     [span(sum(all, "saved_s")), "of prefill would have been saved"],
     [span(sum(all, "load_s")), "is what " + number(sum(all, "loads")) + " loads of " + size(sum(all, "load_bytes")) + " took"],
-    [largest({ groups: all.flatMap(one => one.groups) }).toPrecision(3) * 1 + "", differ ? "largest difference; " + number(differ) + " rows differ" : "largest difference between loaded and computed KV"],
+    [largest({ groups: all.flatMap(one => one.groups) }).toPrecision(3) * 1 + "", differ ? "largest difference; " + number(differ) + " rows differ, " + number(sum(all, "wrong_rows")) + " are wrong" : "largest difference between loaded and computed KV"],
   ]);
-  region("shadows", ["engine", "hits sampled", "would-be hit rate", "would have saved", "loads took", "compared", "not compared", "rows that differ"], engines.map(({ model, instance, shadow: one }) => [
-    [model || "unnamed model", instance], (100 * one.sampled).toFixed(0) + " %", percent(one.hit_tokens, one.lookup_tokens), span(one.saved_s), span(one.load_s),
-    size(one.compared_bytes), number(one.not_compared) + " hits", number(one.differing_rows)]));
-  region("differences", ["engine", "layer group", "largest difference", "compared"], engines.flatMap(({ model, instance, shadow: one }) => one.groups.map(g => [
-    [model || "unnamed model", instance], g.group + " " + g.kind, g.largest_difference ? g.largest_difference.toPrecision(3) + " at a value of " + g.at_value.toPrecision(3) : "0", size(g.compared_bytes)])), "Nothing was compared yet.");
+  region("shadows", ["model", "hits sampled", "would-be hit rate", "would have saved", "loads took", "compared", "not compared", "rows that differ", "wrong rows"], found.map(({ shadow: one, ...ns }) => [
+    name(ns), (100 * one.sampled).toFixed(0) + " %", percent(one.hit_tokens, one.lookup_tokens), span(one.saved_s), span(one.load_s),
+    size(one.compared_bytes), number(one.not_compared) + " hits", number(one.differing_rows), number(one.wrong_rows)]));
+  region("differences", ["model", "layer group", "largest difference", "compared"], found.flatMap(({ shadow: one, ...ns }) => one.groups.map(g => [
+    name(ns), g.group + " " + g.kind, g.largest_difference ? g.largest_difference.toPrecision(3) + " at a value of " + g.at_value.toPrecision(3) : "0", size(g.compared_bytes)])), "Nothing was compared yet.");
 }
 
 // ---- all of it, every two seconds
