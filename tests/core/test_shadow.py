@@ -129,10 +129,11 @@ def test_an_engine_that_connects_again_is_counted_once_and_a_new_one_of_its_name
 
 def test_a_group_keeps_its_name_when_a_rank_has_ended() -> None:
     rig = Rig()
-    e = rig.engine(ranks=2)
+    e = rig.engine(ranks=3)
     rig.say(e.scheduler, REPORT)
-    rig.lose(e.workers[1])
-    assert rig.status["engines"][0]["missing_ranks"] == [1]
+    rig.lose(*e.workers[1:])
+    rig.register(rig.open(), ranks=3, world_size=3, rank=1, shard=1)
+    assert rig.status["engines"][0]["missing_ranks"] == [2]
     rig.say(e.scheduler, replace(REPORT, lookups=5))
     for shown in (shadow_of(rig), rig.status["engines"][0]["shadow"]):
         assert (shown["lookups"], shown["groups"][0]["kind"]) == (5, "full")
