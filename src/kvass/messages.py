@@ -638,7 +638,10 @@ class Presence(Message, tag="presence"):
 
 
 class Status(Message, tag="status"):
-    """Ask for the counters and gauges of ``kvass status``."""
+    """Ask for the counters and gauges of ``kvass status``. ``terms_of``: digests of namespaces of
+    which the answer has all fields; an older daemon gives none."""
+
+    terms_of: Annotated[tuple[ShortBytes, ...], Meta(max_length=16)] = ()
 
 
 class StatusReply(Message, tag="status_reply"):

@@ -172,3 +172,27 @@ def test_status_counts_what_was_said_by_kind(rig: Rig) -> None:
         "handed_over": 1,
         "commit": 3,
     }
+
+
+def test_the_fields_of_a_namespace_are_shown_to_who_asks_for_them() -> None:
+    rig = Rig()
+    one = rig.engine("one", identity={"model": "m", "dtype": "bf16"})
+    rig.engine("two", identity={"model": "m", "dtype": "fp8"})
+    asker = rig.open()
+    shown = rig.ask(asker, m.Status(seq=4)).fields["namespaces"]
+    assert not any("terms" in ns for ns in shown)
+    digests = (b"of none", one.namespace)
+    first, second = rig.ask(asker, m.Status(seq=4, terms_of=digests)).fields["namespaces"]
+    assert "terms" not in second
+    assert first["terms"] == {
+        "model": "m",
+        "dtype": "bf16",
+        "chunk_tokens": "16",
+        "ranks": "1",
+        "world_size": "1",
+        "layer group 0": "full, blocks of 16 tokens, window of 0, shards of [4096] bytes",
+    }
+    rig.register(one.scheduler, "one", identity={"model": "m", "dtype": "bf16"}, generation=b"\x07")
+    moved = rig.ask(asker, m.Status(seq=4)).fields["engines"][0]["namespace"]
+    found = rig.ask(asker, m.Status(seq=4, terms_of=(bytes.fromhex(moved),))).fields["namespaces"]
+    assert [ns["terms"]["generation"] for ns in found if "terms" in ns] == ["07"]

@@ -254,6 +254,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         boot=BOOT, groups=(m.ShadowGroup(rows=5, differing_rows=3, wrong_rows=2),)
     ),
     "status": m.Status(seq=8),
+    "status.terms_of": m.Status(seq=8, terms_of=(bytes(range(32)),)),
     "status_reply": m.StatusReply(seq=8, fields={"rows": 1, "share": 0.5, "groups": [{"a": "b"}]}),
     "lookup.explain": m.Lookup(
         seq=3,

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "run": "run a command with kvass switched on, and a daemon if there is none",
     "status": "show whether a daemon works, and what it saves",
     "explain": "say why the last requests did not hit more",
+    "compare": "say in which fields the namespaces of two engines differ",
     "top": "watch a daemon",
     "web": "serve a daemon's metrics and dashboard over HTTP",
     "quota": "change the quotas of tenants",

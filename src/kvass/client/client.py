@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Self
 
@@ -54,9 +54,11 @@ class Client(Endpoint):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """The fields of ``kvass status``. Raises what ``call`` raises."""
-        reply = self.call(Status(), timeout_s)
+    def status(self, timeout_s: float = 5.0, terms_of: Sequence[str] = ()) -> dict[str, Any]:
+        """The fields of ``kvass status``. ``terms_of``: the digests, in hex, of namespaces that
+        have all their fields, as ``terms``. Raises what ``call`` raises."""
+        digests = tuple(map(bytes.fromhex, terms_of))
+        reply = self.call(Status(terms_of=digests), timeout_s)
         assert isinstance(reply, StatusReply)
         return reply.fields
 

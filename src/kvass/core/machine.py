@@ -67,7 +67,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.LookupNotes: explaining.lookup_notes,
     messages.Explain: explaining.explain,
     messages.Ping: lambda *_: Pong(),
-    messages.Status: lambda state, *_: StatusReply(fields=fields.status(state)),
+    messages.Status: lambda state, _, msg: StatusReply(fields=fields.status(state, msg.terms_of)),
 }
 
 

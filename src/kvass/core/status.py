@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
 from kvass.blend.match import entry_bytes
@@ -25,9 +26,13 @@ _TENANTS_TRAFFIC: Final = (
 )
 
 
-def status(state: State) -> dict[str, Any]:
-    """The status of the daemon's core: a JSON-able dictionary."""
+def status(state: State, terms_of: Collection[bytes] = ()) -> dict[str, Any]:
+    """The status of the daemon's core: a JSON-able dictionary. ``terms_of``: the digests of
+    namespaces that are shown with all their fields (``terms``)."""
     namespaces = [_namespace(ns, state.now) for ns in state.namespaces.values()]
+    for digest in terms_of:
+        if (ns := state.namespaces.get(state.by_digest.get(digest, -1))) is not None:
+            namespaces[list(state.namespaces).index(ns.id)]["terms"] = _terms(ns)
     groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.classes.sets.cleared_bytes
     loads, timing = state.tiers.ops.values(), state.config.timing
@@ -110,6 +115,22 @@ def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
         "minute_lookup_tokens": minute_lookup,
         "minute_hit_tokens": minute_hit,
     }
+
+
+def _terms(ns: Namespace) -> dict[str, str]:
+    """All that a namespace's digest covers, but for which rank has which layers."""
+    terms = ns.terms
+    own = {"chunk_tokens": terms.chunk_tokens, "ranks": terms.ranks, "world_size": terms.world_size}
+    shown = {**terms.identity, **{name: str(number) for name, number in own.items()}}
+    if terms.generation:
+        shown["generation"] = terms.generation.hex()
+    for row_class in ns.classes:
+        spec = row_class.spec
+        shown[f"layer group {spec.group}"] = (
+            f"{spec.layout.kind}, blocks of {spec.layout.block_tokens} tokens, "
+            f"window of {spec.layout.window_tokens}, shards of {list(spec.shard_bytes)} bytes"
+        )
+    return shown
 
 
 def _shadow(traffic: Traffic) -> dict[str, Any] | None:

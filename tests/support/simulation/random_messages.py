@@ -73,6 +73,7 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "shard": (1, -1),
     "space": (b"", b"salt", bytes(32), bytes(33)),
     "spare": (0, 0, 0, 1, -1, 1 << 30),
+    "terms_of": ((), (b"",), (b"x", bytes(32))),
     "tiers": (False, True),
     "when_s": _TIMES,
     "why": ("no_daemon", "load_failed_here", "", "x" * 600),

@@ -55,7 +55,7 @@ class ShadowFigures(msgspec.Struct, frozen=True):
         groups = [
             {
                 "group": number,
-                "kind": kind,
+                "kind": self.kinds[number] if number < len(self.kinds) else "",
                 "rows": group.rows,
                 "compared_bytes": group.bytes,
                 "differing_rows": group.differing_rows,
@@ -64,9 +64,7 @@ class ShadowFigures(msgspec.Struct, frozen=True):
                 "at_value": group.at_value,
                 "not_compared": group.not_compared,
             }
-            for number, (group, kind) in enumerate(
-                zip_longest(report.groups, self.kinds[: len(report.groups)], fillvalue="")
-            )
+            for number, group in enumerate(report.groups)
         ]
         return {
             "sampled": report.sampled,
