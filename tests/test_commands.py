@@ -16,7 +16,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final
 
 import pytest
@@ -129,6 +131,37 @@ def test_commands_that_ask_a_daemon_are_answered(tmp_path: Path) -> None:
             assert run(here(line, tmp_path) + once, tmp_path), daemon.log()
     commands = {line.split()[1] for line in asking}
     assert commands == {*COMMANDS} - {*ONLY_PARSED, "serve"}
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A server of completions that answers with what it was asked for."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = f"{self.path} {asked['model']} {asked['prompt']} {asked.get('cache_salt')}"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"text": text}]}).encode())
+
+
+def test_the_script_of_wrong_tokens_asks_with_a_salt_or_without(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "wrong-tokens.md").read_text()
+    (block,) = re.findall(r"```sh\n(cat > ask\.py.*?)```", page, re.DOTALL)
+    (tmp_path / "prompt.txt").write_text("Is it?")
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        said = subprocess.run(
+            ["bash", "-ec", f"{block}\npython3 ask.py salt"],
+            env={**os.environ, "MODEL": "m", "URL": url},
+            cwd=tmp_path,
+            text=True,
+            capture_output=True,
+            check=True,
+        ).stdout
+        server.shutdown()
+    path = "'/v1/completions m Is it?"
+    assert said.splitlines() == [f"{path} None'", f"{path} salt'"]
 
 
 def test_the_connectors_options_in_the_documents_are_there() -> None:

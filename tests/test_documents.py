@@ -185,6 +185,14 @@ def test_every_page_of_the_docs_is_in_the_site() -> None:
     assert [page for page in pages if len(re.findall(rf"^{page}$", index, re.M)) != 1] == []
 
 
+def test_every_page_that_the_program_names_is_there() -> None:
+    """Its errors, problems and log lines send users to pages."""
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    pages = set(re.findall(r"\bdocs/[\w/.-]+\.md\b", code))
+    assert len(pages) > 5
+    assert sorted(page for page in pages if not (ROOT / page).exists()) == []
+
+
 def test_no_file_points_to_a_document_outside_the_repository() -> None:
     outside = re.compile("DESIGN " + "section")
     assert [str(p) for p in (*sources(), *DOCS) if outside.search(p.read_text())] == []

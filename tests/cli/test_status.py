@@ -142,7 +142,7 @@ def test_wrong_rows_are_a_problem_that_leads_to_the_page(own_fields: dict[str, A
     )
     text = " ".join(" ".join(report(own_fields)).split())
     assert " DEGRADED ! shadow mode found 2 wrong rows" in text
-    assert "full 0.5 at a value of 16 (2 wrong rows)" in text
+    assert "full 0.5 at a value of 16 (wrong rows: 2)" in text
     assert "  wrong_rows                 2" in "\n".join(detail(own_fields))
 
 

@@ -22,7 +22,7 @@ import yaml
 from bench.rows import Rows
 from kvass.cli.bench.rig import WIDTH
 from kvass.errors import Refused
-from kvass.messages import Lookup
+from kvass.messages import Lookup, ShadowGroup, ShadowReport
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.browser import DEBIAN
 from tests.support.waiting import eventually
@@ -185,6 +185,15 @@ def test_a_write_budget_that_is_spent(tmp_path: Path) -> None:
         now = one.scrape() | {is_over: 0.0}
         assert fired(tmp_path, (one.before, now, HOURS * 60)) == {"KvassTierOverBudget"}
         assert fired(tmp_path, (now, now, HOURS * 60)) == set(), "and then no more"
+
+
+def test_shadow_mode_finds_wrong_rows(tmp_path: Path) -> None:
+    with scene(tmp_path) as one:
+        group = ShadowGroup(rows=2, differing_rows=2, wrong_rows=1)
+        assert one.rows.scheduler.post(ShadowReport(boot=one.daemon.boot, groups=(group,)))
+        name = ("kvass_shadow_wrong_rows", (("model", "kvass bench"),))
+        assert eventually(lambda: one.scrape().get(name) == 1)
+        assert one.fired() == {"KvassWrongRows"}
 
 
 def test_the_hit_rate_falls(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def _shadows(namespaces: list[dict[str, Any]], forgotten: list[dict[str, Any]]) 
         differences = ", ".join(
             f"{group['kind'] or group['group']} {group['largest_difference']:.3g}"
             + (f" at a value of {group['at_value']:.3g}" if group["largest_difference"] else "")
-            + (f" ({group['wrong_rows']:,} wrong rows)" if group["wrong_rows"] else "")
+            + (f" (wrong rows: {group['wrong_rows']:,})" if group["wrong_rows"] else "")
             for group in shadow["groups"]
         )
         yield from wrap(

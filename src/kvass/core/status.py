@@ -29,10 +29,10 @@ _TENANTS_TRAFFIC: Final = (
 def status(state: State, terms_of: Collection[bytes] = ()) -> dict[str, Any]:
     """The status of the daemon's core: a JSON-able dictionary. ``terms_of``: the digests of
     namespaces that are shown with all their fields (``terms``)."""
-    namespaces = [_namespace(ns, state.now) for ns in state.namespaces.values()]
-    for digest in terms_of:
-        if (ns := state.namespaces.get(state.by_digest.get(digest, -1))) is not None:
-            namespaces[list(state.namespaces).index(ns.id)]["terms"] = _terms(ns)
+    namespaces = [
+        _namespace(ns, state.now) | ({"terms": _terms(ns)} if ns.digest in terms_of else {})
+        for ns in state.namespaces.values()
+    ]
     groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.classes.sets.cleared_bytes
     loads, timing = state.tiers.ops.values(), state.config.timing

@@ -351,7 +351,7 @@ class Shadow:
         share = 100 * report.hit_tokens / max(1, report.lookup_tokens)
         groups = ", ".join(
             f"group {number} ({layout.kind}) {group.largest_difference:.3g}"
-            + (f", {group.wrong_rows} wrong rows" if group.wrong_rows else "")
+            + (f", wrong rows: {group.wrong_rows}" if group.wrong_rows else "")
             + (f", {group.not_compared} not compared" if group.not_compared else "")
             for number, (layout, group) in enumerate(
                 zip(self._setup.groups, report.groups, strict=True)
