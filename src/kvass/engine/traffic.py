@@ -40,6 +40,7 @@ MEANINGS: Final[dict[str, str]] = {
     "shadow_load_seconds": "Time that those loads took.",
     "shadow_not_compared": "Sampled hits that were not loaded and compared (shadow mode).",
     "shadow_differing_rows": "Loaded rows not equal to the computed KV to the last bit.",
+    "shadow_wrong_rows": "Those of them with a difference as large as the values.",
     "announced_rows": "Rows announced in KV events.",
     "withdrawn_rows": "Rows withdrawn in KV events.",
     "event_resyncs": "Times that all announced rows were checked: removals may have been missed.",
@@ -82,6 +83,7 @@ class EngineTraffic:
         self.count("shadow_load_bytes", result.load_bytes)
         self.count("shadow_load_seconds", result.load_s)
         self.count("shadow_differing_rows", sum(g.differing_rows for g in result.groups if g))
+        self.count("shadow_wrong_rows", sum(g.wrong_rows for g in result.groups if g))
 
     def take(self) -> dict[str, int | float]:
         """The counters since the last call, without those that are 0."""
