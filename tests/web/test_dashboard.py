@@ -240,7 +240,7 @@ def test_engines_in_shadow_mode_have_a_section(
         assert "1.5 minof prefill would have been saved" in cards
         assert "1.5 sis what 7 loads of 3 MiB took" in cards
         assert "0.25largest difference; 3 rows differ, 1 are wrong" in cards
-        assert "10 %64.0 %1.5 min1.5 s2 MiB4 hits31" in page.text("#shadows")
+        assert "10 %64.0 %1.5 min1.5 s2 MiB4 hits31 wrong" in page.text("#shadows")
         assert "0 full0.250 at a value of 16.02 MiB" in page.text("#differences")
         assert "1 state00 B" in page.text("#differences")
         assert page.errors == []
@@ -290,8 +290,8 @@ def test_nothing_overflows_and_rows_of_cards_are_even(
     page.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     assert page.run("innerWidth") == width
     assert not page.run(OVERFLOWS)
-    engine = {"model": "org/a-model-with-a-long-name", "instance": "x" * 36, "shadow": SHADOW}
-    assert not page.run(f"{{ shadow([{json.dumps(engine)}]); {OVERFLOWS} }}")
+    ns = {"model": "org/a-model-with-a-long-name", "namespace": "a" * 64, "shadow": SHADOW}
+    assert not page.run(f"{{ shadow([{json.dumps(ns)}]); {OVERFLOWS} }}")
     page.run("shadow([])")
     rows = page.run(CARDS_IN_A_ROW)
     assert [row for cards in rows for row in cards] == [in_a_row] * (3 * 4 // in_a_row)

@@ -276,9 +276,9 @@ function shadow(found) {
     [span(sum(all, "load_s")), "is what " + number(sum(all, "loads")) + " loads of " + size(sum(all, "load_bytes")) + " took"],
     [largest({ groups: all.flatMap(one => one.groups) }).toPrecision(3) * 1 + "", differ ? "largest difference; " + number(differ) + " rows differ, " + number(sum(all, "wrong_rows")) + " are wrong" : "largest difference between loaded and computed KV"],
   ]);
-  region("shadows", ["model", "hits sampled", "would-be hit rate", "would have saved", "loads took", "compared", "not compared", "rows that differ", "wrong rows"], found.map(({ shadow: one, ...ns }) => [
+  region("shadows", ["model", "hits sampled", "would-be hit rate", "would have saved", "loads took", "compared", "not compared", "rows that differ"], found.map(({ shadow: one, ...ns }) => [
     name(ns), (100 * one.sampled).toFixed(0) + " %", percent(one.hit_tokens, one.lookup_tokens), span(one.saved_s), span(one.load_s),
-    size(one.compared_bytes), number(one.not_compared) + " hits", number(one.differing_rows), number(one.wrong_rows)]));
+    size(one.compared_bytes), number(one.not_compared) + " hits", [number(one.differing_rows), number(one.wrong_rows) + " wrong"]]));
   region("differences", ["model", "layer group", "largest difference", "compared"], found.flatMap(({ shadow: one, ...ns }) => one.groups.map(g => [
     name(ns), g.group + " " + g.kind, g.largest_difference ? g.largest_difference.toPrecision(3) + " at a value of " + g.at_value.toPrecision(3) : "0", size(g.compared_bytes)])), "Nothing was compared yet.");
 }
