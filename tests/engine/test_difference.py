@@ -22,7 +22,8 @@ def values() -> Values:
     """A row like those of a real model: most values are about 1, some channels about 30."""
     rng = np.random.default_rng(7)
     usual = np.where(np.arange(4096) % 64 == 9, 30, 1)
-    return (rng.normal(size=(4, 4096)) * usual).astype(np.float32)
+    drawn: Values = (rng.normal(size=(4, 4096)) * usual).astype(np.float32)
+    return drawn
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])

@@ -83,6 +83,13 @@ def test_noise_is_no_warning_and_each_doubling_of_wrong_rows_is_one(
     assert (shown.wrong_rows, shown.largest_difference, shown.at_value) == (4, 1.0, 64.0)
 
 
+def test_the_daemon_learns_of_the_mode_with_the_first_step() -> None:
+    client, world = rig(options=SHADOW)
+    world.add("a", PROMPT)
+    world.schedule()
+    assert report(client).lookups == 1
+
+
 def test_an_engine_that_ends_sends_its_last_figures() -> None:
     client, world = stored()
     world.add("b", PROMPT, max_tokens=8)

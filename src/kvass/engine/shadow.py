@@ -125,8 +125,9 @@ class Shadow:
         """The figures since the start."""
         self._logged_difference = [0.0] * len(groups)
         self._logged_wrong = [0] * len(groups)
-        self._changed = True  # the daemon learns of the mode with the first step
-        self._reported_s, self._logged_s = -REPORT_S, time.monotonic()
+        self._changed = False
+        self._reported_s = float("-inf")  # the daemon learns of the mode in the first step
+        self._logged_s = time.monotonic()
         self._logged_lookups = 0
         planner.when_looked_up = self._looked_up
 
