@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from kvass.testing.daemon import GRACE_S, Daemon
 from tests.engine.conftest import LORA, NOTHING_OWED, Starter, empty, store
 from tests.support.vllm.judge import Judge, check_same
 from tests.support.vllm.models import TINY, write_model
-from tests.support.vllm.process import EngineProcess, Prompt
+from tests.support.vllm.process import ENVIRONMENT, EngineProcess, Prompt
 
 pytestmark = pytest.mark.engine
 
@@ -106,6 +108,31 @@ def test_changed_weights_never_hit(
     after.leave(Prompt(prompt(900), 1), asks=False)
     assert after.close() == 0
     assert empty(daemon)["rows"] == rows + 4, "what the last step left is stored at the end"
+
+
+def test_a_process_that_saves_a_model_serves_it(own_daemon: Daemon, tmp_path: Path) -> None:
+    """And the next one. Of one of which a file is replaced while its engine is made nothing is
+    stored."""
+    output = run("saved_here", tmp_path, own_daemon.socket, str(tmp_path))
+    first, second, replaced = map(int, output.split())
+    assert first == 3  # two chunks and a tail
+    assert second == 2 * first
+    assert replaced == second
+    (line,) = re.findall("kvass is off, .*", (tmp_path / "log").read_text())
+    assert f"the weight files in {tmp_path}/3 changed since this engine started" in line
+
+
+def run(module: str, folder: Path, *args: str, **environment: str) -> str:
+    """What ``tests.support.vllm.MODULE`` prints in a fork. Its errors are in ``folder``/log."""
+    assert EngineProcess.template is not None
+    env = {**os.environ, **ENVIRONMENT, **environment}
+    with (folder / "log").open("wb") as log:
+        command = [f"tests.support.vllm.{module}", *args]
+        done = EngineProcess.template.fork(command, env, log.fileno())
+    with done.stdin, done.stdout:
+        output = done.stdout.read().decode()
+    assert done.wait() == 0, (folder / "log").read_text()
+    return output
 
 
 def test_weights_that_are_said_to_be_fixed_must_be(a: EngineProcess, prompt: Make) -> None:

@@ -150,9 +150,8 @@ def started(**args: Any) -> Any:
 
     given = {"model": str(tiny_model()), "skip_tokenizer_init": True, "max_model_len": 1024}
     config, _ = make_configs()
-    made = EngineArgs(**(given | args)).create_engine_config()
-    made.kv_transfer_config = config.kv_transfer_config
-    return made
+    given["kv_transfer_config"] = config.kv_transfer_config
+    return EngineArgs(**(given | args)).create_engine_config()
 
 
 def test_engines_that_differ_in_limits_and_names_share() -> None:

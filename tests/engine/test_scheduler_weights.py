@@ -354,7 +354,7 @@ def test_the_processes_of_an_engine_share_the_cores(
     cores: int, processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(weights, "name_of", lambda _, threads: str(threads))
+    monkeypatch.setattr(weights, "name_of", lambda _, threads, since_ns: str(threads))
     assert weights.begin((), processes).result(30) == str(threads)
 
 

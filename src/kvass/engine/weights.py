@@ -3,8 +3,8 @@ names in any folder.
 
 Laws of this file:
 
-- The name is that of the weights that the engine has loaded. Files that changed since this process
-  started, or while they are read here, get no name.
+- The name is that of the weights that the engine has loaded. Files that changed since the engine
+  began, or while they are read here, get no name.
 - Each process of an engine computes the same name by itself, and trusts nothing that another user
   of the machine could have written. Paths and times of files are not part of the name.
 - The engine's own threads read no weight file. Only daemon threads do.
@@ -43,8 +43,8 @@ MAX_THREADS: Final = 8
 START_MARGIN_NS: Final = 100_000_000
 """A margin that is added to the start time of a process, because its clock and that of the file
 system are coarse. No process reads weights so soon after its start."""
-_imported_ns: Final = time.time_ns()
-"""When this module was imported."""
+CLOCK_REALTIME_COARSE: Final = 5
+"""Linux's number of the clock that file systems read. It ticks every 1 to 10 ms."""
 
 
 class WeightFiles(Protocol):
@@ -63,38 +63,45 @@ Source = str | WeightFiles
 """The weights of one model: their name if it is known already, else their files."""
 
 
-def begin(sources: tuple[Source, ...], processes: int = 1) -> Future[str]:
+def begin(
+    sources: tuple[Source, ...], processes: int = 1, since_ns: int | None = None
+) -> Future[str]:
     """Begin to compute the name of these weights on threads, and wait for it up to ``NAME_WAIT_S``.
-    ``processes``: how many processes of this machine do the same and share its cores. Raises
+    ``processes``: how many processes of this machine do the same and share its cores. ``since_ns``:
+    when the engine began, if that is known (``now_ns``); else the start of this process. Raises
     ``Indescribable`` if the computation has failed by then. If it fails later, the future has the
     exception. Cancel the future if the name is not needed any more.
     """
     cores = len(os.sched_getaffinity(0))
     threads = max(1, min(MAX_THREADS, cores // processes))
-    name = on_thread(THREAD, name_of, sources, threads)
+    name = on_thread(THREAD, name_of, sources, threads, since_ns)
     with suppress(TimeoutError):
         name.result(NAME_WAIT_S)
     return name
 
 
-def name_of(sources: tuple[Source, ...], threads: int = 1) -> str:
-    """The name of these weights. Raises ``Indescribable``."""
+def name_of(sources: tuple[Source, ...], threads: int = 1, since_ns: int | None = None) -> str:
+    """The name of these weights; ``since_ns`` as for ``begin``. Raises ``Indescribable``."""
+    since_ns = started_ns() if since_ns is None else since_ns
     try:
         return identity.canonical(
-            [source if isinstance(source, str) else _content(source, threads) for source in sources]
+            [
+                source if isinstance(source, str) else _content(source, threads, since_ns)
+                for source in sources
+            ]
         )
     except OSError as error:
         raise Indescribable(f"the weight files cannot be read: {error}") from error
 
 
-def _content(weights: WeightFiles, threads: int) -> str:
+def _content(weights: WeightFiles, threads: int, since_ns: int) -> str:
     """The digest of the names and contents of the files."""
     files = weights.files()
     if not files:
         raise Indescribable(f"no weight files are in {weights.root}: {NAME_IT}")
-    before = _states(weights.root, files)
+    before = _states(weights.root, files, since_ns)
     digests = _digests(files, threads)
-    if _states(weights.root, weights.files()) != before:
+    if _states(weights.root, weights.files(), since_ns) != before:
         raise _changed(weights.root)
     parts = ((name, digests[name]) for name in files)
     return "sha256:" + identity.digest(text for pair in parts for text in pair)
@@ -110,9 +117,9 @@ def _changed(root: Path) -> Indescribable:
 # ---------------------------------------------------------------- changes
 
 
-def _states(root: Path, files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
+def _states(root: Path, files: Mapping[str, Path], since_ns: int) -> dict[str, tuple[int, ...]]:
     """The states of the files, by name: they differ if a file was changed or replaced. Raises
-    OSError, and ``Indescribable`` if a file was changed or replaced since this process started."""
+    OSError, and ``Indescribable`` if a file was changed or replaced after ``since_ns``."""
     states, changed_ns = {}, replaced_ns(root)
     for name, file in files.items():
         state = file.stat()
@@ -120,20 +127,35 @@ def _states(root: Path, files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]
         if not _blob(file):  # a blob of the Hub's cache is named by its content
             link_ns = replaced_ns(file) if file.is_symlink() else 0
             changed_ns = max(changed_ns, state.st_ctime_ns, link_ns)
-    if changed_ns > started_ns():
+    if changed_ns > since_ns:
         raise _changed(root)
     return states
 
 
-def started_ns() -> int:
-    """When this process started, plus ``START_MARGIN_NS``, in nanoseconds since the epoch."""
+def now_ns() -> int:
+    """The newest time of files that are surely older than this moment, in nanoseconds since the
+    epoch. A file that changes later has a later time."""
+    return time.clock_gettime_ns(CLOCK_REALTIME_COARSE) - 1
+
+
+def _read_start_ns() -> int:
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     except (OSError, ValueError, IndexError):
-        return _imported_ns
-    return min(time.time_ns() - int(age_s * 1e9) + START_MARGIN_NS, _imported_ns)
+        return now_ns()
+    return min(time.time_ns() - int(age_s * 1e9) + START_MARGIN_NS, now_ns())
+
+
+_started_ns: Final = _read_start_ns()
+"""Read at the import, so that a fork has the time of the process that has loaded its code."""
+
+
+def started_ns() -> int:
+    """When this process started, or the one that it was forked from if that has imported this
+    module, plus ``START_MARGIN_NS``, in nanoseconds since the epoch."""
+    return _started_ns
 
 
 def replaced_ns(path: Path) -> int:

@@ -31,7 +31,7 @@ PRELOADED: Final = (
     "vllm.v1.worker.cpu_worker",
     "compressed_tensors",
 )
-"""Nothing of kvass, which notes when it is imported: weights must be older than that."""
+"""Nothing of kvass, which notes when its process started: weights must be older than that."""
 _STARTED_S: Final = 600.0
 _LONGEST_REQUEST: Final = 1 << 17
 

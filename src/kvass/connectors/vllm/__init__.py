@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvass.connectors.vllm.plugin import register
+from kvass.connectors.vllm.making import class_is_asked_for
+from kvass.connectors.vllm.plugin import tell_name
 from kvass.connectors.vllm.served import Served, verdict_on
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = ["KvassConnector"]
 def __getattr__(name: str) -> Any:
     if name != "KvassConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    class_is_asked_for()
     return _connector()
 
 
@@ -36,7 +38,7 @@ def _connector() -> type:
 
     from kvass.connectors.vllm.inert import inert_connector
 
-    register()
+    tell_name()
     verdict = verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__)
     if verdict.served is Served.REFUSED:
         return inert_connector(verdict.message)

@@ -29,7 +29,7 @@ from msgspec import Meta
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import Uid
-from kvass.connectors.vllm import groups, namespace, weight_files
+from kvass.connectors.vllm import groups, making, namespace, weight_files
 from kvass.connectors.vllm.contract import release
 from kvass.connectors.vllm.served import Verdict, verdict_on
 from kvass.connectors.vllm.sources import gather
@@ -154,7 +154,9 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         # An API server has no engines of its own: ``data_parallel_size_local`` is 0 there.
         ranks = parallel.world_size * parallel.data_parallel_size_local
         weights_name = weights.begin(
-            weight_files.sources(vllm_config, options.model_id), max(1, ranks)
+            weight_files.sources(vllm_config, options.model_id),
+            max(1, ranks),
+            making.since_ns(vllm_config),
         )
     except (groups.Unsupported, identity.Indescribable) as error:
         return Inert(str(error))

@@ -29,6 +29,7 @@ from typing import Any, Final
 import torch
 
 from kvass._version import code_version
+from kvass.connectors.vllm import making
 from kvass.connectors.vllm.fields import SKIPPED, VARIABLES
 from kvass.connectors.vllm.groups import all_specs
 from kvass.engine import identity, weights
@@ -87,7 +88,8 @@ def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, 
         "device": _device(),
         "speculative": drafts or "",
     }
-    for name, value in settings_of(vllm_config, "vllm_config").items():
+    since_ns = making.since_ns(vllm_config)
+    for name, value in settings_of(vllm_config, "vllm_config", since_ns).items():
         fields[name] = identity.canonical(value, name)
     return {name: text for name, text in fields.items() if text}
 
@@ -156,8 +158,9 @@ def _editable_code(entry: Any) -> str:
     files = [Path(spec.origin)] if spec.origin and not spec.submodule_search_locations else []
     for folder in spec.submodule_search_locations or ():
         files += [file for file in Path(folder).rglob("*") if file.suffix in (".py", ".so")]
+    since_ns = weights.started_ns()  # it is loaded once in a process, and no second time in a fork
     return " in place " + identity.digest(
-        f"{file.name} {_file(str(file))}" for file in sorted(files)
+        f"{file.name} {_file(str(file), since_ns)}" for file in sorted(files)
     )
 
 
@@ -196,10 +199,10 @@ def _device() -> str:
 # ---------------------------------------------------------------- classes of settings
 
 
-def settings_of(config: Any, name: str) -> dict[str, Any]:
+def settings_of(config: Any, name: str, since_ns: int = 0) -> dict[str, Any]:
     """The fields of the settings ``config``, a dataclass, that go into a namespace, as plain data.
-    Fields with their default value are omitted. Errors name the settings ``name``. Raises
-    ``identity.Indescribable``."""
+    Fields with their default value are omitted. Errors name the settings ``name``. A file that
+    changed after ``since_ns`` has no digest. Raises ``identity.Indescribable``."""
     kind = type(config).__name__
     skipped = SKIPPED.get(kind, frozenset())
     found: dict[str, Any] = {}
@@ -210,9 +213,9 @@ def settings_of(config: Any, name: str) -> dict[str, Any]:
         value = getattr(config, field.name)
         nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
         if rule is not None:
-            value = rule(value)
+            value = rule(value, since_ns)
         elif nested:
-            value = settings_of(value, f"{name}.{field.name}")
+            value = settings_of(value, f"{name}.{field.name}", since_ns)
         elif _is_default(field, value):
             continue
         if value or not (rule or nested):
@@ -230,7 +233,7 @@ def _is_default(field: Any, value: Any) -> bool:
     return value is default or (type(value) is type(default) and bool(value == default))
 
 
-def _hf_config(config: Any) -> str:
+def _hf_config(config: Any, _: int) -> str:
     """A digest of the model's Hugging Face configuration. Its ``dtype`` is left out, because the
     dtype that vLLM uses is a field of ``ModelConfig``."""
 
@@ -248,28 +251,28 @@ def _hf_config(config: Any) -> str:
     return identity.digest([identity.canonical(plain, "hf_config")])
 
 
-def _file(path: str | None) -> str:
+def _file(path: str | None, since_ns: int) -> str:
     """A digest of a file's content. Raises ``identity.Indescribable`` if the file cannot be read,
-    or if it may have changed after the engine read it."""
+    or if it changed after ``since_ns``, so perhaps after the engine read it."""
     if not path:
         return ""
     try:
         content, changed_ns = Path(path).read_bytes(), Path(path).stat().st_ctime_ns
     except OSError as error:
         raise identity.Indescribable(f"{path} cannot be read: {error}") from None
-    if changed_ns > weights.started_ns():
+    if changed_ns > since_ns:
         raise identity.Indescribable(f"{path} changed since this engine started: restart it")
     return hashlib.sha256(content).hexdigest()
 
 
-def _overrides(overrides: Any) -> Any:
+def _overrides(overrides: Any, since_ns: int) -> Any:
     """Overrides of the model's configuration, with a digest for a quantization file."""
     if isinstance(overrides, Mapping) and QUANTIZATION_FILE in overrides:
-        return {**overrides, QUANTIZATION_FILE: _file(overrides[QUANTIZATION_FILE])}
+        return {**overrides, QUANTIZATION_FILE: _file(overrides[QUANTIZATION_FILE], since_ns)}
     return overrides
 
 
-def _inductor(options: Mapping[str, Any]) -> dict[str, Any]:
+def _inductor(options: Mapping[str, Any], _: int) -> dict[str, Any]:
     """The options of Inductor as plain data. ``guard_filter_fn`` is left out, because a worker adds
     it when it compiles. A compiler pass is replaced by its ``uuid``."""
     return {
@@ -279,26 +282,27 @@ def _inductor(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _draft(config: Any) -> dict[str, Any]:
+def _draft(config: Any, since_ns: int) -> dict[str, Any]:
     """The settings of a draft model, without its configuration and overrides.
 
     The name of its weights covers the configuration file. A worker changes the configuration when
     it loads the weights, and vLLM itself makes the overrides.
     """
-    found = settings_of(config, "draft_model_config") if config is not None else {}
+    found = settings_of(config, "draft_model_config", since_ns) if config is not None else {}
     return {name: found[name] for name in found if name not in ("hf_config", "hf_overrides")}
 
 
-RULES: Final[dict[tuple[str, str], Callable[[Any], Any]]] = {
+RULES: Final[dict[tuple[str, str], Callable[[Any, int], Any]]] = {
     ("ModelConfig", "hf_config"): _hf_config,
     ("ModelConfig", "hf_overrides"): _overrides,
     ("MultiModalConfig", "mm_encoder_fp8_scale_path"): _file,
-    ("CompilationConfig", "custom_ops"): lambda names: sorted(set(names)),
+    ("CompilationConfig", "custom_ops"): lambda names, _: sorted(set(names)),
     ("CompilationConfig", "inductor_compile_config"): _inductor,
     ("SpeculativeConfig", "draft_model_config"): _draft,
-    ("VllmConfig", "additional_config"): lambda value: (
+    ("VllmConfig", "additional_config"): lambda value, _: (
         value if isinstance(value, dict) else value.compute_hash()
     ),
 }
 """Rules for fields that ``docs/namespace-fields.md`` lists as read by a rule: a function from the
-field's value to what goes into the namespace. ``describe`` reads other such fields itself."""
+field's value, and from the time ``since_ns`` of ``settings_of``, to what goes into the namespace.
+``describe`` reads other such fields itself."""

@@ -8,17 +8,24 @@ Laws of this file:
   engine needs it.
 - In a MultiConnector, vLLM uses this name to find the class for a connector's statistics, even if
   the connector was configured by its module path. ``VLLM_PLUGINS`` may leave out the plug-in. So
-  the package also calls ``register`` when it loads the connector.
+  the package also calls ``tell_name`` when it loads the connector.
 """
 
 from __future__ import annotations
 
-from kvass.connectors.vllm import opt_in
+from kvass.connectors.vllm import making, opt_in
 from kvass.engine.boundary import log
 
 
 def register() -> None:
-    """Register the name with vLLM's connector factory, unless it is registered already."""
+    """vLLM's entry point: register the name, and note when the engine is made."""
+    making.plugins_are_loaded()
+    tell_name()
+
+
+def tell_name() -> None:
+    """Register the name with vLLM's connector factory, unless it is registered already, and wrap
+    vLLM's function if ``KVASS`` is set."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -28,7 +28,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 from vllm import envs
 
-from kvass.engine import weights
+from kvass.connectors.vllm import making
 from kvass.engine.identity import Indescribable
 from kvass.engine.weights import NAME_IT, Source
 
@@ -140,14 +140,15 @@ def sources(vllm_config: Any, model_id: str) -> tuple[Source, ...]:
     if model_id:
         return (f"id:{model_id}",)
     load, speculative = vllm_config.load_config, vllm_config.speculative_config
-    found = [*_sources_of(vllm_config.model_config, load)]
+    since_ns = making.since_ns(vllm_config)
+    found = [*_sources_of(vllm_config.model_config, load, since_ns)]
     if speculative is not None and speculative.draft_model_config is not None:
         load = speculative.draft_load_config or load
-        found += _sources_of(speculative.draft_model_config, load)
+        found += _sources_of(speculative.draft_model_config, load, since_ns)
     return tuple(dict.fromkeys(found))
 
 
-def _sources_of(model: Any, load: Any) -> Iterator[Source]:
+def _sources_of(model: Any, load: Any, since_ns: int) -> Iterator[Source]:
     load_format = str(load.load_format)
     if load_format == "dummy":
         yield "dummy"  # their seed is a field of the namespace
@@ -160,7 +161,7 @@ def _sources_of(model: Any, load: Any) -> Iterator[Source]:
         )
     if model.model_weights and not os.path.exists(model.model_weights):
         raise _unknown(model.model_weights)  # ``model.revision`` belongs to ``model.model``
-    hub = Hub(load.download_dir)
+    hub = Hub(load.download_dir, since_ns)
     folder = hub.folder(model.model, model.revision, model.hf_config)
     yield LocalWeights(folder, load_format)
     if model.model_weights:
@@ -171,7 +172,7 @@ def _sources_of(model: Any, load: Any) -> Iterator[Source]:
         if inner := getattr(model.hf_config, name, None):
             inner_config = getattr(model.hf_config, configuration, None)
             yield LocalWeights(hub.folder(inner, None, inner_config), load_format)
-    yield from _other_files(model, folder)
+    yield from _other_files(model, folder, since_ns)
 
 
 def _is_replaced(load_format: str) -> bool:
@@ -187,9 +188,9 @@ def _is_replaced(load_format: str) -> bool:
 # ---------------------------------------------------------------- files beside the weights
 
 
-def _other_files(model: Any, folder: Path) -> Iterator[Source]:
+def _other_files(model: Any, folder: Path, since_ns: int) -> Iterator[Source]:
     """Files that change KV and may be outside of the model's folder."""
-    hub = Hub(None)
+    hub = Hub(None, since_ns)
     if path := model.hf_config_path:
         revision = getattr(model, "_hf_config_revision", None) or model.revision
         yield LocalFiles(hub.folder(path, revision, model.hf_config), SMALL_FILES)
@@ -235,10 +236,12 @@ def _absolute(path: str) -> Path:
 
 
 class Hub:
-    """The local cache of the Hugging Face Hub, in ``folder`` or where its client has it."""
+    """The local cache of the Hugging Face Hub, in ``folder`` or where its client has it.
+    ``since_ns``: when the engine began (``making.since_ns``)."""
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, folder: str | None, since_ns: int) -> None:
         self._cache = Path(folder or constants.HF_HUB_CACHE).absolute()
+        self._since_ns = since_ns
 
     def has(self, name: str) -> bool:
         """Whether ``name`` is an existing path or a repository with files in the cache."""
@@ -272,7 +275,7 @@ class Hub:
 
         It is the commit to which vLLM resolved the revision, or the revision itself, or the commit
         in the cache's note. A note counts if it agrees with the configuration or is older than
-        this process.
+        the engine.
         """
         if (resolved := getattr(revision, "resolved", None)) is not None:
             return str(resolved)
@@ -284,4 +287,4 @@ class Hub:
         except OSError:
             return None
         agrees = commit == getattr(configuration, "_commit_hash", None)
-        return commit if agrees or changed_ns <= weights.started_ns() else None
+        return commit if agrees or changed_ns <= self._since_ns else None
