@@ -122,6 +122,13 @@ def test_a_process_that_saves_a_model_serves_it(own_daemon: Daemon, tmp_path: Pa
     assert f"the weight files in {tmp_path}/3 changed since this engine started" in line
 
 
+def test_an_engine_that_vllm_refuses_with_a_connector_runs_without(tmp_path: Path) -> None:
+    """vLLM asserts that an engine of an encoder and a decoder has no connector."""
+    (tmp_path / "model").mkdir()
+    output = run("whisper", tmp_path, str(tmp_path / "model"), KVASS=str(tmp_path / "socket"))
+    assert len(output.split()) == 4, (tmp_path / "log").read_text()
+
+
 def run(module: str, folder: Path, *args: str, **environment: str) -> str:
     """What ``tests.support.vllm.MODULE`` prints in a fork. Its errors are in ``folder``/log."""
     assert EngineProcess.template is not None

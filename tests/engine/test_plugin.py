@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CacheConfig
 from vllm.distributed.kv_transfer.kv_connector import factory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvass.connectors import vllm as package
+from kvass.connectors.vllm import opt_in
 from kvass.connectors.vllm.configuration import read_options
 from kvass.connectors.vllm.plugin import register
 from kvass.errors import ConfigError
@@ -186,6 +191,79 @@ def test_what_the_operator_gave_is_not_changed(
         assert (found and found.kv_connector) == connector
     (line,) = said(caplog)
     assert line.startswith(f"KVASS=1 has no effect: {reason}")
+
+
+@pytest.fixture
+def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with the configuration of a model with states."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM as Model
+
+    layers = {"num_hidden_layers": 2, "hybrid_override_pattern": "M*"}
+    config = {"architectures": [Model.__name__], "model_type": "nemotron_h", **layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    ModelRegistry.register_model(Model.__name__, Model)  # as in test_fields.py
+    return str(tmp_path)
+
+
+def test_what_vllm_refuses_with_a_connector_is_made_without(
+    make: Make, caplog: pytest.LogCaptureFixture, states: str
+) -> None:
+    caplog.set_level(logging.INFO, "kvass")
+    assert make("1", "--model", states, "--use-replayssm") is None
+    (line,) = said(caplog)
+    assert line.startswith(
+        "KVASS=1 has no effect: Value error, --use-replayssm is incompatible with KV connectors"
+    )
+    assert "\n" not in line
+
+
+def test_what_vllm_refuses_without_a_connector_is_its_own_error(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match="--use-replayssm is not supported for architecture"):
+        make("1", "--use-replayssm")
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--no-enable-prefix-caching --prefix-match-unit 8", "--prefix-match-unit is given"),
+        ("--prefix-caching-hash-algo xxhash", "prefix-caching hash algorithm xxhash is seeded"),
+    ],
+)
+def test_what_is_refused_after_that_is_made_without(
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    flags: str,
+    reason: str,
+) -> None:
+    caplog.set_level(logging.INFO, "kvass")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert make("1", *flags.split()) is None
+    (line,) = said(caplog)
+    assert line.startswith(f"KVASS=1 has no effect: {reason}")
+
+
+def test_each_model_and_setting_that_is_refused_later_is_known() -> None:
+    def reason(model: dict[str, Any] | None = None, pcp: int = 1) -> str:
+        plain = {"is_encoder_decoder": False, "architecture": "LlamaForCausalLM"}
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(**(plain | (model or {}))),
+            parallel_config=SimpleNamespace(prefill_context_parallel_size=pcp),
+            cache_config=CacheConfig(),
+        )
+        return opt_in._refused_later(config)
+
+    assert reason() == ""
+    assert reason({"is_encoder_decoder": True}) == (
+        "vLLM has no connectors for encoder-decoder models"
+    )
+    assert "Step5" in reason({"architecture": "Step5ForConditionalGeneration"})
+    assert reason(pcp=2) == "prefill context parallelism is not supported"
 
 
 @pytest.mark.parametrize("value", ["yes", "2", "kvass.sock"])

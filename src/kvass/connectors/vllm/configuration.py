@@ -31,6 +31,7 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.config import Uid
 from kvass.connectors.vllm import groups, making, namespace, weight_files
 from kvass.connectors.vllm.contract import release
+from kvass.connectors.vllm.opt_in import is_seeded_at_random
 from kvass.connectors.vllm.served import Verdict, verdict_on
 from kvass.connectors.vllm.sources import gather
 from kvass.engine import identity, weights
@@ -275,7 +276,7 @@ def _hash_tokens(vllm_config: Any, kv_cache_config: Any, blocks: tuple[int, ...]
 
 
 def _check_hash_algorithm(algorithm: str) -> None:
-    if "xxhash" in algorithm and "PYTHONHASHSEED" not in os.environ:
+    if is_seeded_at_random(algorithm):
         raise ConfigError(
             f"prefix-caching hash algorithm {algorithm} is seeded at random in each process: "
             "set PYTHONHASHSEED to the same number for all engines, or use sha256"

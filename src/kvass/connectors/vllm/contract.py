@@ -231,7 +231,9 @@ config/kv_transfer.py
 config/cache.py
     CacheConfig.cache_dtype = 'auto'
     CacheConfig.kv_cache_dtype_skip_layers = field(default_factory=list)
+    CacheConfig.enable_prefix_caching = True
     CacheConfig.prefix_caching_hash_algo = 'sha256'
+    CacheConfig.prefix_match_unit = None
 config/kv_events.py
     KVEventsConfig.enable_kv_cache_events = False
 config/load.py
@@ -246,6 +248,7 @@ config/model.py
     ModelConfig.hf_config = field(init=False)
     ModelConfig.hf_config_path = None
     ModelConfig.hf_text_config = field(init=False)
+    ModelConfig.is_encoder_decoder
     ModelConfig.is_prefix_caching_supported
     ModelConfig.max_model_len = None
     ModelConfig.model = 'Qwen/Qwen3-0.6B'
