@@ -16,7 +16,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvass.connectors import vllm as package
 from kvass.connectors.vllm import making
+from kvass.connectors.vllm.weight_files import Hub
 from kvass.engine import weights
+from kvass.engine.identity import Indescribable
 from tests.support.vllm.scheduler import (
     inert_reason,
     make_configs,
@@ -86,6 +88,27 @@ def test_an_engine_whose_class_is_not_asked_for_has_the_time_of_the_plugins(tmp_
     assert read_setup(config, caches)
     save_again(model)
     assert "changed since this engine started" in inert_reason(config, caches)
+
+
+def test_other_files_that_an_engine_reads_are_older_than_its_making(tmp_path: Path) -> None:
+    """A quantization file, and the note of the Hub's client about a revision."""
+    _, caches = make_configs()
+    model, file, repo = saved(tmp_path), tmp_path / "quantization", tmp_path / "models--some--one"
+    commit = "0123456789" * 4
+    (repo / "refs").mkdir(parents=True)
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    file.write_text("{}")
+    config = arguments(model).create_engine_config()
+    config.model_config.hf_overrides = {"quantization_config_file": str(file)}
+    hub = Hub(str(tmp_path), making.since_ns(config))
+    assert read_setup(config, caches)
+    assert hub.folder("some/one", None, None).name == commit
+    file.write_text("{}")
+    (repo / "refs" / "main").write_text(commit)
+    assert "quantization changed since this engine started" in inert_reason(config, caches)
+    with pytest.raises(Indescribable, match="which commit of some/one was loaded is not known"):
+        hub.folder("some/one", None, None)
 
 
 @pytest.mark.parametrize("where", ["MultiConnector", "the module's path"])
