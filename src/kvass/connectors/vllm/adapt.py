@@ -5,8 +5,8 @@ This is a file of vLLM's version: it may have to change for a new version of vLL
 ``weight_files.py`` (the files that vLLM loads), ``making.py`` (when vLLM began to make the
 engine), ``rpcs.py`` (calls that may replace weights), ``rest.py`` (steps that nobody makes),
 ``lora.py`` (the adapters that a worker holds), ``content.py`` (what block hashes leave out),
-``groups.py`` (KV cache groups), ``kv_caches.py``
-(pages), ``tiles.py`` (what vLLM's kernels need of the CPU), ``stats.py`` (metrics), ``events.py``
+``groups.py`` (KV cache groups), ``kv_caches.py`` (pages), ``tiles.py`` (what vLLM's kernels need of
+the CPU), ``stats.py`` (metrics), ``events.py``
 (KV events), ``plugin.py`` (plug-ins), ``inert.py``, and ``blend*.py``. ``connector.py`` overrides
 the hooks of vLLM's base class. ``contract.py`` lists the names in vLLM that all these files use,
 except those of blend. No other file depends on vLLM. CONTRIBUTING.md says how to support another
