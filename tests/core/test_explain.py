@@ -184,6 +184,29 @@ def test_another_namespace_has_it_and_the_differing_field_is_named(rig: Rig) -> 
     assert told(new, "x") == ("absent", "", 0), "the control"
 
 
+def test_another_type_of_engine_is_one_difference_and_never_the_most_similar(rig: Rig) -> None:
+    """Its fields have other names, so a list of them would say nothing."""
+    others = {f"setting_{i}": "x" for i in range(9)}
+    hf = {"model": "m", "engine": "transformers 5.3, torch 2.12"} | others
+    first = rig.engine("hf", identity=hf)
+    vllm = {"model": "m", "engine": "vllm 0.33"}
+    second = rig.engine("one", identity=vllm | {"dtype": "fp8", "tp": "1"})
+    third = rig.engine("two", identity=vllm | {"dtype": "bf16", "tp": "2"})
+    later = rig.engine("later", identity=vllm | {"engine": "vllm 0.32"} | {"dtype": "fp8"})
+    spaces = {bytes.fromhex(ns["namespace"]): ns for ns in rig.status["namespaces"]}
+    said = [spaces[e.namespace] for e in (second, third, later)]
+    assert said[0]["differs_in"] == ["the engine type: vllm, not transformers"]
+    assert said[0]["like"] == first.namespace.hex()
+    assert said[1]["differs_in"] == ["dtype: bf16, not fp8", "tp: 2, not 1"]
+    assert said[2]["differs_in"] == ["engine: vllm 0.32, not vllm 0.33", "tp: (absent), not 1"]
+    first.store("a")
+    assert told(second, "a")[0] == "other_namespace"
+    assert last(rig)["detail"] == "the engine type: vllm, not transformers"
+    third.store("a")
+    assert told(second, "a")[0] == "other_namespace"
+    assert last(rig)["detail"] == "dtype: fp8, not bf16; tp: 1, not 2"
+
+
 def test_what_the_engine_knows_counts_if_the_daemon_knows_nothing(rig: Rig) -> None:
     e = rig.engine()
     e.store("a")

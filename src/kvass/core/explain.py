@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Final, NamedTuple, get_args
 
 from kvass.core.clients.lookup_log import TEXT, About, LookupEntry
-from kvass.core.clients.registry import Instance, differences
+from kvass.core.clients.registry import Instance, differences, distance
 from kvass.core.matching.coverage import BoolArray
 from kvass.core.matching.prefix import Hit, PrefixView
 from kvass.core.rows.left import CAUSES
@@ -88,7 +88,7 @@ def _elsewhere(state: State, ns: Namespace, keys: U64Array) -> str:
         for other in others[:NAMESPACES]
         if state.rows.there(other.classes[0].index.find(keys)).any()
     ]
-    fewest = min(found, key=len, default=())
+    fewest = min(found, key=distance, default=())
     return "; ".join(fewest)[:TEXT]
 
 

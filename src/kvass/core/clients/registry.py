@@ -267,11 +267,15 @@ _SHOWN_CHARS: Final = 40
 """The most characters of a field's name or value in ``differences``."""
 _SHOWN_FIELDS: Final = 8
 """The most fields in ``differences``."""
+_ENGINE_TYPE: Final = "the engine type"
 
 
 def differences(ours: Register, theirs: Register) -> tuple[str, ...]:
     """The fields in which two ``Register`` differ, for display. Both values are shown if they are
-    short."""
+    short. Engines of two types (vLLM, transformers) have other fields, so only that is said."""
+    types = [_engine_type(terms) for terms in (theirs, ours)]
+    if all(types) and types[0] != types[1]:
+        return (f"{_ENGINE_TYPE}: {types[0]}, not {types[1]}",)
     old, new = (
         terms.identity | {name: str(getattr(terms, name)) for name in _TERMS[1:]}
         for terms in (ours, theirs)
@@ -285,6 +289,17 @@ def differences(ours: Register, theirs: Register) -> tuple[str, ...]:
         values = f": {b}, not {a}" if max(len(a), len(b)) <= _SHOWN_CHARS else ""
         found.append(f"{name[:_SHOWN_CHARS]}{values}")
     return tuple(found) or ("the layout of the KV cache",)
+
+
+def distance(found: tuple[str, ...]) -> int:
+    """How unlike two ``Register`` are, by their ``differences``. Another type of engine is the
+    most."""
+    return _SHOWN_FIELDS + 1 if found[0].startswith(_ENGINE_TYPE) else len(found)
+
+
+def _engine_type(terms: Register) -> str:
+    """``vllm`` of ``vllm 0.33``; empty if the identity does not say."""
+    return terms.identity.get("engine", "").partition(" ")[0][:_SHOWN_CHARS]
 
 
 def _shape(worker: Worker) -> list[tuple[str, int, int]]:

@@ -17,6 +17,7 @@ from kvass.core.clients.registry import (
     check_agrees,
     check_register,
     differences,
+    distance,
     layout_digest,
     model_of,
     namespace_digest,
@@ -138,7 +139,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         (ns for ns in reversed(state.namespaces.values()) if ns.model == model), _COMPARED
     )
     compared = [(differences(ns.terms, terms), ns.digest) for ns in same]
-    differs_in, like = min(compared, key=lambda one: len(one[0]), default=((), b""))
+    differs_in, like = min(compared, key=lambda one: distance(one[0]), default=((), b""))
     state.namespaces[new] = Namespace(
         id=new,
         digest=digest,
