@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvass.arena import room
 from kvass.config import CONNECTION, Config, Parser, Size, add_flags, load, to_yaml
-from kvass.daemon import main as daemon_main
 from kvass.errors import ConfigError
 from kvass.types import Timing
 from kvass.wire import places
@@ -107,6 +106,7 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "socket": "/s",
         "daemon_uid": "9",
         "l1_size": "2MiB",
+        "force_l1_size": "yes",
         "huge_pages": "2MiB",
         "numa": "0",
         "arena": "/dev/shm/kvass",
@@ -355,34 +355,7 @@ def test_help_says_every_default() -> None:
     assert text.count("(default: ") == len(Config.__struct_fields__)
     assert "--lease-s S seconds that an engine may take to read a hit (default: 60)" in text
     assert "--keep-loaded yes|no keep rows that were" in text
-    assert "(default: a quarter of the memory that this process may use)" in text
-
-
-@pytest.mark.parametrize(("size", "warned"), [("800MiB", False), ("820MiB", True)])
-def test_an_arena_that_takes_nearly_all_memory_is_warned_of(
-    size: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(daemon_main, "room", lambda: room.Room(8 << 30, None, 1 << 30))
-    daemon_main._check_memory(Size.parse(size))
-    said = [f"l1_size {size} is more than 80 % of the 1GiB of memory available"] if warned else []
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == said
-
-
-def test_an_arena_that_the_kernel_does_not_promise_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With strict overcommit; without, a promise costs nothing."""
-    (tmp_path / "proc/sys/vm").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("CommitLimit: 1048576 kB\nCommitted_AS: 524288 kB\n")
-    mode = tmp_path / "proc/sys/vm/overcommit_memory"
-    mode.write_text("0\n")
-    assert room.committable(tmp_path) is None
-    mode.write_text("2\n")
-    assert room.committable(tmp_path) == 512 << 20
-    monkeypatch.setattr(daemon_main, "committable", lambda: room.committable(tmp_path))
-    daemon_main._check_memory(Size.parse("512MiB"))
-    with pytest.raises(ConfigError, match=r"l1_size 513MiB: the kernel promises 512MiB more"):
-        daemon_main._check_memory(Size.parse("513MiB"))
+    assert "(default: a quarter of the memory that this process may use, or less" in text
 
 
 @pytest.mark.parametrize("file", [True, False])

@@ -60,7 +60,7 @@ ENGINE_OPTIONS: Final = (
 """The options of an engine's connector, without their prefix ``kvass.``."""
 
 
-def _quarter_of_memory() -> Size:
+def default_l1_size() -> Size:
     return Size(memory_bytes() // 4 >> 20 << 20)
 
 
@@ -95,9 +95,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Size,
         Meta(
             description="memory for the cache (L1), resident from the start, like 64GiB",
-            extra={"default": "a quarter of the memory that this process may use"},
+            extra={
+                "default": "a quarter of the memory that this process may use, or less if less is "
+                "available"
+            },
         ),
-    ] = field(default_factory=_quarter_of_memory)
+    ] = field(default_factory=default_l1_size)
+    force_l1_size: Annotated[
+        bool, Meta(description="take an l1_size that is more than the memory that is available")
+    ] = False
     huge_pages: Annotated[
         HugePages,
         Meta(

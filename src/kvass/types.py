@@ -125,6 +125,19 @@ class Size(int):
         return f"{round(self / factor, 2):g}{unit}"
 
 
+def small_l1(l1_bytes: int, cache_bytes: int) -> str:
+    """The advice if L1 is too small beside the engines' own KV caches, which have ``cache_bytes``
+    together; empty if it is not."""
+    least = L1_OF_CACHES * cache_bytes
+    if least <= l1_bytes:
+        return ""
+    return (
+        f"L1 of {Size(l1_bytes).rounded()} is less than twice the engines' own KV caches together "
+        f"({Size(cache_bytes).rounded()}): it holds little that they do not hold too, so it hits "
+        f"seldom; give --l1-size {Size(least).rounded()} or more, or a tier (docs/sizing.md)"
+    )
+
+
 class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """One layer group as one rank holds it: layers sharing a block-id space and a cache spec.
 

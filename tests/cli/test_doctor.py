@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvass._version import TESTED_VLLM
+from kvass._version import TESTED_VLLM, __version__
 from kvass.cli.doctor import checks, devices, machine, table
 from kvass.cli.doctor.beside import VLLM_SHARE
 from kvass.cli.doctor.checks import CHECKS
 from kvass.cli.doctor.devices import Device, DeviceReport
 from kvass.cli.doctor.machine import Machine, examine
 from kvass.cli.main import main
+from kvass.config import Config, Size
 from kvass.errors import ConfigError
 from kvass.testing.daemon import running_daemon
 from kvass.wire.channel import Channel
@@ -125,6 +126,7 @@ def writes(up_s: float, **stored: float) -> dict[str, Any]:
     return {"daemon": {"up_s": up_s, "tiers": tiers}}
 
 
+TIER = {"tier": "s3:b", "up": True, "store_failures": 0, "stored_rows": 0}
 KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     # GPUs.
     ({}, "GPU", "ok", "none; CPU"),
@@ -166,7 +168,14 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     (GPU | {"dev/dxg": ""}, "system", "warning", "WSL2; no memory is pinned"),
     # Memory.
     ({}, "memory", "ok", "64 GiB in the machine; limit none; 48 GiB available; 8 GiB, taken"),
-    (GROUP, "memory", "warning", "limit 16 GiB, 5 GiB available; more than 80%; 2GiB"),
+    (
+        GROUP,
+        *("memory", "error", "limit 16 GiB, 5 GiB available; more than that; refuses; --l1-size 2"),
+    ),
+    (GROUP, "memory", "error", "free memory; --force-l1-size yes"),
+    (GROUP | {"l1_chosen": False}, "memory", "warning", "5 GiB available; more than 80%; 2GiB"),
+    (GROUP | {"l1_held_bytes": 3 * GIB}, "memory", "warning", "more than 80%"),
+    (GROUP | {"l1_held_bytes": 4 * GIB}, "memory", "ok", "limit 16 GiB, 5 GiB available"),
     (
         GROUP | {"l1_bytes": 17 * GIB},
         *("memory", "error", "limit 16 GiB; than the container may use; killed; --l1-size 8GiB"),
@@ -237,6 +246,32 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
             "together 4.5 GiB: less than twice; few hits; 9GiB or more",
         ),
     ),
+    (
+        {"daemon": {**caches(l1=8, engines=4.5)["daemon"], "tiers": [TIER]}},
+        *("engines' caches", "ok", "less than twice as much, with a tier behind it"),
+    ),
+    # L1, and what an engine will cache that is not there yet.
+    (GPU, "engines' caches", "note", "no engine; --model FOLDER where an engine runs"),
+    (
+        GPU | {"model_bytes": 16 * GIB},
+        *(
+            "engines' caches",
+            "warning",
+            "L1 8 GiB; will have 111.9 GiB (92% of 139 GiB of all GPUs here, its default, without "
+            "16 GiB of weights); less than twice; --l1-size 223.76GiB or more",
+        ),
+    ),
+    (GPU | {"model_bytes": 16 * GIB, "l1_bytes": 224 * GIB}, "engines' caches", "ok", "111.9 GiB"),
+    (
+        CPU | {"model_bytes": 16 * GIB},
+        *("engines' caches", "warning", "will have 40.9 GiB (92% of 64 GiB of memory, its default"),
+    ),
+    (
+        CPU | env(VLLM_CPU_KVCACHE_SPACE="6"),
+        *("engines' caches", "warning", "will have 6 GiB (VLLM_CPU_KVCACHE_SPACE); 12GiB or more"),
+    ),
+    (CPU | env(VLLM_CPU_KVCACHE_SPACE="4"), "engines' caches", "ok", "will have 4 GiB"),
+    ({"model_bytes": GIB}, "engines' caches", "note", "not checked"),
     ({}, "shared memory", "ok", "memfd of 8 GiB; /dev/shm is not"),
     ({"arena_trouble": "not permitted"}, "shared memory", "error", "permitted; seccomp"),
     ({}, "huge pages", "ok", "advise; huge pages where there are any"),
@@ -282,6 +317,11 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     ({}, "daemon", "note", "none at /; kvass serve --socket; --l1-size 8GiB"),
     ({"daemon_trouble": "no answer"}, "daemon", "warning", "no answer; uncached"),
     ({"daemon": {"version": "99"}}, "daemon", "note", "kvass 99; newer"),
+    ({"daemon": {"problems": ["no arena"]}}, "daemon", "warning", "no arena; kvass status"),
+    (
+        {"daemon": {"version": __version__, "notes": ["no recording"]}},
+        *("daemon", "note", "no recording; by every engine"),
+    ),
     # Wear.
     ({}, "disk writes", "ok", "no daemon with a disk tier"),
     (writes(3600, redis=1), "disk writes", "ok", "no daemon with a disk tier"),
@@ -362,7 +402,9 @@ def test_what_cannot_be_read_ends_nothing(kind: str, tmp_path: Path) -> None:
 
 
 def test_this_machine_is_as_its_kernel_says(tmp_path: Path) -> None:
-    m = examine(16 << 20, str(tmp_path / "kvass.sock"), {})
+    m = examine(Config(l1_size=Size(16 << 20)), str(tmp_path / "kvass.sock"), {})
+    assert m.l1_chosen
+    assert not examine(Config(), str(tmp_path / "kvass.sock"), {}).l1_chosen
     assert m.text("proc/sys/kernel/osrelease") == os.uname().release
     assert m.number("proc/meminfo", r"MemTotal: +(\d+) kB")
     assert m.limit("open files")[0] > 0
@@ -375,7 +417,8 @@ def test_this_machine_is_as_its_kernel_says(tmp_path: Path) -> None:
 def test_the_weights_of_a_model_are_those_of_one_format(tmp_path: Path) -> None:
     for name, size in (("a.safetensors", 100), ("b.safetensors", 50), ("a.bin", 7), ("c.json", 3)):
         (tmp_path / name).write_bytes(bytes(size))
-    assert examine(16 << 20, str(tmp_path / "none"), {}, model=tmp_path).model_bytes == 150
+    small = Config(l1_size=Size(16 << 20))
+    assert examine(small, str(tmp_path / "none"), {}, tmp_path).model_bytes == 150
     with pytest.raises(ConfigError, match=f"--model {tmp_path}/none: no folder with weights"):
         machine.weights_bytes(tmp_path / "none")
 

@@ -68,6 +68,22 @@ def test_rows_outlive_a_killed_daemon_and_the_engine_that_stored_them(
             assert found(Rows(daemon.socket, "another", ROW, ending)) == 0, "the control"
 
 
+def test_a_place_that_cannot_be_used_is_a_problem_of_the_daemon(
+    tmp_path: Path, place: Path
+) -> None:
+    """It serves, and its next life will have nothing."""
+    script = (
+        "import sys; from kvass.arena.place import Place; Place.allocate = lambda *_: False; "
+        "from kvass.cli.main import main; sys.exit(main())"
+    )
+    with running_daemon(tmp_path, arena=str(place), program=("-c", script)) as daemon:
+        (problem,) = daemon.status()["problems"]
+        assert problem.startswith(f"arena {place}: not used: ")
+        assert problem.endswith("; L1 ends with this daemon")
+        assert problem in daemon.log()
+        assert main(["status", "--check", "--socket", daemon.socket]) == 1
+
+
 def test_without_a_place_nothing_is_left(tmp_path: Path) -> None:
     """The control."""
     with running_daemon(tmp_path) as daemon:

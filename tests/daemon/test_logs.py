@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvass.cli.main import main
+from kvass.client.health import notes, troubles
 from kvass.daemon import logs
 from kvass.messages import Clear, Cleared, Error, Ping, Pong, Register, Registered
 from kvass.testing.daemon import running_daemon
@@ -61,8 +63,8 @@ def test_who_registered_was_refused_cleared_and_went_is_said(
     assert {line["level"] for line in probes} == {"debug"}
 
 
-def test_an_l1_that_is_too_small_for_an_engines_cache_is_warned_of_once(
-    tmp_path: Path,
+def test_an_l1_that_is_too_small_for_an_engines_cache_is_logged_once_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running_daemon(tmp_path, "16MiB") as daemon, ExitStack() as sessions:
         for name, size in (("fits", 5 << 20), ("fits too", 3 << 20), ("crosses", 1 << 20)):
@@ -73,12 +75,25 @@ def test_an_l1_that_is_too_small_for_an_engines_cache_is_warned_of_once(
             worker.register(name, 0, cache_bytes=size)
             for _ in range(2):
                 scheduler.register(name, SCHEDULER)
+            fields = daemon.status()
+            assert len(notes(fields)) == (name == "crosses"), name
+        assert not troubles(fields), "it works, and hits seldom"
+        assert main(["status", "--check", "--socket", daemon.socket]) == 0
+        assert main(["status", "--socket", daemon.socket]) == 0
+        said = " ".join(capsys.readouterr().out.split())
         sessions.close()
         assert daemon.stop() == 0
         (line,) = [line for line in daemon.log().splitlines() if "less than twice" in line]
     assert "WARNING engine crosses scheduler" in line
     assert "L1 of 16MiB is less than twice the engines' own KV caches together (9MiB)" in line
-    assert "--l1-size 18MiB or more (docs/sizing.md)" in line
+    assert "--l1-size 18MiB or more, or a tier (docs/sizing.md)" in line
+    (text,) = notes(fields)
+    assert line.endswith(text)
+    assert said.startswith(f"ok note: {text} kvass ")
+    assert f" OK - {text} memory" in said
+    tier = {"tier": "disk:/d", "up": True, "store_failures": 0, "stored_rows": 0}
+    assert notes({**fields, "tiers": [tier | {"place": 1}]}) == []
+    assert notes({**fields, "tiers": [tier | {"place": 0}]}) == [text], "it was removed"
 
 
 def test_text_of_peers_makes_no_lines() -> None:

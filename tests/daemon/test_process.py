@@ -21,6 +21,7 @@ from kvass.cli.main import main
 from kvass.client.client import Client
 from kvass.config import Config, Size
 from kvass.daemon.listen import Access, listening
+from kvass.daemon.notices import Notices
 from kvass.errors import Unavailable
 from kvass.messages import Error, Ping, Pong, Populated
 from kvass.testing.daemon import Daemon, running_daemon
@@ -234,8 +235,11 @@ def test_a_daemon_for_others_in_a_folder_of_others_says_that_they_will_refuse_it
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 54_321)
     config = Config(socket=str(tmp_path / "s"), l1_size=Size(MIB), allow_uid=[0] if told else [])
-    with listening(config.socket, Access(config)):
-        assert ("set kvass.daemon_uid 54321 in them" in caplog.text) == told
+    notices = Notices()
+    with listening(config.socket, access := Access(config)):
+        access.look_at(config.socket, notices)
+    assert ("set kvass.daemon_uid 54321 in them" in caplog.text) == told
+    assert [text in caplog.text for text in notices.fields()["problems"]] == [True] * told
 
 
 # ---------------------------------------------------------------- memory

@@ -18,6 +18,7 @@ import pytest
 from kvass.cli.main import main
 from kvass.client.parallel import ParallelStrategy
 from kvass.daemon import recording
+from kvass.daemon.notices import Notices
 from kvass.daemon.recording import Recorder
 from kvass.errors import ConfigError
 from kvass.messages import (
@@ -198,7 +199,7 @@ def test_small_messages_do_not_wait_without_end(
     monkeypatch.setattr(recording, "WAITING_BYTES", 100 << 10)
     monkeypatch.setattr(os, "write", write)
     namespace: Any = _Namespace()
-    recorder = Recorder(str(tmp_path / "run.jsonl"), 1 << 20)
+    recorder = Recorder(str(tmp_path / "run.jsonl"), 1 << 20, Notices())
     recorder.take(time.monotonic(), namespace, Lookup(request="r", digests=b"", width=16))
     writes.wait()
     for _ in range(1000):
@@ -220,8 +221,10 @@ def test_a_daemon_that_starts_again_serves_and_leaves_the_recording(tmp_path: Pa
     with running_daemon(tmp_path, "1MiB", record=file) as daemon:
         with FakeEngine(daemon.socket, ALONE, (DENSE,), chunk_tokens=CHUNK) as engine:
             assert engine.store(list(range(CHUNK))) == 1
+        (note,) = daemon.status()["notes"]
+        assert note == f"record {file}: it is there already, so nothing is recorded"
         daemon.stop()
-        assert "it is there already, so nothing is recorded" in daemon.log()
+        assert note in daemon.log()
     assert file.read_text() == "before"
 
 
@@ -230,7 +233,8 @@ def test_what_cannot_be_recorded_is_said_and_nobody_waits(
 ) -> None:
     file = tmp_path / "run.jsonl"
     namespace: Any = _Namespace()
-    recorder = Recorder(str(file), 400)
+    notices = Notices()
+    recorder = Recorder(str(file), 400, notices)
     for _ in range(100):
         recorder.take(time.monotonic(), namespace, Lookup(request="r", digests=bytes(64), width=16))
     recorder.close()
@@ -238,11 +242,12 @@ def test_what_cannot_be_recorded_is_said_and_nobody_waits(
     assert [r.getMessage() for r in caplog.records] == [
         f"the recording {file} has ended: it has reached --record-size"
     ]
+    assert notices.fields()["notes"] == [caplog.records[0].getMessage()]
     assert len(read(file).asking) > 1
     with pytest.raises(ConfigError, match="No such file"):
-        Recorder(str(tmp_path / "none" / "run.jsonl"), 400)
+        Recorder(str(tmp_path / "none" / "run.jsonl"), 400, notices)
     monkeypatch.setattr(recording, "WAITING_BYTES", -1)  # the thread is too slow
-    slow = Recorder(str(tmp_path / "slow.jsonl"), 1 << 20)
+    slow = Recorder(str(tmp_path / "slow.jsonl"), 1 << 20, notices)
     slow.take(time.monotonic(), namespace, Lookup(request="r", digests=bytes(64), width=16))
     monkeypatch.undo()
     slow.take(time.monotonic(), namespace, Lookup(request="r", digests=bytes(64), width=16))

@@ -18,6 +18,7 @@ import pytest
 from kvass.config import Config, Size
 from kvass.daemon.listen import Access
 from kvass.daemon.live import LiveConfig
+from kvass.daemon.notices import Notices
 from kvass.messages import Clear, Error
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.daemon.test_process import as_user, open_folder, stranger, try_to_connect
@@ -105,8 +106,10 @@ def test_a_file_with_an_error_changes_nothing(tmp_path: Path) -> None:
             line = hup(daemon)
             assert line.startswith("ERROR SIGHUP: the options stay as they were: ")
             assert why in line
+            assert daemon.status()["problems"] == [line.removeprefix("ERROR ")]
             file.write_text(CONFIG)
             assert hup(daemon) == "INFO SIGHUP: nothing has changed"
+            assert daemon.status()["problems"] == []
 
 
 async def no_other_tiers(urls: list[str]) -> None:
@@ -118,7 +121,7 @@ def test_quotas_are_held_against_the_l1_that_there_is(
 ) -> None:
     now = Config(socket=str(tmp_path / "s"), l1_size=Size(1 << 20))
     wanted = msgspec.structs.replace(now, l1_size=Size(4 << 20), quota=["a=:2MiB"])
-    live = LiveConfig(now, Access(now), lambda: wanted)
+    live = LiveConfig(now, Access(now), Notices(), lambda: wanted)
     asyncio.run(live.reload(no_other_tiers))
     assert live.current == now
     assert "2MiB are reserved of an l1_size of 1MiB" in caplog.text

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from tests.daemon.tier_rig import commit_two, disk, tier_of
 from tests.support.tiers.faulty import url
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import engine
+
+ROOT = Path(__file__).parents[2]
 
 
 def comes_in(daemon: Daemon) -> bool:
@@ -48,6 +53,56 @@ def test_a_disk_is_opened_told_of_and_let_go(tmp_path: Path, folder: Path) -> No
         assert eventually(lambda: tier_of(daemon).get("records") == 2)
         daemon.restart()
         assert eventually(lambda: tier_of(daemon).get("records") == 2)
+
+
+FULL = """
+import sys
+from pathlib import Path
+from kvass.client.health import notes, troubles
+from kvass.cli.main import main
+from kvass.testing.daemon import running_daemon
+from tests.daemon.tier_rig import tier_of
+from tests.support.waiting import eventually
+
+disk = Path(sys.argv[1], "disk")
+(disk / "others").write_bytes(bytes(84 << 20))
+(disk / "kvass").mkdir(mode=0o700)
+tier = f"disk:{disk}/kvass?capacity=90MiB"
+with running_daemon(disk.parent, "1MiB", tier=[tier]) as daemon:
+    assert eventually(lambda: tier_of(daemon).get("up") is True)
+    (note,) = notes(daemon.status())
+    assert troubles(daemon.status()) == [], "what there is room for is kept"
+    assert main(["status", "--socket", daemon.socket]) == 0
+    print(note)
+    print(daemon.log())
+    (disk / "others").unlink()
+    main(["clear", "--tier", "--socket", daemon.socket])
+    assert eventually(lambda: notes(daemon.status()) == []), "the disk has room again"
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root can mount"
+)
+def test_a_disk_with_less_room_than_the_capacity_is_told_of(tmp_path: Path) -> None:
+    """Its segments are allocated one by one."""
+    (tmp_path / "disk").mkdir()
+    mount = f"mount -t tmpfs -o size=100m none {tmp_path}/disk"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f'{mount} && exec {sys.executable} -c "$0" {tmp_path}', FULL],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    tier = f"tier disk:{tmp_path}/disk/kvass"
+    note = f"{tier}: its disk has room for 16MiB of its capacity of "
+    assert f"\n{note}" in done.stdout
+    assert "OK\n  - tier disk:" in done.stdout, "kvass status"
+    assert f"WARNING {note.removeprefix('tier disk:')}" in done.stdout
 
 
 def test_its_process_maps_the_arena_before_anything_is_loaded(tmp_path: Path, folder: Path) -> None:

@@ -58,6 +58,7 @@ def test_a_web_port_is_taken_over_too(tmp_path: Path) -> None:
         (("--arena", "/dev/shm/no", "--huge-pages", "2MiB"), "not with arena"),
         (("--tier", "disk:/no/such?capacity=1GiB"), "no such folder"),
         (("--tier", "redis:localhost:1?key_file=/no/such"), "cannot be read"),
+        (("--http", "127.0.0.1:0", "--http-token-file", "/no/such"), "cannot read token file"),
     ],
 )
 def test_what_cannot_be_served_does_not_stop_the_daemon(

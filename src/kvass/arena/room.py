@@ -23,35 +23,42 @@ class _Files(NamedTuple):
     root: str
     limit: str
     used: str
-    idle: str
+    prefix: str
 
 
 _V1: Final = _Files(
-    "sys/fs/cgroup/memory",
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    "total_inactive_file",
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
 )
-_V2: Final = _Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_V2: Final = _Files("sys/fs/cgroup", "memory.max", "memory.current", "")
+_PAGE_CACHE: Final = ("inactive_file", "active_file")
 
 
 class Room(NamedTuple):
     """Sizes of memory in bytes; None is unknown. ``limit`` is the lowest limit of the cgroups that
     this process is in; None if there is none. ``available`` is what could be used now, the page
-    cache included."""
+    cache included; ``with_shared`` what could be used if nobody had shared memory any more."""
 
     total: int | None
     limit: int | None
     available: int | None
+    with_shared: int | None = None
 
 
 def room(root: Path = _ROOT) -> Room:
     """The memory that this process has now."""
-    total, available = (_meminfo(root, name) for name in ("MemTotal", "MemAvailable"))
-    groups = [one for one in _groups(root) if total is None or one[0] < total]
-    left = [n for n in (available, *(left for _, left in groups)) if n is not None]
-    limit = min((limit for limit, _ in groups), default=None)
-    return Room(total, limit, min(left, default=None))
+    total, available, shared = (
+        _meminfo(root, name) for name in ("MemTotal", "MemAvailable", "Shmem")
+    )
+    groups = [one for one in _groups(root) if total is None or one.limit < total]
+    left = [(one.left, one.left + one.shared) for one in groups]
+    if available is not None:
+        left.append((available, available + (shared or 0)))
+    return Room(
+        total,
+        min((one.limit for one in groups), default=None),
+        min((now for now, _ in left), default=None),
+        min((without for _, without in left), default=None),
+    )
 
 
 def physical_bytes() -> int:
@@ -74,8 +81,16 @@ def committable(root: Path = _ROOT) -> int | None:
     return None if limit is None or promised is None else max(0, limit - promised)
 
 
-def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """For each cgroup of this process that has a limit: the limit, and how much of it is left."""
+class _Group(NamedTuple):
+    """A cgroup with a limit: the limit, how much of it is left, and how much is shared memory."""
+
+    limit: int
+    left: int
+    shared: int
+
+
+def _groups(root: Path) -> Iterator[_Group]:
+    """The cgroups of this process that have a limit."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -86,8 +101,12 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
             here = root / files.root / str(folder).lstrip("/")
             if (limit := _number(here / files.limit)) is not None:
                 used = _number(here / files.used) or 0
-                idle = _number(here / "memory.stat", rf"{files.idle} (\d+)$") or 0
-                yield limit, max(0, limit - used + idle)
+                names = (*_PAGE_CACHE, "shmem")
+                *cache, shared = (
+                    _number(here / "memory.stat", rf"{files.prefix}{name} (\d+)$") or 0
+                    for name in names
+                )
+                yield _Group(limit, min(limit, max(0, limit - used + sum(cache))), shared)
 
 
 def _meminfo(root: Path, name: str) -> int | None:

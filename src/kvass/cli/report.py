@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import Any, Final
 
-from kvass.client.health import tier_note, tier_state, troubles, used_tiers
+from kvass.client.health import notes, tier_note, tier_state, troubles, used_tiers
 
 WIDTH: Final = 79
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -31,6 +31,8 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
     yield f"kvass {fields['version']}  up {up}  pid {fields.get('pid', '?')}  {state}"
     for line in problems:
         yield from wrap(f"! {line}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    for line in notes(fields):
+        yield from wrap(f"- {line}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     capacity, used = fields["l1_capacity_bytes"], fields["l1_used_bytes"]
     evicted = sum(n for name, n in fields["counters"].items() if name.startswith("evicted_"))
     there = fields["l1_populated_bytes"]

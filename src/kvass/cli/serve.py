@@ -65,29 +65,35 @@ def run(argv: list[str]) -> int:
     from kvass.daemon.listen import LOCK_WAIT_S
     from kvass.daemon.main import check, serve
     from kvass.tiers.url import check_tier
+    from kvass.web.access import HttpAccess
 
     again = partial(_load, options, file, lambda line: None)
     read_again = again if file or os.environ.get(FILE_ENV) else None
     patience_s = LOCK_WAIT_S
+    if config.http:
+        HttpAccess.of(config)
     if taking_over:
         check(config)  # an error in it is said while the other daemon still serves
         for url in config.tier:
             check_tier(url)
         _take_over(config)
         patience_s = _LEAVING_S
-    with _web_process(config, patience_s):
-        serve(config, _announce, read_again, patience_s)
+    web = partial(_web_process, config, patience_s)
+    serve(config, _announce, read_again, patience_s, web)
     return 0
 
 
 def _take_over(config: Config) -> None:
     """Have the living daemon stop; if there is none, there is nothing to do. Raises ``KvassError``:
     it lives, and stays."""
+    from kvass.daemon.l1_size import l1_size
     from kvass.daemon.lasting import real_path
 
     began_s = time.monotonic()
     try:
         with Client(config.socket, daemon_uid=config.daemon_uid) as client:
+            theirs = client.status()
+            l1_size(config, 0 if theirs["arena"]["place"] else theirs["l1_populated_bytes"])
             client.take_over(real_path(config.arena), config.stop_s)
     except TimedOut:
         raise

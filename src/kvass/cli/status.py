@@ -7,7 +7,7 @@ import json
 from kvass.cli import daemon
 from kvass.cli.detail import detail
 from kvass.cli.report import printable, report
-from kvass.client.health import troubles
+from kvass.client.health import notes, troubles
 from kvass.config import Parser
 
 
@@ -22,7 +22,9 @@ def run(argv: list[str]) -> int:
         "--verbose", action="store_true", help="print also each figure that is not 0, explained"
     )
     parser.add_argument(
-        "--check", action="store_true", help="print what is wrong; exit status 1 if something is"
+        "--check",
+        action="store_true",
+        help="print what is wrong, and notes; exit status 1 if something is wrong",
     )
     options = vars(parser.parse_args(argv))
     as_json, check, verbose = (options.pop(name) for name in ("json", "check", "verbose"))
@@ -30,7 +32,8 @@ def run(argv: list[str]) -> int:
         fields = client.status()
     if check:
         lines = troubles(fields)
-        print("\n".join(map(printable, lines)) or "ok")
+        said = [*(lines or ["ok"]), *(f"note: {line}" for line in notes(fields))]
+        print("\n".join(map(printable, said)))
         return 1 if lines else 0
     if as_json:
         print(json.dumps(fields, indent=2))

@@ -1,9 +1,12 @@
-"""The troubles of a daemon and of its tiers, read from the fields of its status."""
+"""The troubles of a daemon and of its tiers, and what else an operator must know of them, read from
+the fields of its status."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
+
+from kvass.types import Size, small_l1
 
 REFUSED_S: Final = 60.0
 """Seconds for which a refusal is listed. A refused engine tries again at least every 30 s."""
@@ -14,7 +17,7 @@ FAILING_ROWS: Final = 16
 
 def troubles(fields: Mapping[str, Any]) -> list[str]:
     """The troubles of the daemon, one line each."""
-    found = []
+    found = [*fields.get("problems", [])]
     for engine in fields.get("engines", []):
         if missing := engine["missing_ranks"]:
             ranks = ", ".join(map(str, missing[:8]))
@@ -41,6 +44,27 @@ def _wrong_rows(namespace: Mapping[str, Any]) -> str:
     )
 
 
+def notes(fields: Mapping[str, Any]) -> list[str]:
+    """What an operator must know though nothing is wrong, one line each."""
+    found, tiers = [*fields.get("notes", [])], used_tiers(fields.get("tiers", []))
+    small = small_l1(fields.get("l1_capacity_bytes", 0), fields.get("engine_cache_bytes", 0))
+    if small and not tiers:
+        found.append(small)
+    return found + [f"tier {tier['tier']}: {text}" for tier in tiers if (text := _no_room(tier))]
+
+
+def _no_room(tier: Mapping[str, Any]) -> str:
+    """The line of a tier whose disk has less room than the tier may take; empty: it has enough."""
+    lacks, capacity = tier.get("lacking_bytes", 0), tier.get("capacity_bytes", 0)
+    if not lacks:
+        return ""
+    there = Size(max(0, capacity - lacks)).rounded()
+    return (
+        f"its disk has room for {there} of its capacity of {Size(capacity).rounded()}: free some, "
+        "or give it less"
+    )
+
+
 def used_tiers(tiers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The tiers that are not removed, in the order in which lookups ask them."""
     used = [tier for tier in tiers if tier.get("place") != 0]
@@ -63,10 +87,11 @@ def tier_trouble(tier: dict[str, Any]) -> str:
         return f"down: {tier.get('trouble') or 'it has not been opened yet'}"
     failed, stored = tier["store_failures"], tier["stored_rows"]
     failing = tier.get("failing_rows", 0)
+    why = ", the disk is full" if tier.get("full") else ""
+    if not why and tier.get("too_large"):
+        why = ", a row is larger than what the tier, or its tenant's part of it, may hold"
     if failing >= FAILING_ROWS:
-        full = ", the disk is full" if tier.get("full") else ""
-        return f"stores fail: the last {failing:,} rows were not stored{full}"
+        return f"stores fail: the last {failing:,} rows were not stored{why}"
     if failed and failed >= stored:
-        full = ", the disk is full" if tier.get("full") else ""
-        return f"stores fail: {failed:,} failed, {stored:,} did not{full}"
+        return f"stores fail: {failed:,} failed, {stored:,} did not{why}"
     return str(tier.get("trouble", ""))

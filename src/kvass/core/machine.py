@@ -38,7 +38,7 @@ from kvass.core.state import CoreConfig, State
 from kvass.core.tiers import epochs, flush, presence, probe, promote, tier_changes, warm_start
 from kvass.errors import Refused
 from kvass.messages import Error, FromDaemon, Hello, Pong, Register, StatusReply
-from kvass.types import Quota
+from kvass.types import Quota, small_l1
 
 __all__ = ["CacheMachine", "CoreConfig"]
 
@@ -218,9 +218,12 @@ class CacheMachine:
             return None
         return self.state.namespace_of(self.state.instances[terms.instance])
 
-    def engine_cache_bytes(self) -> int:
-        """The size of the engines' own KV caches together, as far as they told it."""
-        return self.state.engine_cache_bytes
+    def small_l1(self) -> str:
+        """The advice if L1 is too small beside the engines' own KV caches, and there is no tier."""
+        state = self.state
+        if state.tiers.used:
+            return ""
+        return small_l1(state.config.arena_bytes, state.engine_cache_bytes)
 
     def owes(self, session: SessionId) -> bool:
         """Whether the session is of a worker that may still read or write the arena."""

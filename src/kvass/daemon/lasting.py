@@ -32,7 +32,8 @@ _log: Final = logging.getLogger("kvass")
 class L1Memory:
     """The ``arena`` of a daemon and, if it is in a place, the ``index`` of what is in it.
 
-    ``cold``: why a place had nothing to begin with; empty if it had, and without a place.
+    ``cold``: why a place had nothing to begin with, or without ``place`` why it is not used; empty
+    if there is no reason.
     """
 
     def __init__(
@@ -126,10 +127,9 @@ def _lasting(place: Place, size: int) -> L1Memory:
         what = f"arena {place.name}: {found.reason}"
         raise ConfigError(f"{what}: reserve some pages more than L1 has")
     if isinstance(found, Unusable):
-        _log.warning("arena %s: not used: %s; L1 ends with this daemon", place.name, found.reason)
         place.slots.close()
         place.release()
-        return L1Memory(_own(size, "transparent"), None, None, "")
+        return L1Memory(_own(size, "transparent"), None, None, found.reason)
     return L1Memory(place.slots, place, found, cold)
 
 

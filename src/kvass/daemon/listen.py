@@ -22,6 +22,7 @@ from typing import Final
 
 from kvass import processes
 from kvass.config import Config
+from kvass.daemon.notices import Notices
 from kvass.errors import ConfigError
 from kvass.wire.channel import PeerCredentials, check_path
 from kvass.wire.places import make_folder
@@ -74,6 +75,17 @@ class Access:
         other.apply(path)
         self.uids, self._group, self._mode = other.uids, other._group, other._mode
 
+    def look_at(self, path: str, notices: Notices) -> None:
+        """Say whether other users' engines will refuse a daemon at ``path``."""
+        notices.over("access")
+        own = os.geteuid()
+        if self.others and own and (reason := others_at(path, own)):
+            notices.problem(
+                "access",
+                f"{path}: {reason}, so engines of other users take this daemon for a stranger's "
+                f"and run uncached: choose another --socket, or set kvass.daemon_uid {own} in them",
+            )
+
     def refusal(self, peer: PeerCredentials) -> str | None:
         """Return None if ``peer`` may connect, else the text of the refusal."""
         if peer.uid in self.uids or self._group in peer.groups:
@@ -101,14 +113,6 @@ def listening(
         _remove_dead(path)
         sock = ending.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         _bind(sock, path, access)
-        if access.others and os.geteuid() and (reason := others_at(path, os.geteuid())):
-            _log.warning(
-                "%s: %s, so engines of other users take this daemon for a stranger's and run "
-                "uncached: choose another --socket, or set kvass.daemon_uid %d in them",
-                path,
-                reason,
-                os.geteuid(),
-            )
         ending.callback(Path(path).unlink, missing_ok=True)
         yield sock
 
@@ -172,7 +176,8 @@ def _lock(path: str, patience_s: float) -> int:
                 _log.info("%s%s: waiting up to %g s", locked, is_what, wait_s)
             if time.monotonic() - begun > wait_s:
                 raise ConfigError(
-                    f"{path[:-5]} is in use by the live daemon {locked.pid or '?'}: stop it first"
+                    f"{path[:-5]} is in use by the live daemon {locked.pid or '?'}: stop it "
+                    "first, or choose another --socket"
                 ) from None
         time.sleep(0.01)
 

@@ -18,6 +18,7 @@ import msgspec
 from kvass.config import Config, check_quotas
 from kvass.daemon import logs, notify
 from kvass.daemon.listen import Access
+from kvass.daemon.notices import Notices
 from kvass.errors import ConfigError, KvassError
 from kvass.tiers.url import redacted
 
@@ -38,10 +39,15 @@ class LiveConfig:
     """
 
     def __init__(
-        self, config: Config, access: Access, read_again: Callable[[], Config] | None = None
+        self,
+        config: Config,
+        access: Access,
+        notices: Notices,
+        read_again: Callable[[], Config] | None = None,
     ) -> None:
         self.current = config
         self.access = access
+        self._notices = notices
         self._read_again = read_again
 
     async def reload(self, change_tiers: ChangeTiers) -> None:
@@ -58,8 +64,10 @@ class LiveConfig:
             logs.set_level("info")  # this line is written whatever the level is
             _log.info("SIGHUP: %s", changes)
             logs.set_level(self.current.log_level)
+            self._notices.over("reload")
+            self.access.look_at(self.current.socket, self._notices)
         except (KvassError, OSError, ValueError) as error:  # ValueError: a user's name with a NUL
-            _log.error("SIGHUP: the options stay as they were: %s", error)
+            self._notices.problem("reload", f"SIGHUP: the options stay as they were: {error}")
         notify.send("READY=1")
 
     async def _apply(self, wanted: Config, access: Access, change_tiers: ChangeTiers) -> str:

@@ -35,6 +35,7 @@ from kvass.daemon.connection import Connection
 from kvass.daemon.last_events import LastEvents
 from kvass.daemon.lasting import L1Memory
 from kvass.daemon.live import LiveConfig
+from kvass.daemon.notices import Notices
 from kvass.daemon.peer_process import PeerProcess, former_process, process_behind
 from kvass.daemon.populate import Populating, thread_cpus
 from kvass.daemon.recording import Recorder
@@ -77,15 +78,16 @@ class Server:
         listener: socket.socket,
         live: LiveConfig,
         tiers: TierSet,
+        notices: Notices,
         recorder: Recorder | None = None,
     ) -> None:
         self._machine = machine
         self._l1, self._arena = l1, l1.arena
         self._listener = listener
         self._live = live
-        self._session_log = SessionLog(machine.engine_cache_bytes, self._arena.size)
+        self._session_log = SessionLog(machine.small_l1)
         self._last = LastEvents(machine.state.config)
-        self._recorder = recorder
+        self._notices, self._recorder = notices, recorder
         self._connections: dict[SessionId, Connection] = {}
         self._watched: dict[SessionId, PeerProcess] = {}
         """Processes of lost sessions. Slots in quarantine wait until these have ended."""
@@ -164,7 +166,8 @@ class Server:
                 wanted = quotas(self._live.current)
                 self._handle(effects.QuotasAre(wanted))
                 if self._machine.quotas != {*wanted}:
-                    _log.error("SIGHUP: the quotas stay as they were: too many other tenants")
+                    said = "SIGHUP: the quotas stay as they were: too many other tenants"
+                    self._notices.problem("reload", said)
 
     async def _change_tiers(self, urls: list[str]) -> None:
         await self._tiers.change(urls, self._machine.tier_number, self._handle)
@@ -362,6 +365,7 @@ class Server:
                 there = {str(node): n for node, n in self._populating.by_node.items()}
                 effect.message.fields["l1_node_bytes"] = there
                 effect.message.fields["arena"] = self._l1_fields()
+                effect.message.fields.update(self._notices.fields())
             if (connection := self._connections.get(effect.session)) is not None:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode_reply(effect.message), fd)

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import numpy.ma  # np.unique would import it, in the middle of a request
@@ -22,20 +23,14 @@ import numpy.random  # noqa: F401 - nodes.by_node would import it, while engines
 from kvass._version import __version__
 from kvass.arena import nodes
 from kvass.arena.memory import Arena
-from kvass.arena.room import SAFE_SHARE, committable, room
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.daemon.lasting import (
-    L1Memory,
-    check_place,
-    held_bytes,
-    open_memory,
-    page_bytes,
-    real_path,
-)
+from kvass.daemon.l1_size import l1_size
+from kvass.daemon.lasting import L1Memory, check_place, open_memory, real_path
 from kvass.daemon.listen import LOCK_WAIT_S, Access, listening
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
+from kvass.daemon.notices import Notices
 from kvass.daemon.recording import Recorder
 from kvass.daemon.tier_set import TierSet
 from kvass.errors import ConfigError
@@ -52,26 +47,30 @@ def serve(
     announce: Callable[[str], None],
     read_again: Callable[[], Config] | None = None,
     patience_s: float = LOCK_WAIT_S,
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Calls ``announce`` with the ``ready`` line once clients can
     connect.
 
     ``read_again`` reads the configuration again on SIGHUP (``LiveConfig``). ``patience_s``: how
-    long to wait for a daemon that is leaving. Raises ``ConfigError``
-    for a configuration that cannot be served.
+    long to wait for a daemon that is leaving. ``beside``: what runs while the path is locked, such
+    as the web process. Raises ``ConfigError`` for a configuration that cannot be served.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
     _raise_descriptor_limit()
     access = check(config)
-    page = page_bytes(config.arena, config.huge_pages)
-    if page == PAGE:
-        _check_memory(Size(max(0, config.l1_size - held_bytes(config.arena))))
-    with listening(config.socket, access, patience_s) as listener:
-        size = config.l1_size // page * page
-        if not size:
-            raise ConfigError(f"l1_size {config.l1_size}: smaller than a page of {Size(page)}")
+    notices = Notices()
+    # The lock first: a living daemon has the memory and the port too, and is the cause to name.
+    with listening(config.socket, access, patience_s) as listener, beside():
+        access.look_at(config.socket, notices)
+        size, said = l1_size(config)
+        if said:
+            notices.note("l1_size", said)
         l1 = open_memory(config.arena, size, config.huge_pages)
-        _spread(l1.arena, config.numa)
+        if l1.place is None and l1.cold:
+            said = f"arena {config.arena}: not used: {l1.cold}; L1 ends with this daemon"
+            notices.problem("arena", said)
+        _spread(l1.arena, config.numa, notices)
         core = core_config(config, size)
         began_s = time.monotonic()
         machine = CacheMachine(core, l1.index)
@@ -84,9 +83,9 @@ def serve(
             f" pages={_pages(l1)}{f' tiers={len(tiers)}' if tiers else ''}"
             f"{found} boot={core.boot.hex()}"
         )
-        live = LiveConfig(config, access, read_again)
-        recorder = _recorder(config)
-        server = Server(machine, l1, listener, live, tiers, recorder)
+        live = LiveConfig(config, access, notices, read_again)
+        recorder = _recorder(config, notices)
+        server = Server(machine, l1, listener, live, tiers, notices, recorder)
         try:
             server.run(lambda: announce(ready))
         finally:
@@ -121,15 +120,16 @@ def _adopted(l1: L1Memory, machine: CacheMachine, took_s: float) -> str:
     return f" adopted={found.rows}"
 
 
-def _recorder(config: Config) -> Recorder | None:
+def _recorder(config: Config, notices: Notices) -> Recorder | None:
     """Make the recorder for the file ``config.record``. Return None if no file is configured, or if
     it exists already: a restarted daemon does not overwrite a recording. Raises ``ConfigError``."""
     if not config.record:
         return None
     try:
-        return Recorder(config.record, config.record_size)
+        return Recorder(config.record, config.record_size, notices)
     except FileExistsError:
-        _log.warning("record %s: it is there already, so nothing is recorded", config.record)
+        said = f"record {config.record}: it is there already, so nothing is recorded"
+        notices.note("record", said)
         return None
 
 
@@ -162,7 +162,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
     )
 
 
-def _spread(arena: Arena, numa: str) -> None:
+def _spread(arena: Arena, numa: str, notices: Notices) -> None:
     """Spread the arena over the nodes that ``numa`` names, or over all. Nothing is done where there
     is one node, and none is named. Raises ``ConfigError`` if the named ones cannot be used."""
     there = nodes.nodes()
@@ -175,7 +175,7 @@ def _spread(arena: Arena, numa: str) -> None:
         why = f"mbind: {error.strerror}; in a container add the capability SYS_NICE"
         if named:
             raise ConfigError(f"numa {numa}: {why}") from error
-        _log.warning("L1 is not spread evenly over the %d NUMA nodes: %s", len(there), why)
+        notices.note("numa", f"L1 is not spread evenly over the {len(there)} NUMA nodes: {why}")
 
 
 def _named_nodes(numa: str, there: Collection[int]) -> set[int]:
@@ -196,26 +196,6 @@ def _pages(l1: L1Memory) -> str:
     if l1.arena.page_bytes > PAGE:
         return Size(l1.arena.page_bytes).rounded()
     return "huge" if l1.huge() else "4KiB"
-
-
-def _check_memory(l1_bytes: Size) -> None:
-    """Check that the machine has enough memory for L1. Raises ``ConfigError`` if the kernel will
-    refuse it. Logs a warning if the daemon may be killed once the pages of L1 are resident."""
-    left = committable()
-    if left is not None and l1_bytes > left:
-        raise ConfigError(
-            f"l1_size {l1_bytes}: the kernel promises {Size(left).rounded()} more at most "
-            "(vm.overcommit_memory=2): give less, or raise vm.overcommit_ratio"
-        )
-    available = room().available
-    if available is not None and l1_bytes > SAFE_SHARE * available:
-        _log.warning(
-            "l1_size %s is more than %d %% of the %s of memory available: the daemon or its "
-            "neighbours may be killed; give it less, or give the container more",
-            l1_bytes,
-            100 * SAFE_SHARE,
-            Size(available).rounded(),
-        )
 
 
 def _return_freed_memory() -> None:

@@ -9,7 +9,6 @@ the daemon.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import queue
 import threading
@@ -20,6 +19,7 @@ from typing import Final
 import msgspec
 
 from kvass.core.rows.row_classes import Namespace
+from kvass.daemon.notices import Notices
 from kvass.errors import ConfigError
 from kvass.messages import FromClient, Lookup, Reserve
 from kvass.recording import KEY_BYTES, AnyLine, EngineLine, Group, LookupLine, LostLine, StoreLine
@@ -32,14 +32,13 @@ _AT_ONCE: Final = 128
 """Number of hashes that the thread computes before it releases the GIL."""
 _END_S: Final = 2.0
 """Seconds that ``close`` waits for the thread."""
-_log: Final = logging.getLogger("kvass")
 
 
 class Recorder:
     """Writes a recording to ``path``, of at most ``limit_bytes``. Raises ``FileExistsError``, or
     ``ConfigError`` if the file cannot be created."""
 
-    def __init__(self, path: str, limit_bytes: int) -> None:
+    def __init__(self, path: str, limit_bytes: int, notices: Notices) -> None:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(path, flags, 0o600)
@@ -47,7 +46,7 @@ class Recorder:
             raise
         except OSError as error:
             raise ConfigError(f"record {path}: {error.strerror}") from error
-        self._path, self._left = path, limit_bytes
+        self._path, self._left, self._notices = path, limit_bytes, notices
         self._key, self._began = os.urandom(16), time.monotonic()
         self._engines: set[int] = set()
         self._queue = queue.SimpleQueue[tuple[float, Namespace, Lookup | Reserve] | None]()
@@ -99,7 +98,7 @@ class Recorder:
             except OSError as error:
                 why = str(error.strerror)
         self._left = 0
-        _log.warning("the recording %s has ended: %s", self._path, why)
+        self._notices.note("record", f"the recording {self._path} has ended: {why}")
 
     def _lines(self, now: float, ns: Namespace, message: Lookup | Reserve) -> Iterator[AnyLine]:
         if self._lost:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvass.core.clients.registry import model_of
 from kvass.core.effects import SessionId
 from kvass.messages import Cleared, Error, FromDaemon, Register, Registered
-from kvass.types import L1_OF_CACHES, SCHEDULER, Size
+from kvass.types import SCHEDULER
 from kvass.wire.channel import PeerCredentials
 
 LOGGED: Final = frozenset({Cleared, Error, Registered})
@@ -21,12 +21,12 @@ class SessionLog:
     """Writes the log lines about sessions. It remembers the pid, uid and engine of each live one.
 
     A session that does not register (``kvass status``, a health check) is logged at ``debug``.
-    ``caches`` returns the size of the engines' own KV caches together. An engine whose registration
-    makes that more than L1, of ``l1_bytes``, is fit for is warned of once.
+    ``small_l1`` returns the advice if L1 is too small for the engines that have registered. It is
+    logged at each engine's registration; ``kvass status`` has it, too.
     """
 
-    def __init__(self, caches: Callable[[], int], l1_bytes: int) -> None:
-        self._caches, self._l1_bytes = caches, l1_bytes
+    def __init__(self, small_l1: Callable[[], str]) -> None:
+        self._small_l1 = small_l1
         self._who: dict[SessionId, dict[str, Any]] = {}
 
     def opened(self, session: SessionId, peer: PeerCredentials) -> None:
@@ -56,21 +56,8 @@ class SessionLog:
             state = waits if reply.missing else f"namespace {known['namespace']}"
             named = f"model {model}, " if model else ""
             self._write(logging.INFO, session, f"registered, {named}{state}")
-            if register.rank == SCHEDULER and not reply.missing:
-                self._warn_of_small_l1(session)
-
-    def _warn_of_small_l1(self, session: SessionId) -> None:
-        least = L1_OF_CACHES * self._caches()
-        if least <= self._l1_bytes:
-            return
-        caches = Size(least // L1_OF_CACHES).rounded()
-        self._write(
-            logging.WARNING,
-            session,
-            f"L1 of {Size(self._l1_bytes).rounded()} is less than twice the engines' own KV caches "
-            f"together ({caches}): it holds little that they do not hold too, so it hits seldom; "
-            f"give --l1-size {Size(least).rounded()} or more (docs/sizing.md)",
-        )
+            if register.rank == SCHEDULER and not reply.missing and (text := self._small_l1()):
+                self._write(logging.WARNING, session, text)
 
     def lost(self, session: SessionId) -> None:
         """Log that a session has ended, and forget it."""

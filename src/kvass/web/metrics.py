@@ -49,6 +49,7 @@ TIER_REPORT: Final = {
     "restarts": "Times that the tier's process was replaced.",
     "bytes": "Bytes in the tier, if it reports them.",
     "capacity_bytes": "Capacity of the tier, if it has one.",
+    "lacking_bytes": "Bytes of a disk tier's capacity for which its disk has no room.",
     "write_budget_bytes": "Bytes a day that the tier may write, if it has a write budget.",
     "over_budget": "Whether the tier is over its write budget.",
     "not_decrypted": "Records of an encrypted tier that were loaded but could not be decrypted.",

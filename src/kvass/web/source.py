@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from kvass.client.client import Client
-from kvass.client.health import troubles
+from kvass.client.health import notes, troubles
 from kvass.errors import Incompatible, KvassError
 from kvass.web.containers import container_of
 from kvass.web.events import changes
@@ -97,13 +97,14 @@ class Source:
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS)
 
     def status(self) -> tuple[dict[str, Any] | None, str]:
-        """The status, with its ``troubles`` and each engine's ``container``, and an empty text; or
-        ``None`` and why it is missing."""
+        """The status, with its ``troubles``, its ``notes`` and each engine's ``container``, and an
+        empty text; or ``None`` and why it is missing."""
         with self._lock:
             if time.monotonic() - self._asked_s >= FRESH_S:
                 before = self._fields
                 try:
                     self._fields, self._trouble = self._newest(), ""
+                    self._fields["notes"] = notes(self._fields)
                     self._fields["troubles"] = troubles(self._fields)
                     for engine in self._fields["engines"]:
                         engine["container"] = container_of(next(iter(engine["pids"]), 0))

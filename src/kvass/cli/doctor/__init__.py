@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     as_json, model = options.pop("json"), options.pop("model")
     config = load(options, os.environ)
     path = config.socket or likely_socket()
-    machine = examine(config.l1_size, path, os.environ, config.daemon_uid, model, config.huge_pages)
+    machine = examine(config, path, os.environ, model)
     findings = {name: check(machine) for name, check in CHECKS.items()}
     serves = all(finding.level != "error" for finding in findings.values())
     if as_json:

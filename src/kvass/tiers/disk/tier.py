@@ -122,9 +122,21 @@ class DiskTier(RecordTier):
             self._number = self._reopen()
             self._budget = WriteBudget(self._folder, day_bytes) if day_bytes else None
             undo.pop_all()
+        self._lacking = 0
+        self._look_at_room()
+        if self._lacking:
+            line = "%s: its disk has room for %s of its capacity of %s"
+            there = self._index.capacity - self._lacking
+            _log.warning(line, self.name, Size(there).rounded(), Size(capacity))
         self._checked = time.monotonic()
         self._pool = WorkerPool(self.name, threads)
         self._remove_dead()
+
+    def _look_at_room(self) -> None:
+        """See how many bytes the disk lacks for the segments that the capacity still allows."""
+        disk = os.statvfs(self._folder.fd)
+        wanted = self._index.capacity - self._index.spent
+        self._lacking = max(0, wanted - disk.f_bavail * disk.f_frsize)
 
     def _reopen(self) -> int:
         """Open the segments that earlier processes left. Returns the highest number of a segment.
@@ -227,12 +239,13 @@ class DiskTier(RecordTier):
     def _check_folder(self) -> None:
         """Raise ``OSError`` if this process does not own the folder any more."""
         self._folder.check()
+        self._look_at_room()
         self._checked = time.monotonic()
 
     def report(self) -> dict[str, Any]:
         """Return the tier's fields of ``kvass status``: numbers of records, segments and bytes,
-        counts of evictions and errors since the tier was opened, and with quotas the bytes of each
-        tenant."""
+        bytes of the capacity for which the disk had no room at the last call, counts of evictions
+        and errors since the tier was opened, and with quotas the bytes of each tenant."""
         with self._lock:
             tenants = {
                 o.name: {
@@ -248,6 +261,7 @@ class DiskTier(RecordTier):
                 "segments": len(self._index.segments),
                 "bytes": self._index.spent,
                 "capacity_bytes": self._index.capacity,
+                "lacking_bytes": self._lacking,
                 **(self._budget.report() if self._budget else {}),
                 **self._counts,
             }

@@ -165,6 +165,8 @@ function show() {
   document.title = s.host ? "kvass on " + s.host : "kvass";
   $("troubles").replaceChildren(...s.troubles.map(text => element("li", text)));
   $("troubles").hidden = !trouble;
+  $("notes").replaceChildren(...s.notes.map(text => element("li", text)));
+  $("notes").hidden = !s.notes.length;
   const models = [...s.namespaces, ...s.forgotten];
   working(s, models);
   saving(s, models);
@@ -293,7 +295,7 @@ function away(error) {  // says that the figures are old, and since when
         : ["The dashboard's server refused to answer.", "It says: " + error.message + "."];
   $("state").textContent = "down";
   $("state").className = "down";
-  $("troubles").hidden = true;
+  $("troubles").hidden = $("notes").hidden = true;
   $("away").replaceChildren(element("b", what));
   $("away").append(more + " " + (statusAt ? "The figures below are those of " : at ? "There are no figures but the charts, which end at " : "There are no figures yet.") +
     (at ? day(at, true) + ", " + span(Math.max(0, now() - at)) + " ago." : ""));
