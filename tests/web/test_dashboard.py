@@ -246,6 +246,25 @@ def test_engines_in_shadow_mode_have_a_section(
         assert page.errors == []
 
 
+def test_problems_and_notes_stand_at_the_top(
+    browser: Browser, daemon: Daemon, web: WebServer, tmp_path: Path
+) -> None:
+    fields = daemon.status() | {"tiers": []}
+    fields |= {"problems": ["the arena is not used"], "notes": ["L1 is forced"]}
+    fields["engine_cache_bytes"] = 9 << 20
+    with serving(daemon.socket, tmp_path) as web:
+        web.source._newest = lambda: {**fields}  # type: ignore[method-assign]
+        page = shown(browser, web)
+        assert page.text("#state") == "degraded"
+        assert page.text("#troubles") == "the arena is not used"
+        assert page.text("#notes").startswith("L1 is forcedL1 of 16MiB is less than twice")
+        fields |= {"problems": [], "notes": [], "engine_cache_bytes": 0}
+        assert eventually(lambda: asks(page).text("#state") == "up")
+        hidden = "document.getElementById('notes').hidden"
+        assert page.run(hidden), "there are none"
+        assert page.errors == []
+
+
 @pytest.mark.parametrize("spent", [True, False])
 def test_a_tier_whose_write_budget_is_spent(
     browser: Browser, daemon: Daemon, web: WebServer, tmp_path: Path, spent: bool
