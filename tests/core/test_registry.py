@@ -21,6 +21,7 @@ from kvass.core.clients.registry import (
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.groups import FULL, LONG, SHORT, STATE, engine
 from tests.core.rig import RESERVE_S, WIDTH, Rig, digests, layout
+from tests.core.tier_rig import TierRig
 
 
 @pytest.fixture
@@ -151,6 +152,15 @@ def test_engines_tell_the_size_of_their_own_caches_and_replicas_count_once(rig: 
 
 
 # ---------------------------------------------------------------- a rank that comes back changed
+
+
+def test_an_l1_of_less_than_twice_these_caches_is_too_small_unless_there_is_a_tier() -> None:
+    for rig, tiers in ((Rig(), 0), (TierRig(), 1)):
+        half = rig.machine.state.config.arena_bytes // 2
+        rig.engine("fits", cache_bytes=half)
+        assert rig.machine.small_l1() == ""
+        rig.engine("crosses", cache_bytes=1)
+        assert bool(rig.machine.small_l1()) == (not tiers)
 
 
 def test_a_rank_that_comes_back_with_another_layout_makes_another_namespace(rig: Rig) -> None:
