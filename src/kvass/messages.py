@@ -122,6 +122,9 @@ class Register(Message, tag="register"):
     tenants leave out their lookups.
 
     ``cache_bytes``: the memory of a worker's own KV cache; 0: not told. For advice only.
+
+    ``uncached``: why the engine uses no cache any more, although it is connected. For people only.
+    A scheduler that learns it sends its ``Register`` again.
     """
 
     instance: Name
@@ -137,6 +140,7 @@ class Register(Message, tag="register"):
     model: Name = ""
     counted: bool = True
     cache_bytes: MemoryBytes = 0
+    uncached: Name = ""
 
 
 class Registered(Message, tag="registered"):

@@ -15,6 +15,7 @@ import pytest
 
 from kvass.client import daemon_connection
 from kvass.client.endpoint import Endpoint
+from kvass.client.health import troubles
 from kvass.client.lookups import Match
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.session import open_session
@@ -248,6 +249,23 @@ def test_a_clear_nobody_heard_is_made_up_for_after_the_reconnect(
     assert daemon.status()["rows"] == 0
     assert engine.store("new")
     assert eventually(lambda: engine.load("new"))
+
+
+def test_an_engine_that_runs_uncached_says_so_to_each_daemon(
+    daemon: Daemon, engine: Engine
+) -> None:
+    """Its hits would end, and ``kvass status`` would say OK."""
+    assert engine.store("a")
+    assert troubles(daemon.status()) == []
+    engine.scheduler.tell_uncached("copies are wrong")
+    says = [f"engine {engine.scheduler.registration.instance} runs uncached: copies are wrong"]
+    assert eventually(lambda: troubles(daemon.status()) == says)
+    assert daemon.status()["rows"] == CHUNKS, "it is in its namespace as before"
+    assert engine.scheduler.clear(10)
+    assert daemon.status()["rows"] == 0
+    daemon.restart()
+    assert eventually(lambda: engine.connected)
+    assert eventually(lambda: troubles(daemon.status()) == says)
 
 
 def test_an_engine_logs_when_its_daemon_is_there_gone_and_back(

@@ -163,6 +163,20 @@ def test_an_l1_of_less_than_twice_these_caches_is_too_small_unless_there_is_a_ti
         assert bool(rig.machine.small_l1()) == (not tiers)
 
 
+def test_an_engine_that_says_that_it_is_off_stays_what_it_is_and_is_shown(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a")
+    (before,) = rig.status["engines"]
+    world = {"ranks": 1, "world_size": 1}
+    said = rig.register(e.scheduler, "e", **world, uncached="wrong " * 100)
+    assert said.namespace == e.namespace
+    (after,) = rig.status["engines"]
+    assert (before["uncached"], after["uncached"]) == ("", ("wrong " * 100)[:300])
+    assert e.holds("a") == 1
+    too_long = rig.register(e.scheduler, "e", **world, uncached="x" * (1 << 20))
+    assert too_long.code == "limit"
+
+
 def test_a_rank_that_comes_back_with_another_layout_makes_another_namespace(rig: Rig) -> None:
     """Its former life is over and contradicts nobody; its bytes are others, so the namespace is."""
     e = rig.engine(ranks=2)

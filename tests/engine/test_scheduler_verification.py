@@ -63,6 +63,8 @@ def test_after_a_wrong_copy_the_engine_is_uncached_and_the_namespace_empty(
     (line,) = [r for r in caplog.records if "kvass is off" in r.getMessage()]
     assert line.levelno == logging.ERROR
     assert WRONG[0] in line.getMessage()
+    assert line.getMessage().endswith(client.uncached), "kvass status says it, too"
+    assert WRONG[0] in client.uncached
     (note,) = [n for n in client.notes if n.request.startswith("later")]
     assert note.why == "loads_off"
 

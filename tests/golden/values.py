@@ -102,6 +102,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "register.cache_bytes": m.Register(
         seq=2, instance="engine-0", identity={"model": "m"}, chunk_tokens=256, cache_bytes=1 << 40
     ),
+    "register.uncached": m.Register(
+        seq=2, instance="engine-0", identity={"model": "m"}, chunk_tokens=256, uncached="it was off"
+    ),
     "registered": m.Registered(seq=2, namespace=bytes(32), missing=(1, 127)),
     "lookup": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, first=2, readers=(0, 7)),
     "lookup.spare": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, spare=1),

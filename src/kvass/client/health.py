@@ -22,6 +22,8 @@ def troubles(fields: Mapping[str, Any]) -> list[str]:
         if missing := engine["missing_ranks"]:
             ranks = ", ".join(map(str, missing[:8]))
             found.append(f"engine {engine['instance']} waits for its ranks {ranks}")
+        if why := engine.get("uncached"):
+            found.append(f"engine {engine['instance']} runs uncached: {why}")
     found += [
         f"engine {refusal['instance']} was refused: {refusal['text']}"
         for refusal in fields.get("refusals", [])

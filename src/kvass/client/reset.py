@@ -25,6 +25,7 @@ AGAIN_S: Final = 1.0
 """Seconds after which a refused request is repeated. Each ``Clear`` removes the
 namespace's rows from L1, for other engines too, even if a tier cannot note it."""
 GENERATION_BYTES: Final = 16
+UNCACHED_CHARS: Final = 256
 
 
 class NamespaceReset:
@@ -65,6 +66,13 @@ class NamespaceReset:
         if not self._clear_owed:
             self._drop()
         self.go_on(timeout_s)
+
+    def tell_uncached(self, why: str) -> None:
+        """Register again with ``why`` this engine uses no cache, at once if no ``Clear`` is
+        owed."""
+        why = why[:UNCACHED_CHARS]
+        self.registration = msgspec.structs.replace(self.registration, uncached=why)
+        self.go_on()
 
     def go_on(self, timeout_s: float = 0.0) -> None:
         """Send what is owed and read confirmations. Waits only for a registration."""

@@ -317,6 +317,11 @@ class SchedulerClient(Endpoint):
         report.boot = session.boot
         return self.post(report, session)
 
+    def tell_uncached(self, why: str) -> None:
+        """Have the daemon show why this engine uses no cache any more, on this connection and on
+        later ones."""
+        self._reset.tell_uncached(why)
+
     def clear(self, timeout_s: float) -> bool:
         """Forget this namespace's rows and give back every held match. False: not confirmed within
         ``timeout_s``; then every lookup misses and nothing is reserved until it is."""

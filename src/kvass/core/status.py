@@ -168,6 +168,9 @@ def _engine(state: State, instance: Instance) -> dict[str, Any]:
         "shadow": None if instance.shadow is None else instance.shadow.fields(),
         "seen_s": round(state.now - instance.seen_s, 1),
         "cache_bytes": instance.cache_bytes,
+        "uncached": next(
+            (why for s in sessions if s.registered and (why := s.registered.uncached)), ""
+        )[:300],
         "ranks": instance.terms.ranks,
         "missing_ranks": list(instance.missing),
         "scheduler": SCHEDULER in instance.sessions,

@@ -440,12 +440,13 @@ class Planner:
         if self.off:
             return
         self.off = True
-        log.error(
-            "kvass is off, the engine runs uncached: %s. Restart the engine: its own prefix cache "
-            "may have KV of earlier wrong loads. What is stored for this model is cleared",
-            "; ".join(found),
+        why = (
+            f"{'; '.join(found)}. Restart the engine: its own prefix cache may have KV of earlier "
+            "wrong loads. What is stored for this model is cleared"
         )
+        log.error("kvass is off, the engine runs uncached: %s", why)
         self._stores.end()
+        self._client.tell_uncached(why)
         self._client.clear(0.0)
 
     def adapters_held(self, news: Mapping[int, News]) -> None:

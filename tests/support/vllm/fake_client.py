@@ -69,6 +69,8 @@ class FakeClient:
         self.released: list[int] = []
         self.handed: list[int] = []
         self.steps = self.generations = 0
+        self.uncached = ""
+        """What ``tell_uncached`` was told."""
         self.counters: Counter[str] = Counter()
         self.shadow: ShadowReport | None = None
         """The last report of shadow mode."""
@@ -255,6 +257,9 @@ class FakeClient:
             self.give_back(request)
         self.rows.clear()
         return self.connected
+
+    def tell_uncached(self, why: str) -> None:
+        self.uncached = why
 
     def new_generation(self) -> None:
         """The rows held belong to the old namespace."""

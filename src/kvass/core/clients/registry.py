@@ -165,7 +165,7 @@ def check_register(msg: Register, layout: RankLayout | None, limits: Limits) -> 
     if len(msg.identity) > limits.identity_fields:
         raise Refused("limit", f"identity: at most {limits.identity_fields} fields")
     texts = sum(len(k) + len(v) for k, v in msg.identity.items())
-    if texts + len(msg.model) > limits.identity_bytes:
+    if texts + len(msg.model) + len(msg.uncached) > limits.identity_bytes:
         raise Refused("limit", f"identity: at most {limits.identity_bytes} bytes of fields")
     if not 1 <= msg.ranks <= MAX_RANKS:
         raise Refused("bad_rank", f"ranks: {msg.ranks} is not in 1..{MAX_RANKS}")

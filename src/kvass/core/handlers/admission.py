@@ -46,14 +46,15 @@ def register(state: State, session: ClientSession, msg: Register) -> Registered:
     """Make a session the scheduler or a rank of its instance.
 
     If it registers again with the same values, only the reply is sent again. If it registers again
-    with another generation, its instance moves to that generation.
+    with another generation, its instance moves to that generation. ``uncached`` may change, too.
     """
     terms = msgspec.structs.replace(msg, seq=0, layout=None)
     before = session.registered
     if before is None:
         _admit(state, session, terms, msg.layout)
     elif (
-        msgspec.structs.replace(before, generation=terms.generation) != terms
+        msgspec.structs.replace(before, generation=terms.generation, uncached=terms.uncached)
+        != terms
         or layout_digest(msg.layout) != session.layout
     ):
         raise Refused("already_registered", "this session is another (instance, rank) already")
