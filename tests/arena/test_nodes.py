@@ -18,6 +18,7 @@ import pytest
 
 from kvass.arena import memory, nodes
 from kvass.daemon import main
+from kvass.daemon.notices import Notices
 from kvass.errors import ConfigError
 from kvass.types import PAGE
 from tests.support import huge_pages
@@ -79,7 +80,7 @@ def test_what_is_no_list_of_nodes(text: str, arena: memory.Arena) -> None:
     with pytest.raises(ValueError, match=r"."):
         nodes.numbers(text)
     with pytest.raises(ConfigError, match="give numbers of nodes"):
-        main._spread(arena, text)
+        main._spread(arena, text, Notices())
 
 
 def test_the_kernel_knows_the_policy_in_every_process(arena: memory.Arena) -> None:
@@ -145,7 +146,7 @@ def test_the_sample_of_huge_pages() -> None:
 
 def test_one_node_needs_no_call(arena: memory.Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "nodes", lambda: {0: {0, 1}})
-    main._spread(arena, "")
+    main._spread(arena, "", Notices())
     assert " default " in mapping(arena)
 
 
@@ -160,10 +161,12 @@ def test_a_refused_policy_is_told(
     monkeypatch.setattr(nodes, "nodes", lambda: {0: {0}, 1: {1}})
     monkeypatch.setattr(nodes, "_call", refuse)
     with caplog.at_level(logging.WARNING):
-        main._spread(arena, "")
-    assert "not spread evenly over the 2 NUMA nodes: mbind: Operation not" in caplog.text
+        main._spread(arena, "", notices := Notices())
+    (note,) = notices.fields()["notes"]
+    assert "not spread evenly over the 2 NUMA nodes: mbind: Operation not" in note
+    assert note in caplog.text
     with pytest.raises(ConfigError, match=r"numa 1: mbind: .*SYS_NICE"):
-        main._spread(arena, "1")
+        main._spread(arena, "1", Notices())
     with pytest.raises(ConfigError, match="numa 0,2: the nodes with memory here are 0, 1"):
-        main._spread(arena, "0,2")
+        main._spread(arena, "0,2", Notices())
     assert nodes.by_node(arena) == {}

@@ -258,6 +258,7 @@ def test_an_engine_that_runs_uncached_says_so_to_each_daemon(
     assert engine.store("a")
     assert troubles(daemon.status()) == []
     engine.scheduler.tell_uncached("copies are wrong")
+    assert engine.scheduler.registration is not None
     says = [f"engine {engine.scheduler.registration.instance} runs uncached: copies are wrong"]
     assert eventually(lambda: troubles(daemon.status()) == says)
     assert daemon.status()["rows"] == CHUNKS, "it is in its namespace as before"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -129,8 +130,8 @@ def test_memory_that_engines_have_of_a_former_l1_is_waited_for(
         if len(slept) == 30:
             memory.says(available=22 * GIB)
 
-    monkeypatch.setattr(module.time, "sleep", sleep)
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     memory.says(available=10 * GIB, shared=11 * GIB)
     assert memory.gives("20GiB").startswith("20 l1_size 20GiB is more than 80 % of the 22GiB")
     assert len(slept) == 30

@@ -37,7 +37,8 @@ CALL = re.compile(r"\b_?log\.(?:warning|error|exception|critical)\(|logging\.WAR
 
 def test_no_warning_is_in_the_log_alone() -> None:
     """Those of engines are in engines' logs, and not looked at here."""
-    source, found = Path(kvass.__file__).parent, {}
+    source = Path(kvass.__file__).parent
+    found = dict[str, int]()
     for path in source.rglob("*.py"):
         name = str(path.relative_to(source))
         if name.startswith(("cli/", "core/", "daemon/", "tiers/", "web/")):
