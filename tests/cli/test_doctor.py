@@ -173,8 +173,13 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
         *("memory", "error", "limit 16 GiB, 5 GiB available; more than that; refuses; --l1-size 2"),
     ),
     (GROUP, "memory", "error", "free memory; --force-l1-size yes"),
-    (GROUP | {"l1_chosen": False}, "memory", "warning", "5 GiB available; more than 80%; 2GiB"),
-    (GROUP | {"l1_held_bytes": 3 * GIB}, "memory", "warning", "more than 80%"),
+    (
+        GROUP | {"l1_chosen": False},
+        "memory",
+        "warning",
+        "takes 160% of that; 2GiB",
+    ),
+    (GROUP | {"l1_held_bytes": 3 * GIB}, "memory", "warning", "takes 100% of that"),
     (GROUP | {"l1_held_bytes": 4 * GIB}, "memory", "ok", "limit 16 GiB, 5 GiB available"),
     (
         GROUP | {"l1_bytes": 17 * GIB},

@@ -60,7 +60,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Memory:
 def test_more_than_is_available_is_refused_unless_it_is_forced(memory: Memory) -> None:
     assert memory.gives("8GiB") == "8"
     assert memory.gives("9GiB").startswith(
-        "9 l1_size 9GiB is more than 80 % of the 10GiB of memory available at the start: the daemon"
+        "9 l1_size 9GiB takes 90% of the 10GiB of memory available at the start: the daemon"
     )
     with pytest.raises(ConfigError) as caught:
         memory.gives("22GiB")
@@ -69,7 +69,7 @@ def test_more_than_is_available_is_refused_unless_it_is_forced(memory: Memory) -
         "give 8GiB or less, free memory, or say --force-l1-size yes"
     )
     assert memory.gives("22GiB", force_l1_size=True).startswith(
-        "22 l1_size 22GiB is more than all of the 10GiB of memory available at the start: "
+        "22 l1_size 22GiB takes 220% of the 10GiB of memory available at the start: "
     )
     assert memory.gives("8GiB", force_l1_size=True) == "8"
 
@@ -79,7 +79,7 @@ def test_a_default_that_is_not_available_becomes_smaller(memory: Memory) -> None
         "8 L1 has 8GiB: its default, 16GiB, is more than the 10GiB of memory available at the start"
     )
     memory.says(available=17 * GIB)
-    assert memory.gives("16GiB").startswith("16 l1_size 16GiB is more than 80 %")
+    assert memory.gives("16GiB").startswith("16 l1_size 16GiB takes 94% of")
     memory.says(available=10 * GIB)
     with pytest.raises(ConfigError, match="9GiB are reserved of an l1_size of 8GiB"):
         memory.gives("16GiB", quota=["a=:9GiB"])
@@ -90,6 +90,11 @@ def test_a_cgroup_counts_and_its_page_cache_does_not(memory: Memory) -> None:
     assert memory.gives("4GiB") == "4"
     with pytest.raises(ConfigError, match="there are 6GiB of memory available"):
         memory.gives("7GiB")
+    memory.says(available=60 * GIB)
+    memory.limited(9 * GIB, 0)  # as deploy/compose.yml
+    assert memory.gives("8GiB") == "8"
+    assert "l1_size 9100MiB takes 99% of the 9GiB" in memory.gives("9100MiB")
+    memory.says(available=10 * GIB)
     memory.limited(128 * GIB, 127 * GIB)
     assert memory.gives("8GiB") == "8", "a limit above what the machine has is none"
 
@@ -109,7 +114,7 @@ def test_what_its_folder_has_already_is_not_wanted_again(
     assert memory.gives("22GiB", arena="/a") == "22"
     assert memory.gives("12GiB", arena="/a") == "12"
     assert memory.gives("24GiB", arena="/a").startswith(
-        "24 l1_size 24GiB is more than 80 % of the 10GiB of memory available beside the 14GiB that "
+        "24 l1_size 24GiB takes 100% of the 10GiB of memory available beside the 14GiB that "
         "it has in /a at the start"
     )
     with pytest.raises(ConfigError, match=r"beside the 14GiB that .* give 22GiB or less"):
@@ -133,7 +138,7 @@ def test_memory_that_engines_have_of_a_former_l1_is_waited_for(
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     memory.says(available=10 * GIB, shared=11 * GIB)
-    assert memory.gives("20GiB").startswith("20 l1_size 20GiB is more than 80 % of the 22GiB")
+    assert memory.gives("20GiB").startswith("20 l1_size 20GiB takes 91% of the 22GiB")
     assert len(slept) == 30
     memory.says(available=10 * GIB, shared=9 * GIB)
     with pytest.raises(ConfigError):
@@ -209,7 +214,7 @@ def test_a_forced_daemon_serves_and_its_status_says_it(tmp_path: Path, memory: M
     program = ("-c", LITTLE, str(memory.root))
     with running_daemon(tmp_path, program=program, force_l1_size="yes") as daemon:
         (note,) = daemon.status()["notes"]
-        assert note.startswith("l1_size 64MiB is more than all of the 40MiB of memory available")
+        assert note.startswith("l1_size 64MiB takes 160% of the 40MiB of memory available")
         assert note in daemon.log()
 
 

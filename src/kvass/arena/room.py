@@ -12,8 +12,12 @@ from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
 SAFE_SHARE: Final = 0.8
-"""The share of available memory that an arena may take. With more, the machine may swap, or the
-kernel may kill a process."""
+"""The share of a machine's available memory that an arena may take. With more, the machine may
+swap, or the kernel may kill a process."""
+_BESIDE: Final = 128 << 20
+_TABLES: Final = 512
+"""In a cgroup with a limit, which is made for a daemon, an arena may take all but ``_BESIDE``, for
+the processes, and a part in ``_TABLES`` of itself, for page tables."""
 _ROOT: Final = Path("/")
 
 
@@ -36,11 +40,13 @@ _PAGE_CACHE: Final = ("inactive_file", "active_file")
 class Room(NamedTuple):
     """Sizes of memory in bytes; None is unknown. ``limit`` is the lowest limit of the cgroups that
     this process is in; None if there is none. ``available`` is what could be used now, the page
-    cache included; ``with_shared`` what could be used if nobody had shared memory any more."""
+    cache included; ``safe`` how much of it an arena may take without a warning; ``with_shared``
+    what could be used if nobody had shared memory any more."""
 
     total: int | None
     limit: int | None
     available: int | None
+    safe: int | None = None
     with_shared: int | None = None
 
 
@@ -50,15 +56,18 @@ def room(root: Path = _ROOT) -> Room:
         _meminfo(root, name) for name in ("MemTotal", "MemAvailable", "Shmem")
     )
     groups = [one for one in _groups(root) if total is None or one.limit < total]
-    left = [(one.left, one.left + one.shared) for one in groups]
+    left = [(one.left, _safe(one.left), one.left + one.shared) for one in groups]
     if available is not None:
-        left.append((available, available + (shared or 0)))
+        left.append((available, int(SAFE_SHARE * available), available + (shared or 0)))
     return Room(
         total,
         min((one.limit for one in groups), default=None),
-        min((now for now, _ in left), default=None),
-        min((without for _, without in left), default=None),
+        *(min((one[i] for one in left), default=None) for i in range(3)),
     )
+
+
+def _safe(left: int) -> int:
+    return max(0, (left - _BESIDE) * _TABLES // (_TABLES + 1))
 
 
 def physical_bytes() -> int:

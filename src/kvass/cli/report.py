@@ -77,7 +77,7 @@ def _arena(arena: dict[str, Any]) -> Iterator[str]:
 def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
     if not engines:
         yield "engines  none connected"
-        yield "  An engine that is not listed says in its own log why: \"kvass is off\"."
+        yield '  An engine that is not listed says in its own log why: "kvass is off".'
         return
     rows = [
         (

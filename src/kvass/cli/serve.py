@@ -93,7 +93,8 @@ def _take_over(config: Config) -> None:
     try:
         with Client(config.socket, daemon_uid=config.daemon_uid) as client:
             theirs = client.status()
-            l1_size(config, 0 if theirs["arena"]["place"] else theirs["l1_populated_bytes"])
+            kept = theirs.get("arena", {}).get("place")  # then its memory outlives it
+            l1_size(config, 0 if kept else theirs.get("l1_populated_bytes", 0))
             client.take_over(real_path(config.arena), config.stop_s)
     except TimedOut:
         raise

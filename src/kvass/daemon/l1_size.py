@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from kvass.arena.room import SAFE_SHARE, committable, room
+from kvass.arena.room import committable, room
 from kvass.config import Config, Size, check_quotas, default_l1_size
 from kvass.daemon.lasting import held_bytes, page_bytes
 from kvass.errors import ConfigError
@@ -58,13 +58,13 @@ def _fit(config: Config, leaving: int | None, root: Path) -> L1Size:
             f"l1_size {asked}: the kernel promises {Size(left).rounded()} more at most "
             "(vm.overcommit_memory=2): give less, or raise vm.overcommit_ratio"
         )
-    available = _available(wanted, leaving, root)
-    if available is None or wanted <= SAFE_SHARE * available:
+    available, most = _available(wanted, leaving, root)
+    if wanted <= most:
         return L1Size(asked, "")
     there = f"{Size(available).rounded()} of memory available"
     if held:
         there += f" beside the {Size(held).rounded()} that it has in {config.arena}"
-    safe = Size((held + int(SAFE_SHARE * available)) >> 20 << 20)
+    safe = Size((held + most) >> 20 << 20)
     if wanted > available and not config.force_l1_size:
         if asked != default_l1_size():
             raise ConfigError(
@@ -75,27 +75,27 @@ def _fit(config: Config, leaving: int | None, root: Path) -> L1Size:
         return L1Size(
             safe, f"L1 has {safe}: its default, {asked}, is more than the {there} at the start"
         )
-    share = "all" if wanted > available else f"{100 * SAFE_SHARE:g} %"
     return L1Size(
         asked,
-        f"l1_size {asked} is more than {share} of the {there} at the start: the daemon or its "
-        "neighbours may be killed; give it less, or give the container more",
+        f"l1_size {asked} takes {wanted / available:.0%} of the {there} at the start: the daemon "
+        "or its neighbours may be killed; give it less, or give the container more",
     )
 
 
-def _available(wanted: int, leaving: int | None, root: Path) -> int | None:
-    """The memory that is available for ``wanted`` bytes; None: not known."""
+def _available(wanted: int, leaving: int | None, root: Path) -> tuple[int, int]:
+    """The memory that is available for ``wanted`` bytes, and how much of it an L1 may take without
+    a warning."""
     wait_s = min(_LONGEST_S, _UNMAP_S + _UNMAP_S_PER_GIB * wanted / (1 << 30))
     until = time.monotonic() + wait_s
     told = False
     while True:
         now = room(root)
-        if now.available is None:
-            return None
+        if now.available is None or now.safe is None:  # not known
+            return wanted, wanted
         there = now.available + (leaving or 0)
         may_come = leaving is None and wanted <= (now.with_shared or 0)
         if wanted <= there or not may_come or time.monotonic() > until:
-            return there
+            return there, now.safe + (leaving or 0)
         if not told:
             _log.info("waiting %.0f s for memory that engines may have of a former L1", wait_s)
             told = True

@@ -43,7 +43,7 @@ def whole_gib(text: str) -> int | None:
 
 
 def _on_a_cpu(m: Machine) -> Finding:
-    total, limit, available, _ = room(m.root)
+    total, limit, available, *_ = room(m.root)
     memory = min((size for size in (total, limit) if size is not None), default=None)
     if memory is None or available is None:
         return note("the machine's memory is unknown", "not checked", do="see that both fit")

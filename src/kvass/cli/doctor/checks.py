@@ -17,7 +17,7 @@ from typing import Final
 from kvass._version import __version__, code_version
 from kvass.arena.huge import lacking, page_bytes, pool
 from kvass.arena.nodes import nodes
-from kvass.arena.room import SAFE_SHARE, room
+from kvass.arena.room import room
 from kvass.cli.doctor.beside import beside_an_engine
 from kvass.cli.doctor.caches import beside_their_caches
 from kvass.cli.doctor.devices import run_python
@@ -68,7 +68,7 @@ def system(m: Machine) -> Finding:
 
 
 def memory(m: Machine) -> Finding:
-    size, (total, limit, available, _) = shown(m.l1_bytes), room(m.root)
+    size, (total, limit, available, safe, _) = shown(m.l1_bytes), room(m.root)
     known = bool(m.text(f"{CGROUP}/cgroup.controllers"))
     found = (
         f"{shown(total)} in the machine, container's limit "
@@ -87,7 +87,7 @@ def memory(m: Machine) -> Finding:
         used = f"{shown(m.daemon.get('l1_capacity_bytes', 0))} by the daemon that answers"
         return ok(found, used, "what it took already is not available above")
     used, cost = f"an arena of {size}", f"{size}, taken in the background after start; 50 MiB more"
-    if available is None:
+    if available is None or safe is None:
         return note(found, used, cost, "see that it is there")
     wanted = max(0, m.l1_bytes - m.l1_held_bytes)
     if wanted > available and m.l1_chosen:
@@ -97,9 +97,9 @@ def memory(m: Machine) -> Finding:
             "kvass serve refuses it, because the kernel would kill a process",
             f"free memory, kvass serve --l1-size {_half(available)}, or --force-l1-size yes",
         )
-    if wanted > SAFE_SHARE * available:
+    if wanted > safe:
         return warning(
-            f"{found}: l1_size {size} is more than {SAFE_SHARE:.0%} of that",
+            f"{found}: l1_size {size} takes {wanted / max(1, available):.0%} of that",
             used,
             f"{cost}: others' memory is swapped out, or the kernel kills somebody",
             f"free memory, or kvass serve --l1-size {_half(available)}",
