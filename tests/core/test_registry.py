@@ -109,7 +109,6 @@ def test_a_scheduler_whose_strategy_contradicts_its_workers(
         ),
         ({"layout": layout(1, 1)}, "contradiction", "layout: groups "),
         ({"layout": None}, "bad_value", "layout: every worker gives one"),
-        ({"cache_bytes": -1}, "bad_value", "cache_bytes: -1 is negative"),
     ],
 )
 def test_a_rank_that_cannot_be(rig: Rig, wrong: dict[str, Any], code: str, says: str) -> None:
