@@ -20,7 +20,7 @@ MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo demo-sglang demo-upgrade quick test test-versions test-sglang test-upstream check docs mutants sim soak bench bench-check bench-peers judge clean
+.PHONY: help setup demo demo-sglang demo-upgrade quick test test-versions test-sglang test-upstream check docs locks mutants sim soak bench bench-check bench-peers judge clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-upstream   vLLM's own tests of connectors, with and without kvass (downloads 180 MB)"
 	@echo "make check   ruff, mypy --strict, import contracts"
 	@echo "make docs    the docs site, in .cache/docs; a broken link is an error"
+	@echo "make locks   the pins of LOCKS=\"$(LOCKS)\" anew, for all Pythons (requirements/; downloads uv)"
 	@echo "make mutants breaks of FILES (those of core, layout, engine changed since main) that their tests miss"
 	@echo "make sim     simulator over SEEDS=$(SEEDS) seeds"
 	@echo "make soak    MINUTES=$(MINUTES) of a trace while daemon, tiers and engines are killed and suspended"
@@ -60,6 +61,8 @@ $(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requiremen
 	@bash requirements/debian.sh $(VENV)
 	@echo "== 5/5 kvass itself"
 	@$(PIP) --quiet --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m tests.support.locks dev \
+	  || { echo "packages in $(VENV) do not fit together, see the lines above: make clean, then make setup" >&2; exit 1; }
 	@touch $@
 	@echo "== ready"
 
@@ -145,6 +148,13 @@ docs: $(READY)
 	@$(call in_folder,docs,$(VENV)/docs)
 	@PYTHONPATH=$(VENV)/docs $(BIN)/python -m sphinx -c docs -b html -E -a -W --keep-going -n -q . .cache/docs
 	@echo "== .cache/docs/docs/index.html"
+
+# What each lock is made of stands at its top. What is pinned keeps its version if it may: take out what shall be newer.
+LOCKS ?= vllm dev docs routers
+
+locks: $(READY)
+	@$(PIP) --quiet --target .cache/uv uv==0.13.9
+	$(BIN)/python -m tests.support.locks --make .cache/uv/bin/uv $(LOCKS)
 
 # Breaks of these files, each judged by the tests of its file: prints what no test notices.
 FILES ?= $(shell git diff --name-only --diff-filter=d $$(git merge-base main HEAD) -- $(addprefix src/kvass/,core layout engine) | grep '\.py$$')
