@@ -150,7 +150,7 @@ docs: $(READY)
 	@echo "== .cache/docs/docs/index.html"
 
 # What each lock is made of stands at its top. What is pinned keeps its version if it may: take out what shall be newer.
-LOCKS ?= vllm dev docs routers
+LOCKS ?= vllm dev docs aiperf
 
 locks: $(READY)
 	@$(PIP) --quiet --target .cache/uv uv==0.13.9

@@ -13,10 +13,16 @@ from bench.rows import Rows
 from kvass.cli.bench.rig import WIDTH
 from kvass.client.client import Client
 from kvass.errors import Incompatible
-from kvass.testing.daemon import running_daemon
+from kvass.testing.daemon import Daemon, running_daemon
 from tests.daemon.test_process import refused, serve
 from tests.support.waiting import eventually
 from tests.support.wire.scripted_daemon import ScriptedDaemon
+
+
+def whole(daemon: Daemon) -> bool:
+    """Whether an engine is there with its scheduler and all ranks, without which it reserves nothing."""
+    engines = daemon.status()["engines"]
+    return [(engine["scheduler"], engine["missing_ranks"]) for engine in engines] == [(True, [])]
 
 
 def test_engines_of_the_former_daemon_are_the_next_ones(tmp_path: Path) -> None:
@@ -27,7 +33,7 @@ def test_engines_of_the_former_daemon_are_the_next_ones(tmp_path: Path) -> None:
         assert daemon.take_over() == 0
         assert daemon.pid != pid
         assert daemon.boot != boot
-        assert eventually(lambda: daemon.status()["instances"] == 1)
+        assert eventually(lambda: whole(daemon))
         assert eventually(lambda: rows.scheduler.connected)
         rows.store([os.urandom(WIDTH)])
         assert "the former daemon stopped after" in daemon.log()

@@ -40,7 +40,7 @@ PYTHONS: Final = (
     *(f"3.13.{patch}" for patch in (0, 1, 2, 15)),
 )
 # What the build of torch for CUDA brings: pip installs it with torch.
-_WITH_TORCH: Final = ("cuda-", "nvidia-")
+_WITH_TORCH: Final = ("cuda-", "nvidia-c", "nvidia-n")
 
 
 class Unmet(NamedTuple):
@@ -93,8 +93,11 @@ def _applies(marker: Marker | None, python: str, extra: str = "") -> bool:
 
 
 @cache
-def _requirements(package: Distribution) -> list[Requirement]:
-    return [Requirement(text) for text in package.requires or []]
+def _declared(package: Distribution) -> tuple[SpecifierSet, list[Requirement]]:
+    """The Pythons that it is for, and what it wants."""
+    metadata = package.metadata
+    wanted = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    return SpecifierSet(metadata["Requires-Python"] or ""), wanted
 
 
 def packages(*folders: str) -> dict[str, Distribution]:
@@ -124,10 +127,10 @@ def unmet(
         if asked in seen or name in but or name not in known:
             continue
         seen.add(asked)
-        pythons = known[name].metadata["Requires-Python"] or ""
-        if not SpecifierSet(pythons).contains(python):
+        pythons, requirements = _declared(known[name])
+        if not pythons.contains(python):
             found.add(Unmet(name, f"Python{pythons}", python))
-        for wanted in _requirements(known[name]):
+        for wanted in requirements:
             if not _applies(wanted.marker, python, extra):
                 continue
             other = canonicalize_name(wanted.name)
