@@ -45,7 +45,7 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml requirements/torch.txt requirements/vllm.txt requirements/dev.txt requirements/mooncake.sh requirements/debian.sh
+$(READY): pyproject.toml $(addprefix requirements/,torch.txt vllm.txt dev.txt mooncake.sh debian.sh apt.sh)
 	@[[ -n "$(PYTHON)" ]] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvass needs Python >= 3.11 with venv: install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "== 1/5 $$("$(PYTHON)" --version) into $(VENV)"
@@ -146,6 +146,7 @@ check: $(READY)
 
 docs: $(READY)
 	@$(call in_folder,docs,$(VENV)/docs)
+	@$(BIN)/python -m tests.support.locks docs $(VENV)/docs >/dev/null
 	@PYTHONPATH=$(VENV)/docs $(BIN)/python -m sphinx -c docs -b html -E -a -W --keep-going -n -q . .cache/docs
 	@echo "== .cache/docs/docs/index.html"
 

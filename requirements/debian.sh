@@ -4,6 +4,7 @@
 # bubblewrap (it starts what deploy/ has), with the libraries and fonts that they lack here, unpacked
 # into one folder: 120 MB to download, 360 MB on disk. $1: .venv
 set -euo pipefail
+. "$(dirname "$0")/apt.sh"
 folder=$(realpath "$1")/debian
 works() {
   LD_LIBRARY_PATH=$folder/lib "$folder/bin/chromium-headless-shell" --version && "$folder/bin/promtool" --version \
@@ -18,10 +19,10 @@ cd "$unpacked"
 chmod 755 .
 download() {
   local wanted=(chromium-headless-shell fonts-dejavu-core bubblewrap)
-  apt-get -qq download prometheus kubernetes-client chromium-headless-shell chromium-common fonts-dejavu-core bubblewrap \
-    $(apt-get -s install --no-install-recommends "${wanted[@]}" | sed -n 's/^Inst \(lib[^ ]*\) .*/\1/p')
+  "${apt[@]}" download prometheus kubernetes-client chromium-headless-shell chromium-common fonts-dejavu-core bubblewrap \
+    $("${apt[@]}" -s install --no-install-recommends "${wanted[@]}" | sed -n 's/^Inst \(lib[^ ]*\) .*/\1/p')
 }
-if download 2>/dev/null || { apt-get -qq update && download; }; then
+if with_lists download; then
   for package in *.deb; do dpkg-deb -x "$package" root; done
   rm -rf "$folder"
   mkdir -p "$folder/lib" "$folder/fonts"
@@ -33,5 +34,6 @@ fi
 works >/dev/null 2>&1 || cat >&2 <<END
 The tests of the dashboard and of deploy/ will fail: Debian's Chromium, promtool, kubectl or bwrap does not run here.
 $(works 2>&1 | tail -1)
-On Debian: apt-get update; then make setup again.
+Once apt-get reaches Debian's packages: bash requirements/debian.sh .venv
+Elsewhere: put chromium-headless-shell, promtool, kubectl and bwrap into .venv/debian/bin
 END

@@ -1,4 +1,4 @@
-"""The locks hold for each Python that kvass is for. Nothing is installed: metadata says what wants what."""
+"""Locks hold for each Python that kvass is for, by what the installed packages declare."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 
 def whole(daemon: Daemon) -> bool:
-    """Whether an engine is there with its scheduler and all ranks, without which it reserves nothing."""
+    """Whether an engine is there with its scheduler and all ranks: else it reserves nothing."""
     engines = daemon.status()["engines"]
     return [(engine["scheduler"], engine["missing_ranks"]) for engine in engines] == [(True, [])]
 

@@ -24,6 +24,13 @@ _FONTS: Final = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 <fontconfig><dir>{fonts}</dir><cachedir>{folder}</cachedir></fontconfig>"""
 
 
+def debian(name: str) -> Path:
+    """A program of ``requirements/debian.sh``. Raises ``AssertionError`` if it is not there."""
+    program = DEBIAN / "bin" / name
+    assert program.exists(), f"no {name}: bash requirements/debian.sh .venv says what it needs"
+    return program
+
+
 class Page:
     """One page; what it logs as an error, and what it throws, is in ``errors``."""
 
@@ -118,8 +125,7 @@ class Browser:
 @contextmanager
 def running_browser(folder: Path) -> Iterator[Browser]:
     """Its files are in ``folder``. Raises ``AssertionError`` if there is none."""
-    program = DEBIAN / "bin" / "chromium-headless-shell"
-    assert program.exists(), f"no browser at {program}: make setup"
+    program = debian("chromium-headless-shell")
     fonts = folder / "fonts.conf"
     fonts.write_text(_FONTS.format(fonts=DEBIAN / "fonts", folder=folder))
     hear, said = os.pipe()

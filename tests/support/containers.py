@@ -103,7 +103,7 @@ class Container:
 
     def _made_by(self, *flags: str) -> list[str]:
         program = shutil.which("bwrap", path=f"{DEBIAN / 'bin'}:{os.environ['PATH']}")
-        assert program is not None, "no bwrap: run make setup"
+        assert program is not None, "no bwrap: bash requirements/debian.sh .venv says what it needs"
         made = [program, "--as-pid-1", *flags]
         made += [f"--unshare-{what}" for what in ("pid", "net", "ipc", "uts")]
         if not IS_ROOT:

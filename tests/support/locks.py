@@ -1,17 +1,17 @@
 """The locks, ``requirements/*.txt``: whether what is pinned fits together, and how a lock is made.
 
 A lock holds for each Python that kvass is for: what only some of them need has a marker. Locks are
-installed without looking at dependencies, so a requirement that nothing meets shows here or nowhere.
-The comments at the top of a lock say in lines of their own
+installed without looking at dependencies, so here is looked at what packages want. The comments at
+the top of a lock say in lines of their own
 
 - ``of``: what it is the lock of;
 - ``beside``: the locks that are there when it is installed. It agrees with them;
 - ``tolerated``: a requirement of a pinned package that nothing meets, and why.
 
-``python -m tests.support.locks`` tells what the packages of this environment lack, and fails if some
-of it is not tolerated. Given a lock and a folder, it tells that of the packages in that folder.
-``python -m tests.support.locks --make UV LOCK...`` makes locks anew, with the program ``UV``. What is
-pinned already keeps its version if it may.
+``python -m tests.support.locks LOCK FOLDER...`` tells what packages want and do not find, and fails
+if some of it is not tolerated. They are those of the folders and of this environment.
+``python -m tests.support.locks --make UV LOCK...`` makes locks anew, with the program ``UV``. What
+is pinned already keeps its version if it may.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def unmet(
     found = set()
     todo = [(name, "") for name in versions]
     todo += [("kvass", extra) for extra in known["kvass"].metadata.get_all("Provides-Extra", [])]
-    seen = set(but)
+    seen = set()
     while todo:
         name, extra = asked = todo.pop()
         if asked in seen or name in but or name not in known:
@@ -170,13 +170,13 @@ def compiled(lock: Lock, uv: str) -> Iterator[Requirement]:
     """What uv finds for all Pythons and systems."""
     beside = [str(pin) for other in lock.beside for pin in other.pins]
     own = {canonicalize_name(pin.name) for pin in Lock("torch").pins}
-    tops = {canonicalize_name(Requirement(wanted).name) for wanted in tolerated([lock, *lock.beside])}
+    unwanted = map(Requirement, tolerated([lock, *lock.beside]))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        texts = {
+        texts: dict[str, list[str]] = {
             "of": [word for line in lock.said("of") for word in line.split()],
             "beside": beside,
-            "without": sorted(tops - own),
+            "without": sorted({canonicalize_name(r.name) for r in unwanted} - own),
             "instead": [str(pin) for pin in Lock("torch").pins],
             "pins": [str(pin) for pin in lock.pins],  # uv keeps what it may of these
         }
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in arguments[2:]:
             make(name, arguments[1])
         return 0
-    return check(*arguments or ["dev"])
+    return check(*arguments)
 
 
 if __name__ == "__main__":

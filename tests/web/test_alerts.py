@@ -24,7 +24,7 @@ from kvass.cli.bench.rig import WIDTH
 from kvass.errors import Refused
 from kvass.messages import Lookup, ShadowGroup, ShadowReport
 from kvass.testing.daemon import Daemon, running_daemon
-from tests.support.browser import DEBIAN
+from tests.support.browser import debian
 from tests.support.waiting import eventually
 from tests.web.test_deploy import DEPLOY
 from tests.web.test_metrics import Samples, samples
@@ -73,7 +73,7 @@ def evaluated(folder: Path, given: list[dict[str, str]], minutes: int) -> set[st
         "evaluation_interval": "1m" if minutes < 300 else "10m",
     }
     (folder / "test.yml").write_text(yaml.safe_dump({**rules, "tests": tests}))
-    command = [str(DEBIAN / "bin" / "promtool"), "test", "rules", str(folder / "test.yml")]
+    command = [str(debian("promtool")), "test", "rules", str(folder / "test.yml")]
     done = subprocess.run(command, capture_output=True, text=True)
     names = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
     said = done.stdout + done.stderr

@@ -18,7 +18,7 @@ from kvass._version import TESTED_VLLM
 from kvass.cli.main import main
 from kvass.config import load
 from kvass.core.metrics import MISSES
-from tests.support.browser import DEBIAN
+from tests.support.browser import debian
 from tests.support.systemd_process import version
 from tests.web import metrics_page
 
@@ -112,9 +112,9 @@ def read(file: str) -> Any:
     return yaml.safe_load((DEPLOY / file).read_text())
 
 
-def debian(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a program of ``requirements/debian.sh``."""
-    command = [str(DEBIAN / "bin" / program), *map(str, arguments)]
+    command = [str(debian(program)), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -134,16 +134,16 @@ def test_prometheus_takes_its_configuration_rules_and_queries(tmp_path: Path) ->
     config["rule_files"].append("queries.yml")
     file = tmp_path / "prometheus.yml"
     file.write_text(yaml.safe_dump(config))
-    checked = debian("promtool", "check", "config", "--syntax-only", file)
+    checked = run("promtool", "check", "config", "--syntax-only", file)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     rules[0]["expr"] += ")"
     (tmp_path / "queries.yml").write_text(
         yaml.safe_dump({"groups": [{"name": "x", "rules": rules}]})
     )
-    assert debian("promtool", "check", "rules", tmp_path / "queries.yml").returncode == 1
+    assert run("promtool", "check", "rules", tmp_path / "queries.yml").returncode == 1
     job["relabel_config"] = job.pop("relabel_configs")
     file.write_text(yaml.safe_dump(config))
-    assert debian("promtool", "check", "config", "--syntax-only", file).returncode == 1
+    assert run("promtool", "check", "config", "--syntax-only", file).returncode == 1
 
 
 def test_panels_stand_beside_each_other() -> None:
@@ -158,10 +158,10 @@ def test_the_base_renders_with_its_secret_and_an_engine_mounts_the_same_folder(
 ) -> None:
     folder = tmp_path / "kubernetes"
     shutil.copytree(DEPLOY / "kubernetes", folder, ignore=shutil.ignore_patterns("read-token"))
-    without = debian("kubectl", "kustomize", folder)
+    without = run("kubectl", "kustomize", folder)
     assert (without.returncode, "read-token" in without.stderr) == (1, True)
     (folder / "read-token").write_text("0123456789abcdef")
-    rendered = debian("kubectl", "kustomize", folder)
+    rendered = run("kubectl", "kustomize", folder)
     assert rendered.returncode == 0, rendered.stderr
     (tmp_path / "all.yml").write_text(rendered.stdout)
     program = str(Path(sys.executable).parent / "kubernetes-validate")
