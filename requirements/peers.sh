@@ -18,5 +18,7 @@ if [[ $2 == lmcache ]]; then
 own = sysconfig.get_path("stdlib")
 print(*(path for path in sys.path[1:] if not path.startswith(own) and not path.endswith(".zip")), sep="\n")' \
     >"$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+else
+  "$folder/bin/python" -m pip --disable-pip-version-check check
 fi
 echo "$made_from" >"$folder/.made-from"

@@ -38,6 +38,7 @@ PYTHONS: Final = (
     *(f"3.11.{patch}" for patch in (0, 1, 2, 3, 4, 5, 8, 9, 15)),
     *(f"3.12.{patch}" for patch in (0, 1, 2, 3, 4, 8, 15)),
     *(f"3.13.{patch}" for patch in (0, 1, 2, 15)),
+    "3.14.0",
 )
 # What the build of torch for CUDA brings: pip installs it with torch.
 _WITH_TORCH: Final = ("cuda-", "nvidia-c", "nvidia-n")
