@@ -40,7 +40,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[sys.argv.index("--socket") + 1]).parent
     tell(folder)
     os.environ["SOAK_FOLDER"] = str(folder)
-    sys.path.append(str(Path(__file__).parent / "site"))  # that of tiers, too
+    sys.path.insert(0, str(Path(__file__).parent / "site"))  # of tiers, too; Debian has one itself
     with (
         mock.patch.object(CacheMachine, "step", _checked_step),
         mock.patch.object(lookup_log, "ENGINES", ENGINES),
