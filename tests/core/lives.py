@@ -106,18 +106,26 @@ class Writing:
         self.pages, self.names = pages, names
 
 
-class Lives:
-    """A world in which the daemon dies often. ``pages``: of its arena."""
+class Reading:
+    """A match that an engine reads. ``want``: the bytes that it must find until ``until``."""
 
-    def __init__(self, seed: int, pages: int = 40) -> None:
+    def __init__(self, engine: int, life: int, found: m.Matched, want: dict[int, str]) -> None:
+        self.engine, self.life, self.lease = engine, life, found.lease
+        self.until, self.want = found.deadline_s, want
+
+
+class Lives:
+    """A world in which the daemon dies often. ``pages``: of its arena, which is full most of the
+    time."""
+
+    def __init__(self, seed: int, pages: int = 24) -> None:
         self.rng = random.Random(seed)
         self.memory, self.pages = Memory(pages), pages
         self.arena: dict[int, str] = {}
         """By page: whose bytes it has."""
         self.life, self.now = 0, 100.0
         self.writing: list[Writing] = []
-        self.reading: list[tuple[float, dict[int, str]]] = []
-        """Until when each reader reads, and which bytes it must find."""
+        self.reading: list[Reading] = []
         self.answered = b""
         """The namespace whose clear is confirmed, unless the daemon dies before."""
         self.adopted = self.torn = self.hits = 0
@@ -125,9 +133,13 @@ class Lives:
         """By namespace: what was stored since its last clear that was confirmed."""
         self.begin(self.memory.create())
 
+    def start(self, index: SavedIndex) -> None:
+        """The daemon starts."""
+        self.rig = Rig(self.pages, 4, now=self.now, core={"started_s": self.now}, index=index)
+
     def begin(self, index: SavedIndex) -> None:
         """The daemon starts, and the engines, which live on, register again."""
-        self.rig = Rig(self.pages, 4, now=self.now, core={"started_s": self.now}, index=index)
+        self.start(index)
         self.rig.machine.validate()
         adoption = self.rig.machine.adoption
         assert isinstance(adoption, Adoption)
@@ -176,7 +188,8 @@ class Lives:
 
     def happen(self) -> None:
         acts = [self.reserve] * 4 + [self.commit] * 4 + [self.lookup] * 3 + [self.write] * 3
-        self.rng.choice([*acts, self.read, self.read, self.wait, self.clear])()
+        acts += [self.read] * 2 + [self.release] * 2
+        self.rng.choice([*acts, self.wait, self.wait, self.clear])()
 
     def some(self) -> list[str]:
         first = self.rng.randrange(12)
@@ -211,20 +224,29 @@ class Lives:
             engine.commit(one.grant.reservation, rank)
 
     def lookup(self) -> None:
-        engine, names = self.rng.choice(self.engines), self.some()
+        number, names = self.rng.randrange(2), self.some()
+        engine = self.engines[number]
         found = engine.lookup(*names)
         if found.lease:
             self.hits += found.chunks
             mine = [key(name) for name in names[: found.chunks]]
             want = self.places(engine.namespace, found.slots[0], mine)
             self.check(want)
-            self.reading.append((found.deadline_s, want))
+            self.reading.append(Reading(number, self.life, found, want))
 
     def read(self) -> None:
         """All who still read find what they must, until their deadlines (law 5)."""
-        self.reading = [(until, want) for until, want in self.reading if until > self.now]
-        for _, want in self.reading:
-            self.check(want)
+        self.reading = [one for one in self.reading if one.until > self.now]
+        for one in self.reading:
+            self.check(one.want)
+
+    def release(self) -> None:
+        """A reader has finished."""
+        mine = [one for one in self.reading if one.life == self.life and one.until > self.now]
+        if mine:
+            one = self.rng.choice(mine)
+            self.reading.remove(one)
+            self.engines[one.engine].give_back(one.lease)
 
     def wait(self) -> None:
         """Time passes. Former workers end, or say that they are done."""
@@ -249,22 +271,32 @@ class Lives:
             self.answered = engine.namespace
 
     def kill(self) -> None:
-        """The daemon dies during or after something, and the next one starts."""
+        """The daemon dies during or after something, or is stopped, and the next one starts. That
+        may die, too, while it adopts."""
         self.rig.finish()
-        if self.rng.random() < 0.7:
+        if self.rng.random() < 0.2:
+            self.rig.machine.end()
+        elif self.rng.random() < 0.9:
             line = int(self.rng.expovariate(1 / 120)) + 1
             writing, reading = [*self.writing], [*self.reading]
             if torn(self.memory, self.happen, line, self.rng):
                 self.answered = b""
                 self.torn += 1  # what the step would have answered was never sent
                 self.writing = [w for w in self.writing if w in writing]
-                self.reading = reading
+                self.reading = [r for r in self.reading if r in reading]
         self.stored.pop(self.answered, None)
         self.answered = b""
         if self.rng.random() < 0.2:
             self.now += 30.0
         self.life += 1
+        while self.rng.random() < 0.3:
+            line = int(self.rng.expovariate(1 / 80)) + 1
+            torn(self.memory, lambda: self.start(self.memory.adopt()), line, self.rng)
         self.begin(self.memory.adopt())
+        for _ in range(self.rng.randrange(8)):  # what may be reused is reused soon
+            self.reserve()
+            self.write()
+        self.read()
         if self.rng.random() < 0.3:  # an engine has died with the daemon
             self.engine_ends(self.rng.randrange(2))
 

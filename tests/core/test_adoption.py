@@ -36,7 +36,7 @@ def killed(*names: object, pages: int = 64) -> Memory:
     """The memory of a daemon that died with rows of these names."""
     memory = Memory(128)
     rig, adoption = life(memory, pages=pages)
-    assert adoption == Adoption(0, 0, 0, 0, ())
+    assert adoption == Adoption(0, 0, 0, 0, 0, ())
     rig.engine().store(*names)
     return memory
 
@@ -76,7 +76,21 @@ def test_rows_are_evicted_in_the_order_of_their_last_use() -> None:
     assert [e.holds(name) for name in "ab"] == [1, 0]
 
 
-def test_nothing_adopted_is_reused_before_the_last_lease_of_former_lives() -> None:
+@pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])
+def test_a_full_l1_takes_stores_at_once_if_nothing_is_lent(stopped: bool) -> None:
+    memory = Memory(4)
+    rig, _ = life(memory, pages=4)
+    e = rig.engine()
+    e.store("a", "b", "c", "d")
+    assert e.holds("a", "b") == 2
+    if stopped:
+        rig.machine.end()
+    rig, adoption = life(memory, now=100.0, pages=4)
+    assert (adoption.rows, adoption.lent) == (4, 0)
+    assert rig.engine().store("w", "x", "y", "z").chunks == (0, 1, 2, 3)
+
+
+def test_what_was_lent_is_not_reused_before_the_last_lease_of_former_lives() -> None:
     memory = Memory(4)
     rig, _ = life(memory, pages=4)
     e = rig.engine()
@@ -84,14 +98,35 @@ def test_nothing_adopted_is_reused_before_the_last_lease_of_former_lives() -> No
     until = e.lookup("a").deadline_s
     third, now = rig, 101.0
     for now in (101.0, 102.0):  # a life without leases of its own promises no less
-        third, _ = life(memory, now, pages=4)
+        third, adoption = life(memory, now, pages=4)
+        assert (adoption.rows, adoption.lent) == (4, 1)
+        assert third.status["l1_resting_bytes"] == PAGE
     e = third.engine()
-    assert e.reserve("x").refused == (0,)
+    assert e.reserve("w", "x", "y", "z").refused == (3,)
     third.wait(until - now - 0.1)
-    assert e.reserve("x").refused == (0,)
-    third.wait(LEASE_S)
-    third.finish()
-    assert e.store("x").chunks == (0,)
+    assert e.reserve("v").refused == (0,)
+    third.wait(0.1)
+    assert third.status["l1_resting_bytes"] == 0
+    assert e.store("v").chunks == (0,)
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])
+def test_a_stop_says_until_when_the_last_open_lease_is(stopped: bool) -> None:
+    memory = Memory(4)
+    rig, _ = life(memory, pages=4)
+    e = rig.engine()
+    e.store("a", "b", "c", "d")
+    until = e.lookup("a").deadline_s
+    rig.wait(LEASE_S / 2)
+    assert e.holds("b") == 1
+    if stopped:
+        rig.machine.end()
+    rig, _ = life(memory, now=rig.now, pages=4)
+    rig.wait(until - rig.now)
+    freed = not rig.status["l1_resting_bytes"]
+    assert freed == stopped, "a killed daemon has said only when the last of all leases ends"
+    rig.wait(LEASE_S / 2)
+    assert not rig.status["l1_resting_bytes"]
 
 
 def test_a_cleared_row_that_may_still_be_read_rests_through_two_lives() -> None:
@@ -234,11 +269,17 @@ def adopt_and_die(memory: Memory, lines: int) -> bool:
 
 
 def test_adoption_that_dies_in_its_middle_can_begin_again() -> None:
-    memory, lines = killed(*range(6)), 0
+    memory, lines = Memory(128), 0
+    rig, _ = life(memory)
+    e, other = rig.engine(), rig.engine("other", identity={"model": "cleared"})
+    e.store(*range(6))
+    other.store("x", "y")
+    assert (e.lookup(0, 1).chunks, other.lookup("x").chunks) == (2, 1)
+    other.clear()
     copy = memory.copy()
     while adopt_and_die(memory, lines):
         rig, adoption = life(memory, 102.0)
-        assert adoption.rows == 6
+        assert (adoption.rows, adoption.lent, adoption.dropped) == (6, 2, 1)
         assert rig.engine().holds(*range(6)) == 6
         memory.put_back(copy)
         lines += 7

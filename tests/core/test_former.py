@@ -83,6 +83,31 @@ def test_slots_rest_through_more_than_one_life() -> None:
     assert resting(third.machine) == 0
 
 
+def test_an_engine_that_is_never_done_has_no_more_than_its_share_of_l1_rest() -> None:
+    """However often the daemon is killed (law 12)."""
+    memory = Memory()
+    rig = Rig(index=memory.create())
+    share, rested = rig.machine.state.quota, 0
+    for life in range(6):
+        e = rig.engine(pid=10)
+        other = rig.engine("other", pid=30)
+        assert rig.say(other.workers[0], m.Drained(boot=BOOT)) == []
+        e.begin(*(f"{life} {i}" for i in range(10)))
+        assert other.store(f"its {life}").chunks, "it has said that it is done"
+        rig = following(memory, 101.0 + life)
+        rested = rig.status["l1_resting_bytes"]
+        assert 0 < rested <= share
+    assert rested == share
+    e = rig.engine(pid=10)
+    assert e.reserve("x").refused == (0,)
+    assert rig.say(e.workers[0], m.Drained(boot=BOOT)) == []
+    other = rig.engine("other", pid=30)
+    assert rig.say(other.workers[0], m.Drained(boot=BOOT)) == []
+    rig.wait(DEVICE_S)
+    assert rig.status["l1_resting_bytes"] == 0
+    assert e.store("x").chunks == (0,)
+
+
 def test_a_worker_that_left_is_no_former_worker() -> None:
     memory = Memory()
     rig = Rig(index=memory.create())

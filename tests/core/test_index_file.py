@@ -21,10 +21,9 @@ def test_an_index_is_opened_where_it_was_made() -> None:
     memory = Memory()
     made = memory.create()
     assert made.begin(64 * PAGE, [])
-    assert made.promise(50.0) > 50.0
+    made.promise(50.0)
     again = memory.adopt()
-    assert again.lease_until == made.lease_until
-    assert again.promise(10.0) == again.lease_until, "a promise is never taken back"
+    assert again.lease_until == 50.0
     assert again.rows >= 64
     assert index_bytes(128 * PAGE) > index_bytes(64 * PAGE)
 
@@ -38,8 +37,8 @@ def test_of_another_boot_version_or_size_it_is_not_believed(
     assert "another boot" in reason(memory.open(where=Where(b"another", 7)))
     assert "shorter" in reason(memory.open(pages=1 << 20))
     with monkeypatch.context() as newer:
-        newer.setattr(index_file, "VERSION", 2)
-        assert "format 1, this kvass reads 2" in reason(memory.open())
+        newer.setattr(index_file, "VERSION", 3)
+        assert "format 2, this kvass reads 3" in reason(memory.open())
     assert isinstance(memory.open(), SavedIndex)
     memory.bytes[16] ^= 1
     assert "damaged" in reason(memory.open())

@@ -1,13 +1,15 @@
 """Adoption: how a core begins with the rows that a former life of the daemon has left.
 
 Law of this file: law 13. Only rows whose seals check out are adopted, in place. Nothing that the
-former life had lent is reused before the last of its leases has run out: adopted rows are pinned by
-leases of ``FORMER``. Slots that were being written rest, QUARANTINED under reservations of
-``FORMER``, until no former worker can write any more (law 3).
+former life had lent is reused before the last of its leases has run out. A row that was lent was
+pinned, and its pins are in its record: such rows, adopted or not, keep one pin each, of leases of
+``FORMER``. Slots that were being written rest, QUARANTINED under reservations of ``FORMER``, until
+no former worker can write any more (law 3).
 
 What is read is taken from the directory and from the records. The directory is replaced at the end,
-so a daemon that dies meanwhile leaves an index that can be adopted again. Tails, rows that were
-not to be retained, and the indexes of blocks and segments are not adopted.
+so a daemon that dies meanwhile leaves an index that can be adopted again: until its deadline a row
+that was lent is never without a pin. Tails, rows that were not to be retained, and the indexes of
+blocks and segments are not adopted.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from kvass.core.pending.settlement import former_session
 from kvass.core.rows.extents import ExtentSet
 from kvass.core.rows.row_classes import Namespace, RowClass
 from kvass.core.rows.row_table import (
+    FAILED,
     FREE,
+    LOADING,
     NEVER,
     NOBODY,
     QUARANTINED,
@@ -50,12 +54,14 @@ AT_ONCE: Final = 1 << 15
 
 
 class Adoption(msgspec.Struct, frozen=True):
-    """What was adopted. ``dropped``: rows that may still be read, but were not adopted.
-    ``resting``: slots that rest, those of dropped rows too. ``former``: the workers that may still
-    write to them; the daemon reports the end of each (``FormerEnded``)."""
+    """What was adopted. ``lent``: those of the rows that may still be read because of a former
+    life. ``dropped``: rows that may still be read, but were not adopted. ``resting``: slots that
+    rest because they may still be written. ``former``: the workers that may do so; the daemon
+    reports the end of each (``FormerEnded``)."""
 
     rows: int
     bytes: int
+    lent: int
     dropped: int
     resting: int
     former: tuple[FormerProcess, ...]
@@ -69,23 +75,24 @@ def adopt(state: State, index: SavedIndex) -> Adoption:
     inside = [s for s in every if _inside(s, state.config.arena_bytes)]
     _sets(state, index, inside, owner_of)
     rows, former = state.classes.sets.rows_of(_numbers(inside)), index.processes.former()
-    good, dropped, resting = _judge(state, rows)
+    found = _judge(state, rows)
+    good, lent = found.good, found.good[state.rows.table.pins[found.good] > 0]
     _enter(state, good)
-    if index.lease_until > state.config.started_s:
-        state.settlement.hold(_parts(state, good), index.lease_until)
-    state.settlement.promise_with(index.promise)
+    state.settlement.hold(_parts(state, lent), index.lease_until)
+    state.settlement.hold(_parts(state, found.dropped), index.lease_until)
+    state.settlement.promise_with(index.promise, index.lease_until)
     state.unseen = tuple(p.number for p in former if not p.pid)
     written = {former_session(p.number): _writes_until(state, p) for p in former}
-    # A slot may rest for readers, too: those of a row that a life before the former has dropped.
-    readers = {former_session(-1): max(state.config.started_s + DEVICE_S, index.lease_until)}
-    state.settlement.rest(_parts(state, resting), written | readers)
-    state.settlement.rest(_parts(state, dropped), readers)
+    loaded = {former_session(-1): state.config.started_s + DEVICE_S}
+    state.settlement.rest(_parts(state, found.written), written | loaded)
+    state.settlement.rest(_parts(state, found.loading), loaded)
     begun = index.begin(state.config.arena_bytes, _entries(state))
     assert begun, "less needs no more memory"
     state.classes.saving.begin(index)
     size = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.classes.by_id.values())
     state.counters["l1_in_bytes"] += size
-    return Adoption(len(good), size, len(dropped), len(resting) + len(dropped), former)
+    resting = len(found.written) + len(found.loading)
+    return Adoption(len(good), size, len(lent), len(found.dropped), resting, former)
 
 
 E = TypeVar("E", SavedNamespace, SavedClass, SavedSet)
@@ -170,9 +177,18 @@ def _sets(
         classes.forget_empty(row_class)
 
 
-def _judge(state: State, rows: I64Array) -> tuple[I64Array, I64Array, I64Array]:
-    """Which of ``rows``, the rows of all sets, are adopted; which had readers at most, and are
-    dropped; which may have writers. The others become FREE."""
+class _Found(msgspec.Struct, frozen=True):
+    """Rows by what becomes of them. ``good``: adopted. ``dropped``: not adopted, and lent.
+    ``written``: may have writers. ``loading``: a tier was filling them. The others are FREE."""
+
+    good: I64Array
+    dropped: I64Array
+    written: I64Array
+    loading: I64Array
+
+
+def _judge(state: State, rows: I64Array) -> _Found:
+    """Judge ``rows``, the rows of all sets."""
     table, sets = state.rows.table, state.classes.sets
     known = np.zeros(len(table), np.bool_)
     known[rows] = True
@@ -185,15 +201,16 @@ def _judge(state: State, rows: I64Array) -> tuple[I64Array, I64Array, I64Array]:
         found[some] = _judge_some(table, sets, rows[some], numbers[some])
     size = len(sets.owner)
     sets.used += np.bincount(numbers[found != FREE], minlength=size)
-    sets.held += np.bincount(numbers[(found == WRITING) | (found == QUARANTINED)], minlength=size)
-    return rows[found == READY], rows[found == QUARANTINED], rows[found == WRITING]
+    sets.held += np.bincount(numbers[(found == WRITING) | (found == LOADING)], minlength=size)
+    return _Found(*(rows[found == one] for one in (READY, FAILED, WRITING, LOADING)))
 
 
 def _judge_some(
     table: RowTable, sets: SetTable, rows: I64Array, numbers: I64Array
 ) -> npt.NDArray[np.uint8]:
-    """Judge ``rows`` of the sets ``numbers``. For each: READY, adopted; QUARANTINED, it had readers
-    at most; WRITING, it may have writers; FREE. The last but one is QUARANTINED now, too."""
+    """Judge ``rows`` of the sets ``numbers``. For each: READY, adopted; FAILED, not adopted and
+    lent; WRITING, it may have writers; LOADING, a tier was filling it; FREE. Both last but FREE are
+    QUARANTINED now. A row that was lent has one pin."""
     table.set_of[rows] = numbers
     table.slot[rows] = rows - sets.first[numbers]
     before = table.state[rows]
@@ -201,14 +218,16 @@ def _judge_some(
     good &= table.loader[rows] == table.seals_of(rows)
     good &= table.stamp[rows] > NEVER
     written = (before == WRITING) | (before == QUARANTINED) | (before >= len(STATE_NAMES))
+    loading = before == LOADING
+    lent = (table.pins[rows] != 0) & (before != FREE) & ~written & ~loading
     gone = rows[~good]
     table.loader[gone] = VOID
     table.key[gone], table.stamp[gone] = 0, NEVER
     table.offered[gone], table.read[gone] = False, False
-    table.pins[rows], table.entry[rows] = 0, UNKNOWN
-    table.state[rows[~good & (before != FREE)]] = QUARANTINED
-    found = np.where(good | (before == FREE), before, np.uint8(QUARANTINED))
-    found[written] = WRITING
+    table.pins[rows], table.entry[rows] = lent, UNKNOWN
+    found = np.where(good, np.uint8(READY), np.where(lent, np.uint8(FAILED), np.uint8(FREE)))
+    table.state[rows] = np.where(written | loading, np.uint8(QUARANTINED), found)
+    found[written], found[loading] = WRITING, LOADING
     return found
 
 
@@ -228,8 +247,8 @@ def _enter(state: State, good: I64Array) -> None:
         row_class.log.fill(good[mine], stamps[mine])
         every = sets.rows_of(np.flatnonzero(sets.owner == row_class.id))
         states = table.state[every]
-        row_class.rows[READY] = int(mine.sum())
-        row_class.rows[QUARANTINED] = int((states == QUARANTINED).sum())
+        for one in (READY, FAILED, QUARANTINED):
+            row_class.rows[one] = int((states == one).sum())
         row_class.free.give_new(every[states == FREE])
 
 

@@ -190,6 +190,12 @@ class CacheMachine:
             warm_start.go_on(state)
         return state.out
 
+    def end(self) -> None:
+        """There will be no other step: tell the next life the last deadline of the open leases."""
+        if self.state.index is not None:
+            deadlines = (lease.deadline for lease in self.state.leases.all.values())
+            self.state.index.promise(max(deadlines, default=self.state.config.started_s))
+
     def next_deadline(self) -> float | None:
         """When the daemon must send a ``Tick`` if no other event comes before; ``None``: never.
 

@@ -97,6 +97,7 @@ GAUGES: Final[dict[str, str]] = {
     "rows": "Readable rows; each holds one chunk of one layer group.",
     "rows_loading": "Rows that a tier is filling.",
     "quarantined_bytes": "Slots of discarded reservations that a rank may still write.",
+    "l1_resting_bytes": "Slots that engines may still read or write because of a former daemon.",
     "l1_used_bytes": "Slots in use, and cleared memory.",
     "l1_cleared_bytes": "Cleared memory that is not free yet.",
     "l1_capacity_bytes": "Size of L1.",

@@ -51,6 +51,7 @@ def status(state: State, terms_of: Collection[bytes] = ()) -> dict[str, Any]:
         "rows": sum(g["rows"] for g in groups),
         "rows_loading": sum(len(op.part.rows) for op in loads if isinstance(op, Loading)),
         "quarantined_bytes": sum(r.size_bytes for r in reservations if r.discarded),
+        "l1_resting_bytes": state.settlement.resting_bytes,
         "l1_used_bytes": sum(g["used_bytes"] for g in groups) + cleared_bytes,
         "l1_cleared_bytes": cleared_bytes,
         "l1_kept_bytes": sum(t.kept_bytes for t in state.tenants.all.values()),

@@ -21,6 +21,7 @@ from kvass.arena.place import Place, open_place
 from kvass.core.saved.index_file import SavedIndex, Unusable, Where, index_bytes
 from kvass.daemon import descriptor_store
 from kvass.daemon.descriptor_store import open_stored
+from kvass.daemon.peer_process import former_processes
 from kvass.errors import ConfigError
 from kvass.types import PAGE, Size, align_up
 
@@ -40,6 +41,9 @@ class L1Memory:
         self, arena: Arena, place: Place | None, index: SavedIndex | None, cold: str
     ) -> None:
         self.arena, self.place, self.index, self.cold = arena, place, index, cold
+        self.former = {} if index is None else former_processes(index)
+        """As of ``former_processes``. It comes before the core, which must not wait for the end of
+        a process that cannot be seen."""
 
     @property
     def inherited(self) -> tuple[int, ...]:

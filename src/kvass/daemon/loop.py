@@ -36,7 +36,7 @@ from kvass.daemon.last_events import LastEvents
 from kvass.daemon.lasting import L1Memory
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.notices import Notices
-from kvass.daemon.peer_process import PeerProcess, former_process, process_behind
+from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.daemon.populate import Populating, thread_cpus
 from kvass.daemon.recording import Recorder
 from kvass.daemon.session_log import LOGGED, SessionLog
@@ -91,8 +91,6 @@ class Server:
         self._connections: dict[SessionId, Connection] = {}
         self._watched: dict[SessionId, PeerProcess] = {}
         """Processes of lost sessions. Slots in quarantine wait until these have ended."""
-        self._former: dict[int, PeerProcess] = {}
-        """By number (``FormerProcess``), the watched processes of a former daemon's engines."""
         self._to_flush: dict[SessionId, Connection] = {}
         """Sessions to flush at the end of this turn."""
         self._sessions = 0
@@ -152,7 +150,7 @@ class Server:
                 connection.close_now()
             for session in list(self._watched):
                 self._unwatch(session)
-            for process in self._former.values():
+            for process in filter(None, self._l1.former.values()):
                 self._loop.remove_reader(process)
                 process.close()
 
@@ -306,20 +304,17 @@ class Server:
 
     def _watch_former(self) -> None:
         """Watch the engines of a former daemon that may still write to the arena. The core itself
-        waits for those of which no pid is known here."""
-        adopted = self._machine.adoption
-        for former in () if adopted is None else adopted.former:
-            if former.pid:
-                if (process := former_process(former.pid, former.start)) is None:
-                    self._handle(effects.FormerEnded(former.number))
-                else:
-                    self._former[former.number] = process
-                    self._loop.add_reader(process, self._former_ended, former.number)
+        waits for those that cannot be watched."""
+        for number, process in [*self._l1.former.items()]:
+            if process is None:
+                self._former_ended(number)
+            else:
+                self._loop.add_reader(process, self._former_ended, number)
 
     def _former_ended(self, number: int) -> None:
-        process = self._former.pop(number)
-        self._loop.remove_reader(process)
-        process.close()
+        if (process := self._l1.former.pop(number)) is not None:
+            self._loop.remove_reader(process)
+            process.close()
         self._handle(effects.FormerEnded(number))
 
     def _unwatch(self, session: SessionId) -> None:

@@ -88,6 +88,7 @@ def serve(
         server = Server(machine, l1, listener, live, tiers, notices, recorder)
         try:
             server.run(lambda: announce(ready))
+            machine.end()
         finally:
             l1.release()
             if recorder is not None:

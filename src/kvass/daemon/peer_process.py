@@ -8,14 +8,17 @@ forever; a pid may be reused for another one. If the kernel gives no pidfd there
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import socket
 from typing import Final
 
 from kvass import processes
+from kvass.core.saved.index_file import SavedIndex
 
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
+_log: Final = logging.getLogger("kvass")
 _NO_PROCESS: Final = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 """What pidfd_open says of a pid that no process has. A thread of another process may have it by
 now: then it is ``EINVAL``, and ``ENOENT`` of a newer kernel."""
@@ -67,9 +70,26 @@ def process_behind(sock: socket.socket, pid: int) -> PeerProcess | None:
         return None
 
 
+def former_processes(index: SavedIndex) -> dict[int, PeerProcess | None]:
+    """The processes of a former daemon's engines that may still write to the arena, by number; None
+    for one that has ended. The pids of those that cannot be watched are forgotten, so that the core
+    uses a time bound: a kernel without pidfds (gVisor, seccomp), no descriptor left, a damaged
+    pid."""
+    found = dict[int, PeerProcess | None]()
+    for former in index.processes.former():
+        try:
+            if former.pid:
+                found[former.number] = former_process(former.pid, former.start)
+        except (OSError, OverflowError) as error:
+            _log.warning("process %d of an engine cannot be watched: %s", former.pid, error)
+            index.processes.forget_pid(former.number)
+    return found
+
+
 def former_process(pid: int, start: int) -> PeerProcess | None:
     """The process ``pid`` that started at ``start`` (``processes.start_time``; 0: unknown), or None
-    if it has ended. If its start time cannot be read now, whoever has the pid is watched."""
+    if it has ended. If its start time cannot be read now, whoever has the pid is watched. Raises
+    ``OSError`` or ``OverflowError`` if the process cannot be watched."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:

@@ -6,10 +6,10 @@ it can no longer write (law 13). Where nothing outlives the daemon, these functi
 
 from __future__ import annotations
 
-from kvass.core.clients.registry import ClientSession
+from kvass.core.clients.registry import ClientSession, Instance
 from kvass.core.effects import FormerEnded
 from kvass.core.handlers.checks import check_boot
-from kvass.core.pending.settlement import former_session
+from kvass.core.pending.settlement import FORMER, former_session
 from kvass.core.saved.processes import PLACES, who
 from kvass.core.state import State
 from kvass.errors import Refused
@@ -62,6 +62,19 @@ def drained(state: State, session: ClientSession, msg: Drained) -> None:
         for number in processes.former_named(name, session.pid):
             state.settlement.drained(number)
             processes.former_ended(number)
+
+
+def resting_for(state: State, instance: Instance) -> int:
+    """The bytes that rest because a worker of ``instance`` may still write to them on behalf of a
+    former life. They count towards what the instance may reserve (law 12): otherwise one that never
+    says ``Drained`` would have more of L1 rest after each restart."""
+    if state.index is None or not state.reservations.of(FORMER):
+        return 0
+    processes, numbers = state.index.processes, list[int]()
+    for rank, session in instance.sessions.items():  # no process has the name of a scheduler
+        name = who(instance.id, rank)
+        numbers += processes.former_named(name, state.sessions[session].pid)
+    return state.settlement.resting_for(numbers)
 
 
 def ended(state: State, event: FormerEnded) -> None:

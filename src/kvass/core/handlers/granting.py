@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.core.clients.registry import Instance
+from kvass.core.handlers import former
 from kvass.core.handlers.reserve_items import Item
 from kvass.core.matching.coverage import first_chunk
 from kvass.core.matching.keeping import Found
@@ -189,4 +190,5 @@ def _allowance(state: State, instance: Instance) -> int:
     limits = state.config.limits
     if len(state.reservations.of(instance.id)) >= limits.reservations_per_instance:
         return 0
-    return max(0, state.quota - state.reservations.bytes_of.get(instance.id, 0))
+    taken = state.reservations.bytes_of.get(instance.id, 0) + former.resting_for(state, instance)
+    return max(0, state.quota - taken)

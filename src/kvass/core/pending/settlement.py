@@ -81,7 +81,7 @@ class Settlement:
         self._slice_ends = slice_ends
         self._losses: deque[Loss] = deque()
         self._next = 1
-        self._promise: Callable[[float], float] | None = None
+        self._promise: Callable[[float], None] | None = None
         self._promised = math.inf
         """No lease may end later before ``_promise`` was called."""
 
@@ -114,7 +114,8 @@ class Settlement:
             owing=readers,
         )
         if self._promise is not None and lease.deadline > self._promised:
-            self._promised = self._promise(lease.deadline)
+            self._promised = lease.deadline
+            self._promise(lease.deadline)
         self.leases.add(lease)
         return lease
 
@@ -205,21 +206,23 @@ class Settlement:
 
     # ------------------------------------------------------------ former lives
 
-    def promise_with(self, promise: Callable[[float], float]) -> None:
+    def promise_with(self, promise: Callable[[float], None], promised: float) -> None:
         """Call ``promise`` with the deadline of a lease before it is given, so that a next life of
-        the daemon knows of it. It returns the latest deadline that needs no other call."""
-        self._promise, self._promised = promise, -math.inf
+        the daemon knows of it. ``promised``: the latest deadline of former lives."""
+        self._promise, self._promised = promise, promised
 
     def hold(self, parts: list[ClassRows], until: float) -> None:
-        """Pin adopted rows, which a former life may have lent until then (law 5)."""
+        """Keep the pins of rows that a former life may have lent until then (law 5). Each of them
+        has one pin."""
         for part in parts:
-            self.rows.pin(part.rows)
+            self.rows.adopt_pins(part.rows)
             self.leases.add(
                 Lease(
                     id=self._new_id(),
                     instance=FORMER,
                     request="",
                     deadline=until,
+                    size_bytes=self.rows.bytes_of(part.rows),
                     parts=(part,),
                     owing={0},
                     handed_over=True,
@@ -235,6 +238,7 @@ class Settlement:
                 instance=FORMER,
                 request="",
                 deadline=max(when for when in until.values() if when < math.inf),
+                size_bytes=self.rows.bytes_of(part.rows),
                 parts=(part,),
                 owing=set(),
                 handed_over=True,
@@ -253,6 +257,17 @@ class Settlement:
         for reservation in [*self.reservations.of(FORMER).values()]:
             if reservation.writing_until.pop(session, None) is not None:
                 self._settle(reservation)
+
+    @property
+    def resting_bytes(self) -> int:
+        """The bytes that may still be read or written because of a former life."""
+        return sum(ledger.bytes_of.get(FORMER, 0) for ledger in (self.leases, self.reservations))
+
+    def resting_for(self, numbers: list[int]) -> int:
+        """The bytes that rest because one of the former workers ``numbers`` may write to them."""
+        sessions = {*map(former_session, numbers)}
+        resting = self.reservations.of(FORMER).values()
+        return sum(r.size_bytes for r in resting if not sessions.isdisjoint(r.writing_until))
 
     @property
     def may_write(self) -> set[int]:

@@ -150,6 +150,17 @@ class RowStates:
         np.add.at(self._sets.held, self._sets_of(rows), 1)
         self.pinned += len(rows)
 
+    def adopt_pins(self, rows: I64Array) -> None:
+        """Count the one pin that each of ``rows`` has from a former life."""
+        np.add.at(self._sets.held, self._sets_of(rows), 1)
+        self.pinned += len(rows)
+        self._leaving += int((self.table.state[rows] == FAILED).sum())
+
+    def bytes_of(self, rows: I64Array) -> int:
+        """The size of ``rows``, which may be of cleared sets."""
+        sets = self.table.set_of[rows]
+        return int((self._sets.bytes[sets] // self._sets.slots[sets]).sum())
+
     def unpin(self, rows: I64Array, ahead: bool = False) -> None:
         """Undo one ``pin`` of the same ``rows``. Rows in the states ``_LEAVING`` are freed when
         their last pin is gone.

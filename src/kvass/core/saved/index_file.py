@@ -24,13 +24,11 @@ from kvass.types import PAGE, I64Array, U64Array, align_up
 
 __all__ = ["Allocate", "FormerProcess", "SavedIndex", "Unusable", "Where", "index_bytes"]
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Raised when anything in the memory gets another meaning."""
 RECORD: Final = 64
 """The bytes of a row's record."""
 MOST_SETS: Final = 1 << 20
-AHEAD_S: Final = 5.0
-"""How far ahead of the latest lease the header promises, so that it is written rarely."""
 _MAGIC: Final = b"kvassL1\0"
 _HALF: Final = 16 << 20
 _STEP: Final = 1 << 20
@@ -79,7 +77,9 @@ class SavedIndex:
 
     def __init__(self, memory: Bytes, allocate: Allocate) -> None:
         self._allocate = allocate
-        self._header = memory[: _HEADER.itemsize].view(_HEADER)[0]
+        header = memory[: _HEADER.itemsize].view(_HEADER)
+        self._header = header[0]
+        self._lease_until = header["lease_until"]  # a view: each lease writes to it
         processes = memory[_PROCESSES : _PROCESSES + PLACES * PROCESS.itemsize]
         self.processes = Processes(processes.view(PROCESS))
         self.directory = Directory(
@@ -139,14 +139,11 @@ class SavedIndex:
     @property
     def lease_until(self) -> float:
         """No lease of any life ends later (CLOCK_MONOTONIC, seconds)."""
-        return float(self._header["lease_until"])
+        return float(self._lease_until[0])
 
-    def promise(self, deadline: float) -> float:
-        """A lease may last until ``deadline``. Returns how long leases may last without another
-        call."""
-        if deadline > self._header["lease_until"]:
-            self._header["lease_until"] = deadline + AHEAD_S
-        return self.lease_until
+    def promise(self, deadline: float) -> None:
+        """From now on no lease ends later than ``deadline``."""
+        self._lease_until[0] = deadline
 
     def begin(self, arena_bytes: int, entries: list[Entry]) -> bool:
         """Begin a life with an arena of ``arena_bytes``, and only these ``entries``. False: there

@@ -16,12 +16,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvass.types import U64Array
+
 PLACES: Final = 4096
 PROCESS: Final = np.dtype(
-    [("start", np.uint64), ("who", np.uint64), ("pid", np.uint32), ("roles", np.uint32)]
+    [
+        ("start", np.uint64),
+        ("who", np.uint64),
+        ("check", np.uint64),
+        ("pid", np.uint32),
+        ("roles", np.uint32),
+    ]
 )
 _WORKER: Final = 1
 _FORMER: Final = 4
+_MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
 
 
 class FormerProcess(msgspec.Struct, frozen=True):
@@ -44,17 +53,17 @@ class Processes:
 
     def __init__(self, memory: npt.NDArray[np.void]) -> None:
         self._start, self._who = memory["start"], memory["who"]
-        self._pid, self._roles = memory["pid"], memory["roles"]
+        self._pid, self._roles, self._check = memory["pid"], memory["roles"], memory["check"]
         self._place_of: dict[int, int] = {}
         """By session of this life."""
 
     def begin(self, pids_known: bool) -> None:
-        """Begin a life: every worker so far is a former one.
+        """Begin a life: every worker so far is a former one. A damaged pid is unknown.
 
         ``pids_known``: whether pids mean now what they meant then.
         """
-        if not pids_known:
-            self._pid[:] = 0
+        damaged = self._check != _checks(self._start, self._who, self._pid)
+        self._pid[damaged | (not pids_known)] = 0
         workers = np.flatnonzero(self._roles & _WORKER)
         self._roles[workers] = _FORMER
 
@@ -72,6 +81,10 @@ class Processes:
             there &= (self._pid == pid) | (self._pid == 0)
         found: list[int] = np.flatnonzero(there).tolist()
         return found
+
+    def forget_pid(self, number: int) -> None:
+        """The end of a process cannot be seen: its pid is unknown from now on."""
+        self._pid[number] = 0
 
     def former_ended(self, number: int) -> None:
         """A former worker writes no more on behalf of a former life."""
@@ -103,5 +116,16 @@ class Processes:
             return None
         place = int(places[0])
         self._start[place], self._who[place], self._pid[place] = start, name, pid
+        one = slice(place, place + 1)
+        self._check[one] = _checks(self._start[one], self._who[one], self._pid[one])
         self._roles[place] |= np.uint32(_WORKER)  # last: only now the place is taken
         return place
+
+
+def _checks(
+    starts: U64Array, names: U64Array, pids: npt.NDArray[np.uint32]
+) -> U64Array:
+    """A checksum for each process."""
+    mixed: U64Array = (starts * _MIX[0]) ^ ((names + _MIX[1]) * _MIX[2])
+    mixed = (mixed ^ (mixed >> np.uint64(31)) ^ pids) * _MIX[1]
+    return mixed ^ (mixed >> np.uint64(29))
