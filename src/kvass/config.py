@@ -28,7 +28,7 @@ from kvass.arena.room import memory_bytes, physical_bytes
 from kvass.errors import ConfigError
 from kvass.tiers.options import DiskOptions
 from kvass.tiers.url import read_tier_url, redacted, tier_name
-from kvass.types import DEFAULT_TENANT, PAGE, Quota, Timing, check_quotas_of
+from kvass.types import DEFAULT_TENANT, MOST_S, PAGE, Quota, Timing, check_quotas_of
 from kvass.types import Size as Size
 from kvass.wire.channel import check_path
 from kvass.wire.places import default_socket, service_socket
@@ -66,7 +66,7 @@ def default_l1_size() -> Size:
 
 CONNECTION: Final = ("socket", "daemon_uid")
 """The options that say which daemon a command connects to."""
-Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Seconds = Annotated[float, Meta(gt=0, le=MOST_S)]
 Uid = Annotated[int, Meta(ge=0, lt=2**32 - 1)]
 
 

@@ -376,10 +376,15 @@ MAX_PATIENCE_S: Final = 30.0
 """The longest time that a request waits for tiers and stores, however long its prompt is."""
 
 
+MOST_S: Final = 86_400.0
+"""The longest time limit that the daemon can be given."""
+
+
 class Timing(msgspec.Struct, frozen=True):
     """The daemon's time limits. It sends them in the handshake, so engines need no options."""
 
     lease_s: float = 60.0
+    """At most ``MOST_S``."""
     reserve_s: float = 60.0
     dma_grace_s: float = 30.0
     """How long a writer's device may still write to the arena after its connection's EOF (law 3).

@@ -174,20 +174,25 @@ def test_a_folder_that_cannot_be_made_is_one_line(memory_folder: Path) -> None:
         open_place(str(memory_folder / "no" / "kvass"), MIB, INDEX)
 
 
-def test_more_than_the_file_system_has_is_refused(memory_folder: Path) -> None:
+@pytest.mark.parametrize("too_many", [1, -1023], ids=["slots", "index"])
+def test_more_than_the_file_system_has_is_refused(memory_folder: Path, too_many: int) -> None:
+    """An index needs room, too: 5 MiB at least."""
     space = os.statvfs(memory_folder)
+    pages = space.f_bavail * space.f_frsize // PAGE
     with pytest.raises(ConfigError, match=r"do not fit into the .*: give less"):
-        open_place(str(memory_folder), (space.f_blocks + 1) * space.f_frsize, INDEX)
+        open_place(str(memory_folder), (pages + too_many) * PAGE, 2 * INDEX)
     open_place(str(memory_folder), MIB, INDEX).release()
 
 
 SMALL = """
 import os, sys
+from kvass.arena import place
 from kvass.arena.place import open_place
+place.LEAST_INDEX = 0
 MIB = 1 << 20
 p = open_place(sys.argv[1] + "/kvass", MIB, 4 * MIB)
 p.slots.populate(0, MIB)
-print(p.allocate(0, MIB // 2), p.allocate(0, 4 * MIB), flush=True)
+print(p.allocate(0, MIB // 2), p.lacks_index, p.allocate(0, 4 * MIB), p.lacks_index, flush=True)
 p.index[0] = 1
 p.release()
 print(open_place(sys.argv[1] + "/kvass", MIB, 4 * MIB).index[0], flush=True)
@@ -205,7 +210,7 @@ def test_a_full_file_system_gives_no_index_and_kills_nobody(tmp_path: Path) -> N
     )
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(done.stderr)
-    assert done.stdout.splitlines() == ["True False", "1"], done.stderr
+    assert done.stdout.splitlines() == ["True False False True", "1"], done.stderr
     assert done.returncode == -signal.SIGBUS
 
 

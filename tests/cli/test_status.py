@@ -163,6 +163,24 @@ def test_what_a_warm_start_has_loaded(own_fields: dict[str, Any]) -> None:
     assert not [line for line in report(own_fields) if "warming" in line]
 
 
+def test_what_rests_since_the_last_daemon(own_fields: dict[str, Any]) -> None:
+    rests = {"place": "/dev/shm/k", "started_empty": "", "adopted_rows": 3, "adopted_bytes": 4096}
+    rests |= {"resting_bytes": 5 << 20, "resting_s": 43.0, "resting_pids": []}
+    own_fields |= {"arena": rests, "up_s": 61.0}
+    shown = " ".join(" ".join(report(own_fields)).split())
+    assert "arena /dev/shm/k: adopted 3 rows, 4.0 KiB; 5.0 MiB rest for 43s more" in shown
+    assert not troubles(own_fields)
+    rests |= {"resting_s": None, "resting_pids": [12, 13]}
+    shown = " ".join(" ".join(report(own_fields)).split())
+    assert "5.0 MiB rest until the engines' processes 12, 13 have ended or said" in shown
+    (line,) = troubles(own_fields)
+    assert "the engines' processes 12, 13 may still write to them" in line
+    own_fields["up_s"] = 59.0
+    assert not troubles(own_fields), "they have time"
+    own_fields["arena"] = {"place": "/dev/shm/k", "lacks_index": True}
+    assert "L1 is not used to its full size" in troubles(own_fields)[0]
+
+
 def test_an_engine_that_waits_for_a_rank_and_a_tier_without_room(
     tmp_path: Path, capsys: Captured
 ) -> None:

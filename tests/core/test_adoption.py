@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from types import FrameType
 from typing import Any
@@ -13,7 +14,7 @@ from kvass import messages as m
 from kvass.core.adoption import Adoption
 from kvass.core.rows.row_table import READY
 from kvass.core.saved.index_file import SavedIndex
-from kvass.types import DEFAULT_TENANT, DEVICE_S, PAGE, Quota
+from kvass.types import DEFAULT_TENANT, DEVICE_S, MOST_S, PAGE, Quota
 from tests.core.lives import Memory, run
 from tests.core.rig import LEASE_S, Rig
 from tests.core.test_blocks import full, lookup, store
@@ -238,6 +239,30 @@ def test_leases_of_former_lives_are_not_counted_as_lapsed() -> None:
     rig.finish()
     assert rig.count("lapsed_leases") == before
     assert rig.status["pins"] == 0
+
+
+def test_a_damaged_index_is_not_believed_or_costs_rows_and_raises_nothing() -> None:
+    memory, rng = Memory(128), random.Random(1)
+    rig, _ = life(memory)
+    e = rig.engine(pid=10)
+    e.store(*range(10))
+    e.lookup(0, 1)
+    e.begin("written")
+    copy, used = memory.copy(), np.flatnonzero(memory.bytes)
+    for _ in range(150):
+        memory.put_back(copy)
+        at = int(rng.choice(used)) & ~7
+        word = rng.choice([b"\xff" * 8, b"\xff" * 7 + b"\x7f", rng.randbytes(8)])
+        memory.bytes[at : at + 8] = np.frombuffer(word, np.uint8)
+        if not isinstance(memory.open(), SavedIndex):
+            continue
+        rig, _ = life(memory, 101.0)
+        e = rig.engine(pid=10)
+        e.holds(*range(10))
+        e.reserve("x", "y")
+        rig.wait(MOST_S)
+        rig.finish()
+        assert e.store("z").chunks == (0,)
 
 
 class Death(BaseException):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvass.core.rows import index as index_file
+from kvass.core.rows.blocks import BlockPrints
 from kvass.core.rows.index import ABSENT, KeyIndex, key_array, odd_numbers
 from kvass.core.rows.row_table import KEY_WORDS, RowTable
 from kvass.types import I64Array, U64Array
@@ -130,3 +134,22 @@ def test_keys_of_any_width(width: int) -> None:
         blob[i : i + width] for i in (0, width, 2 * width)
     ]
     assert not any(k.tobytes()[width:].strip(b"\0") for k in keys)
+
+
+def test_a_kernel_without_huge_pages_has_an_index_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There madvise refuses what it does not know."""
+
+    class Plain(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    table = RowTable()
+    assert table.grow(8)
+    made = KeyIndex(table, odd_numbers(b""))
+    while made.cold:
+        made.warm()
+    made.add(np.arange(1))
+    prints = BlockPrints(table, 4)
+    prints.note(np.arange(1), np.ones((1, 4), np.uint64), 0)
+    assert prints.of[0].all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kvass.core.saved.processes import PLACES, PROCESS, FormerProcess, Processes, who
 
@@ -54,6 +55,28 @@ def test_pids_of_another_namespace_mean_nothing() -> None:
     following = Processes(memory)
     following.begin(pids_known=False)
     assert following.former() == (FormerProcess(0, 0, 99),)
+
+
+@pytest.mark.parametrize("part", ["start", "who", "pid"])
+def test_of_a_damaged_place_the_pid_is_unknown(part: str) -> None:
+    this, memory = table()
+    this.note_worker(1, 10, 99, A)
+    memory[part][0] = 0xFFFFFFFF
+    following = Processes(memory)
+    following.begin(pids_known=True)
+    (found,) = following.former()
+    assert found.pid == 0
+
+
+def test_a_pid_that_was_forgotten_is_unknown_to_later_lives_too() -> None:
+    this, memory = table()
+    this.note_worker(1, 10, 99, A)
+    for _ in range(2):
+        following = Processes(memory)
+        following.begin(pids_known=True)
+        following.forget_pid(0)
+        assert following.former() == (FormerProcess(0, 0, 99),)
+        assert following.former_named(A, 10) == [0]
 
 
 def test_a_full_table_takes_nobody() -> None:

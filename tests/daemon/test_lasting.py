@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
@@ -17,13 +21,14 @@ from bench.rows import Rows
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.client.parallel import ParallelStrategy
-from kvass.daemon.peer_process import former_process
+from kvass.daemon.peer_process import former_process, former_processes
 from kvass.errors import Unavailable
 from kvass.processes import start_time
 from kvass.testing.daemon import KVASS, READY_S, Daemon, running_daemon
 from kvass.testing.fake_engine import PATIENCE_S, FakeEngine, spread
 from kvass.testing.pages import WrongPageError
 from kvass.types import GroupLayout, RankLayout
+from tests.core.lives import Memory
 from tests.daemon.test_process import refused, serve
 
 ROW = 64 << 10
@@ -82,6 +87,29 @@ def test_a_place_that_cannot_be_used_is_a_problem_of_the_daemon(
         assert problem.endswith("; L1 ends with this daemon")
         assert problem in daemon.log()
         assert main(["status", "--check", "--socket", daemon.socket]) == 1
+
+
+def test_a_full_l1_takes_stores_at_once_after_a_stop_and_a_kill(
+    tmp_path: Path, place: Path
+) -> None:
+    with (
+        running_daemon(tmp_path, "4MiB", arena=str(place)) as daemon,
+        FakeEngine(daemon.socket, WORLD, spread(WORLD, MODEL)) as engine,
+    ):
+        for number, end in enumerate((daemon.stop, daemon.kill)):
+            prompts = (range(n * 1000, n * 1000 + 64) for n in range(1000 * number, 2000))
+            while not daemon.status()["counters"]["bytes_evicted_capacity"]:
+                assert engine.store(next(prompts)) == 4
+            last = next(prompts)
+            assert (engine.store(last), engine.load(last)) == (4, 4)
+            daemon.wait_until(leases=0, reservations=0)
+            end()
+            daemon.start()
+            assert daemon.status()["l1_resting_bytes"] == 0
+            engine.wait_connected()
+            assert engine.store(next(prompts)) == 4
+            assert engine.load(last) == 4
+        assert engine.verify()
 
 
 def test_without_a_place_nothing_is_left(tmp_path: Path) -> None:
@@ -280,6 +308,79 @@ def test_a_former_process_whose_pid_is_a_thread_s_now_has_ended() -> None:
     finally:
         over.set()
         thread.join()
+
+
+WITHOUT_PIDFDS = (
+    "-c",
+    """
+import errno, os, sys
+from kvass.cli.main import main
+from kvass.daemon import peer_process
+
+def pidfd_open(pid, flags=0):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+os.pidfd_open, peer_process._SO_PEERPIDFD = pidfd_open, 9999
+sys.exit(main())
+""",
+)
+"""A daemon on a kernel such as gVisor's, or under an old seccomp profile."""
+
+
+def test_a_kernel_without_pidfds_has_the_time_bound_after_a_kill(
+    tmp_path: Path, place: Path
+) -> None:
+    with running_daemon(tmp_path, "4MiB", WITHOUT_PIDFDS, arena=str(place)) as daemon:
+        with FakeEngine(daemon.socket, WORLD, spread(WORLD, MODEL)) as engine:
+            assert engine.store(range(64)) == 4
+            what = engine.reserve(range(1000, 1064))
+            assert what is not None
+            assert engine.hand_over(what)
+            daemon.kill()
+        daemon.start()
+        fields = of_arena(daemon)
+        assert fields["adopted_rows"] == 4 * len(MODEL.groups)
+        assert fields["resting_pids"] == []
+        assert 0 < fields["resting_s"] <= 30
+        assert "cannot be watched: " in daemon.log()
+        daemon.wait_until(l1_resting_bytes=0)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM, errno.EMFILE, None])
+def test_of_a_process_that_cannot_be_watched_the_pid_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, error: int | None
+) -> None:
+    """None: a pid that no kernel has."""
+    index = Memory().create()
+    index.processes.note_worker(1, os.getpid() if error else 0xFFFFFFFF, 5, 7)
+    index.processes.begin(pids_known=True)
+
+    def pidfd_open(pid: int) -> int:
+        raise OSError(error, "no")
+
+    if error:
+        monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    assert former_processes(index) == {}
+    (former,) = index.processes.former()
+    assert former.pid == 0
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root can mount"
+)
+def test_a_file_system_without_room_for_the_index_is_refused_before_it_is_ready(
+    tmp_path: Path,
+) -> None:
+    options = f"-t tmpfs -o size=17m,mode=755 none {tmp_path}"
+    flags = f"--socket {tmp_path}/s --l1-size 16MiB --arena {tmp_path}/kvass"
+    command = f"mount {options} && exec {sys.executable} {' '.join(KVASS)} serve {flags}"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, timeout=60
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.stdout == ""
+    assert "L1 and its index, 21.02MiB, do not fit into the 16.99MiB" in done.stderr
 
 
 def test_a_second_daemon_gets_neither_the_place_nor_the_socket(tmp_path: Path, place: Path) -> None:

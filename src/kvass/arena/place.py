@@ -18,6 +18,7 @@ Laws of this file:
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from contextlib import ExitStack, suppress
@@ -34,9 +35,14 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+_log: Final = logging.getLogger("kvass")
 SLOTS: Final = "slots"
 INDEX: Final = "index"
 LOCK: Final = "lock"
+LEAST_INDEX: Final = 5 << 20
+"""The memory without which an index cannot note one extent set."""
+_INDEX_SHARE: Final = 1024
+"""Rows of 64 KiB, and few are smaller, take a 1024th of their size of the index."""
 _MEMORY: Final = ("tmpfs", "hugetlbfs")
 """The file systems that a place may be in. A file of hugetlbfs can be mapped, but not written, and
 has whole huge pages, which root has reserved."""
@@ -62,6 +68,9 @@ class Place:
         """The arena. It has what its last owner left in it."""
         self.index: npt.NDArray[np.uint8]
         """All of the index: uint8. All zero if it is new."""
+        self.lacks_index = False
+        """Whether there was no memory for a part of the index, so that L1 is not used to its full
+        size."""
         self.found = (0, 0)
         """The sizes that the slots and the index had before they were opened; 0: there was none."""
 
@@ -80,7 +89,8 @@ class Place:
                 for name in (SLOTS, INDEX):
                     fds.append(self._open(name))
                     undo.callback(os.close, fds[-1])
-                self._check_room(fds, slots_bytes)
+                least = LEAST_INDEX + slots_bytes // _INDEX_SHARE
+                self._check_room(fds, slots_bytes + min(index_bytes, least))
                 self.found = (os.fstat(fds[0]).st_size, os.fstat(fds[1]).st_size)
                 for fd, size in zip(fds, (slots_bytes, index_bytes), strict=True):
                     if os.fstat(fd).st_size < size:
@@ -124,7 +134,13 @@ class Place:
         none."""
         try:
             os.posix_fallocate(self._index_fd, lo, hi - lo)
-        except OSError:
+        except OSError as error:
+            if not self.lacks_index:
+                _log.warning(
+                    "arena %s: L1 is not used to its full size: no memory for its index: %s",
+                    *(self.name, error.strerror),
+                )
+            self.lacks_index = True
             return False
         return True
 
@@ -161,9 +177,9 @@ class FolderPlace(Place):
             return  # a tmpfs without a limit; or the kernel reserves pages when they are mapped
         if wanted > free:
             raise ConfigError(
-                f"arena {self.name}: {Size(wanted).rounded()} do not fit into the "
-                f"{Size(free).rounded()} that its file system has for them: give less, or mount a "
-                "larger tmpfs"
+                f"arena {self.name}: L1 and its index, {Size(wanted).rounded()}, do not fit "
+                f"into the {Size(free).rounded()} that its file system has for them: give less, or "
+                "mount a larger tmpfs"
             )
 
     def release(self) -> None:

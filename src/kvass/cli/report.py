@@ -71,7 +71,17 @@ def _arena(arena: dict[str, Any]) -> Iterator[str]:
         cold = arena["started_empty"]
         found = f"adopted {arena['adopted_rows']:,} rows, {size(arena['adopted_bytes'])}"
         text = f"arena    {arena['place']}: {f'started empty: {cold}' if cold else found}"
+        if rests := arena.get("resting_bytes"):
+            text += f"; {size(rests)} rest {_until(arena)}"
         yield from wrap(text, WIDTH, subsequent_indent=" " * 9)
+
+
+def _until(arena: dict[str, Any]) -> str:
+    """Until when rows rest that an engine may still read or write since the last daemon's end."""
+    if arena["resting_s"] is not None:
+        return f"for {span(arena['resting_s'])} more"
+    pids = ", ".join(map(str, arena["resting_pids"][:8]))
+    return f"until the engines' processes {pids} have ended or said that they are done"
 
 
 def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:

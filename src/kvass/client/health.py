@@ -11,6 +11,10 @@ from kvass.types import Size, small_l1
 REFUSED_S: Final = 60.0
 """Seconds for which a refusal is listed. A refused engine tries again at least every 30 s."""
 
+RESTING_S: Final = 60.0
+"""Engines say within as many seconds of a daemon's start that they are done with the last one's
+rows."""
+
 FAILING_ROWS: Final = 16
 """A tier that fails to store this many rows in a row is in trouble."""
 
@@ -30,6 +34,7 @@ def troubles(fields: Mapping[str, Any]) -> list[str]:
         if refusal["age_s"] < REFUSED_S
     ]
     found += filter(None, map(_wrong_rows, fields.get("namespaces", [])))
+    found += _arena(fields.get("arena", {}), fields.get("up_s", 0.0))
     lines = {tier["tier"]: tier_trouble(tier) for tier in used_tiers(fields.get("tiers", []))}
     return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
 
@@ -65,6 +70,24 @@ def _no_room(tier: Mapping[str, Any]) -> str:
         f"its disk has room for {there} of its capacity of {Size(capacity).rounded()}: free some, "
         "or give it less"
     )
+
+
+def _arena(arena: Mapping[str, Any], up_s: float) -> list[str]:
+    """What is wrong with an L1 that outlives the daemon."""
+    found = []
+    if arena.get("resting_pids") and up_s > RESTING_S:
+        pids = ", ".join(map(str, arena["resting_pids"][:8]))
+        found.append(
+            f"arena: {arena['resting_bytes']:,} bytes rest since the last daemon's end: the "
+            f"engines' processes {pids} may still write to them, and have not said that they are "
+            "done; restart them"
+        )
+    if arena.get("lacks_index"):
+        found.append(
+            "arena: L1 is not used to its full size, because there is no memory for more of its "
+            "index: give less, or mount a larger tmpfs"
+        )
+    return found
 
 
 def used_tiers(tiers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

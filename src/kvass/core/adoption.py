@@ -41,11 +41,11 @@ from kvass.core.rows.row_table import (
 )
 from kvass.core.rows.saving import saved_set
 from kvass.core.rows.sets import CLEARED, SetTable
-from kvass.core.saved.directory import Entry, SavedClass, SavedNamespace, SavedSet
+from kvass.core.saved.directory import MOST_COUNT, Entry, SavedClass, SavedNamespace, SavedSet
 from kvass.core.saved.index_file import FormerProcess, SavedIndex
 from kvass.core.saved.seals import VOID
 from kvass.core.state import State
-from kvass.types import DEVICE_S, I64Array
+from kvass.types import DEVICE_S, MOST_S, I64Array
 
 A_LEASE: Final = 2048
 """The most rows of one lease or reservation of ``FORMER``, so that no step has to end many."""
@@ -78,9 +78,10 @@ def adopt(state: State, index: SavedIndex) -> Adoption:
     found = _judge(state, rows)
     good, lent = found.good, found.good[state.rows.table.pins[found.good] > 0]
     _enter(state, good)
-    state.settlement.hold(_parts(state, lent), index.lease_until)
-    state.settlement.hold(_parts(state, found.dropped), index.lease_until)
-    state.settlement.promise_with(index.promise, index.lease_until)
+    until = min(index.lease_until, state.config.started_s + MOST_S)  # a later one is damage
+    state.settlement.hold(_parts(state, lent), until)
+    state.settlement.hold(_parts(state, found.dropped), until)
+    state.settlement.promise_with(index.promise, until)
     state.unseen = tuple(p.number for p in former if not p.pid)
     written = {former_session(p.number): _writes_until(state, p) for p in former}
     loaded = {former_session(-1): state.config.started_s + DEVICE_S}
@@ -216,7 +217,7 @@ def _judge_some(
     before = table.state[rows]
     good = (before == READY) & (sets.owner[numbers] >= 0)
     good &= table.loader[rows] == table.seals_of(rows)
-    good &= table.stamp[rows] > NEVER
+    good &= (table.stamp[rows] > NEVER) & (table.stamp[rows] < MOST_COUNT)
     written = (before == WRITING) | (before == QUARANTINED) | (before >= len(STATE_NAMES))
     loading = before == LOADING
     lent = (table.pins[rows] != 0) & (before != FREE) & ~written & ~loading

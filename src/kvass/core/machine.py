@@ -231,6 +231,10 @@ class CacheMachine:
             return ""
         return small_l1(state.config.arena_bytes, state.engine_cache_bytes)
 
+    def resting(self) -> dict[str, Any]:
+        """What rests because of a former life (``former.resting``)."""
+        return former.resting(self.state)
+
     def owes(self, session: SessionId) -> bool:
         """Whether the session is of a worker that may still read or write the arena."""
         terms = self.registered(session)

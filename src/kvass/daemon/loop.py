@@ -392,6 +392,8 @@ class Server:
             "adopted_rows": 0 if found is None else found.rows,
             "adopted_bytes": 0 if found is None else found.bytes,
             "rested_slots": 0 if found is None else found.resting,
+            **self._machine.resting(),
+            "lacks_index": place is not None and place.lacks_index,
         }
 
     def _finish_turn(self) -> None:

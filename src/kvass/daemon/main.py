@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Final
 
 import numpy.ma  # np.unique would import it, in the middle of a request
@@ -114,9 +114,11 @@ def _adopted(l1: L1Memory, machine: CacheMachine, took_s: float) -> str:
         _log.info("arena %s: L1 starts empty: %s", l1.place.name, l1.cold)
     else:
         _log.info(
-            "arena %s: adopted %d rows, %s, in %.2f s; %d slots rest until their engines have "
-            "ended or said that they are done",
-            *(l1.place.name, found.rows, Size(found.bytes).rounded(), took_s, found.resting),
+            "arena %s: adopted %d rows, %s, in %.2f s; %d rows that were lent rest until their "
+            "leases have ended, and %d slots until their engines have ended or said that they are "
+            "done",
+            *(l1.place.name, found.rows, Size(found.bytes).rounded(), took_s),
+            *(found.lent + found.dropped, found.resting),
         )
     return f" adopted={found.rows}"
 
@@ -215,4 +217,5 @@ def _raise_descriptor_limit() -> None:
     """Raise the soft limit of file descriptors to the hard one. Each session needs a descriptor,
     and the soft limit is often 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with suppress(OSError, ValueError):  # ``fs.nr_open`` is lower by now, or a sandbox refuses
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

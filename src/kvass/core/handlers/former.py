@@ -6,6 +6,8 @@ it can no longer write (law 13). Where nothing outlives the daemon, these functi
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 from kvass.core.clients.registry import ClientSession, Instance
 from kvass.core.effects import FormerEnded
 from kvass.core.handlers.checks import check_boot
@@ -15,6 +17,9 @@ from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import Drained, Register
 from kvass.types import SCHEDULER
+
+_PIDS: Final = 64
+"""The most processes that ``resting`` names."""
 
 
 def note(state: State, session: ClientSession, terms: Register) -> None:
@@ -75,6 +80,22 @@ def resting_for(state: State, instance: Instance) -> int:
         name = who(instance.id, rank)
         numbers += processes.former_named(name, state.sessions[session].pid)
     return state.settlement.resting_for(numbers)
+
+
+def resting(state: State) -> dict[str, Any]:
+    """What rests because of a former life, for ``kvass status``. ``resting_bytes``: of L1;
+    ``resting_s``: in how many seconds it is free at the latest, or ``None`` if that depends on
+    processes; ``resting_pids``: these processes, which may still write."""
+    settlement, written = state.settlement, state.reservations.of(FORMER)
+    former = state.index.processes.former() if state.index is not None and written else ()
+    pids = sorted({each.pid for each in former if each.pid})
+    ends = [each.deadline for each in (*state.leases.of(FORMER).values(), *written.values())]
+    left_s = max(0.0, round(max(ends, default=state.now) - state.now, 1))
+    return {
+        "resting_bytes": settlement.resting_bytes,
+        "resting_s": None if pids else left_s,
+        "resting_pids": pids[:_PIDS],
+    }
 
 
 def ended(state: State, event: FormerEnded) -> None:

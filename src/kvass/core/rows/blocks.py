@@ -23,7 +23,7 @@ import numpy as np
 import numpy.ma  # see ``index``
 import numpy.typing as npt
 
-from kvass.core.rows.index import ABSENT, KeyIndex, repeated
+from kvass.core.rows.index import ABSENT, KeyIndex, advise, repeated
 from kvass.core.rows.row_table import NOTED, UNKNOWN, RowTable
 from kvass.types import I64Array, U64Array
 
@@ -73,7 +73,7 @@ class BlockPrints:
         """Zeroed memory in small pages, because the first touch of a huge page takes long
         (``KeyIndex``)."""
         memory = mmap.mmap(-1, rows * self.width * 8, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        advise(memory, mmap.MADV_NOHUGEPAGE)
         return np.frombuffer(memory, np.uint64).reshape(rows, self.width)
 
 

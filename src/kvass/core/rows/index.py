@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from contextlib import suppress
 from copy import copy
 from typing import Final, Protocol
 
@@ -100,7 +101,7 @@ class KeyIndex:
         begin, self._cold = self._cold, self._cold + WARMED
         self._entry[begin : self._cold : _PAGE_BUCKETS, 0] |= np.uint64(0)
         if not self.cold:
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            advise(self._memory, mmap.MADV_HUGEPAGE)
 
     def find(self, keys: U64Array) -> I64Array:
         """The row of each key, or ``ABSENT``."""
@@ -244,7 +245,7 @@ class KeyIndex:
         a huge page can take 8 ms and more. So ``warm`` asks for them when all pages were touched.
         """
         self._memory = mmap.mmap(-1, buckets * CACHE_LINE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        advise(self._memory, mmap.MADV_NOHUGEPAGE)
         return np.frombuffer(self._memory, np.uint8).reshape(buckets, CACHE_LINE)
 
     def _place(self, keys: U64Array) -> tuple[I64Array, U64Array]:
@@ -339,3 +340,10 @@ def key_array(digests: bytes, width: int) -> U64Array:
 def digests_of(keys: U64Array, width: int) -> bytes:
     """The concatenated digests of keys: the inverse of ``key_array``."""
     return np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 8 * KEY_WORDS)[:, :width].tobytes()
+
+
+def advise(memory: mmap.mmap, advice: int) -> None:
+    """Advise the kernel about the pages of ``memory``. Nothing is lost if it does not know the
+    advice, as a kernel without huge pages."""
+    with suppress(OSError):
+        memory.madvise(advice)

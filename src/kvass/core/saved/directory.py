@@ -24,6 +24,8 @@ from kvass.types import I64Array, U64Array, align_up
 
 LEAST_FREE: Final = 64 << 10
 """The bytes of each half that only records of removals may use, so that a removal always fits."""
+MOST_COUNT: Final = 1 << 62
+"""No count of what happened comes so far; a higher one is damage."""
 _STEP: Final = 1 << 20
 """Memory is allocated in steps of this many bytes."""
 _HEAD: Final = 16
@@ -106,7 +108,7 @@ class Directory:
     def read(self) -> list[Entry] | None:
         """The entries that hold; ``None`` if the log is damaged. The directory then has them."""
         begin, end = self._now * self._half, int(self._words[1 + self._now])
-        if end > self._half:
+        if end > self._half or int(self._words[0]) >= MOST_COUNT:
             return None
         raw, at, entries = (
             self._memory[begin : begin + end].tobytes(),

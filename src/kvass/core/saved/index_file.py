@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from kvass.core.saved.directory import Allocate, Bytes, Directory, Entry
+from kvass.core.saved.directory import MOST_COUNT, Allocate, Bytes, Directory, Entry
 from kvass.core.saved.processes import PLACES, PROCESS, FormerProcess, Processes
 from kvass.types import PAGE, I64Array, U64Array, align_up
 
@@ -120,7 +120,8 @@ class SavedIndex:
         if head["version"] != VERSION:
             return Unusable(f"the index has format {head['version']}, this kvass reads {VERSION}")
         boot_id = head["boot_id"].tobytes()
-        if int(head["check"]) != _check(boot_id) or not math.isfinite(head["lease_until"]):
+        whole = int(head["check"]) == _check(boot_id) and int(head["serial"]) < MOST_COUNT
+        if not (whole and math.isfinite(head["lease_until"])):
             return Unusable("the index is damaged")
         if boot_id != where.boot_id.ljust(16, b"\0"):
             return Unusable("the index is of another boot of the machine")

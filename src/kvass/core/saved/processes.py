@@ -122,9 +122,7 @@ class Processes:
         return place
 
 
-def _checks(
-    starts: U64Array, names: U64Array, pids: npt.NDArray[np.uint32]
-) -> U64Array:
+def _checks(starts: U64Array, names: U64Array, pids: npt.NDArray[np.uint32]) -> U64Array:
     """A checksum for each process."""
     mixed: U64Array = (starts * _MIX[0]) ^ ((names + _MIX[1]) * _MIX[2])
     mixed = (mixed ^ (mixed >> np.uint64(31)) ^ pids) * _MIX[1]
