@@ -27,9 +27,9 @@ def test_the_next_life_knows_who_may_still_write() -> None:
     following = Processes(memory)
     following.begin(pids_known=True)
     assert following.former() == (FormerProcess(1, 20, 98),)
-    assert following.former_named(B, 20) == [1]
-    assert following.former_named(B, 21) == []
-    assert following.former_named(B, 0) == [1]
+    assert following.former_of({B: 20}) == [1]
+    assert following.former_of({B: 21}) == []
+    assert following.former_of({B: 0}) == [1]
     following.former_ended(1)
     assert Processes(memory).former() == ()
 
@@ -76,7 +76,7 @@ def test_a_pid_that_was_forgotten_is_unknown_to_later_lives_too() -> None:
         following.begin(pids_known=True)
         following.forget_pid(0)
         assert following.former() == (FormerProcess(0, 0, 99),)
-        assert following.former_named(A, 10) == [0]
+        assert following.former_of({A: 10}) == [0]
 
 
 def test_a_full_table_takes_nobody() -> None:

@@ -64,7 +64,7 @@ def drained(state: State, session: ClientSession, msg: Drained) -> None:
         raise Refused("bad_rank", "drained: only a worker says that")
     if state.index is not None:
         processes, name = state.index.processes, who(who_says.instance, who_says.rank)
-        for number in processes.former_named(name, session.pid):
+        for number in processes.former_of({name: session.pid}):
             state.settlement.drained(number)
             processes.former_ended(number)
 
@@ -75,11 +75,10 @@ def resting_for(state: State, instance: Instance) -> int:
     says ``Drained`` would have more of L1 rest after each restart."""
     if state.index is None or not state.reservations.of(FORMER):
         return 0
-    processes, numbers = state.index.processes, list[int]()
-    for rank, session in instance.sessions.items():  # no process has the name of a scheduler
-        name = who(instance.id, rank)
-        numbers += processes.former_named(name, state.sessions[session].pid)
-    return state.settlement.resting_for(numbers)
+    ranks = instance.sessions.items()  # no process has the name of a scheduler
+    pids = {who(instance.id, rank): state.sessions[session].pid for rank, session in ranks}
+    numbers = state.index.processes.former_of(pids)
+    return state.settlement.resting_for(numbers) if numbers else 0
 
 
 def resting(state: State) -> dict[str, Any]:

@@ -12,8 +12,9 @@ The states are ordered: a lookup can hit rows in ``READY`` or above, and can wai
 - FREE: holds nothing. It can be allocated.
 - WRITING: ranks are writing it. Nobody may read it.
 - QUARANTINED: its reservation was discarded, and ranks may still write to it. Nobody else may.
-- FAILED: its tier could not fill it, and lookups that waited for it still pin it; or it was cleared
-  with its tenant, and is still pinned. No lookup finds it. It is freed at its last unpin.
+- FAILED: its tier could not fill it, and lookups that waited for it still pin it; it was cleared
+  with its tenant, and is still pinned; or a former life had lent it, and it was not adopted. No
+  lookup finds it. It is freed at its last unpin.
 - LOADING: a tier is filling it.
 - READY: all its shards are written. It may be read while it is pinned.
 - TRANSIENT: READY, and freed at its last unpin. It was promoted and is not to be retained, or it is

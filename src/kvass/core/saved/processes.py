@@ -10,6 +10,7 @@ life of the daemon, and it may still write because of a former life.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -74,13 +75,18 @@ class Processes:
             for i in np.flatnonzero(self._roles & _FORMER).tolist()
         )
 
-    def former_named(self, name: int, pid: int) -> list[int]:
-        """The former workers of that ``who`` which may be the process ``pid`` (0: unknown)."""
-        there = (self._roles & _FORMER > 0) & (self._who == name)
-        if pid:
-            there &= (self._pid == pid) | (self._pid == 0)
-        found: list[int] = np.flatnonzero(there).tolist()
-        return found
+    def former_of(self, pids: Mapping[int, int]) -> list[int]:
+        """The former workers that may be one of these processes. ``pids``: the pid of each ``who``;
+        0: unknown."""
+        places = np.flatnonzero(self._roles & _FORMER)
+        there = zip(
+            *(places.tolist(), self._who[places].tolist(), self._pid[places].tolist()), strict=True
+        )
+        return [
+            place
+            for place, name, pid in there
+            if name in pids and (pid == pids[name] or not pid or not pids[name])
+        ]
 
     def forget_pid(self, number: int) -> None:
         """The end of a process cannot be seen: its pid is unknown from now on."""
