@@ -18,7 +18,6 @@ Laws of this file:
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 from contextlib import ExitStack, suppress
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_log: Final = logging.getLogger("kvass")
 SLOTS: Final = "slots"
 INDEX: Final = "index"
 LOCK: Final = "lock"
@@ -134,12 +132,7 @@ class Place:
         none."""
         try:
             os.posix_fallocate(self._index_fd, lo, hi - lo)
-        except OSError as error:
-            if not self.lacks_index:
-                _log.warning(
-                    "arena %s: L1 is not used to its full size: no memory for its index: %s",
-                    *(self.name, error.strerror),
-                )
+        except OSError:
             self.lacks_index = True
             return False
         return True
