@@ -152,15 +152,31 @@ def test_a_cleared_row_that_may_still_be_read_rests_through_two_lives() -> None:
     assert e.store("w", "x", "y", "z").chunks == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("part", ["key", "loader", "stamp", "state"])
-def test_a_row_that_does_not_check_out_is_dropped(part: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("key", 7), ("loader", 1), ("stamp", -1), ("stamp", 2**63 - 1), ("state", 200)],
+)
+def test_a_row_that_does_not_check_out_is_dropped(part: str, value: int) -> None:
     memory = killed("a", "b")
     table = life(memory, 101.0)[0].machine.state.rows.table
     row = int(np.flatnonzero(table.state == READY)[0])
-    getattr(table, part)[row] = {"key": 7, "loader": 1, "stamp": -1, "state": 200}[part]
+    getattr(table, part)[row] = value
     rig, adoption = life(memory, 102.0)
     assert adoption.rows == 1
     assert rig.engine().holds("a", "b") <= 1
+
+
+def test_a_damaged_deadline_of_leases_is_no_later_than_any_lease_can_be() -> None:
+    memory = Memory(4)
+    rig, _ = life(memory, pages=4)
+    e = rig.engine()
+    e.store("a", "b", "c", "d")
+    assert e.lookup("a", "b", "c", "d").lease
+    memory.adopt().promise(1e300)
+    rig, _ = life(memory, 101.0, pages=4)
+    assert rig.engine().reserve("x").refused == (0,)
+    rig.wait(MOST_S)
+    assert rig.engine("f").store("x").chunks == (0,)
 
 
 def test_a_tail_is_not_adopted() -> None:

@@ -15,12 +15,14 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.rows import Rows
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.client.parallel import ParallelStrategy
+from kvass.core.saved.index_file import SavedIndex
 from kvass.daemon.peer_process import former_process, former_processes
 from kvass.errors import Unavailable
 from kvass.processes import start_time
@@ -104,6 +106,9 @@ def test_a_full_l1_takes_stores_at_once_after_a_stop_and_a_kill(
             assert (engine.store(last), engine.load(last)) == (4, 4)
             daemon.wait_until(leases=0, reservations=0)
             end()
+            index = SavedIndex(np.fromfile(place / "index", np.uint8), lambda *_: True)
+            said = index.lease_until <= time.monotonic()
+            assert said == (end == daemon.stop), "only a stop can say that no lease is open"
             daemon.start()
             assert daemon.status()["l1_resting_bytes"] == 0
             engine.wait_connected()
