@@ -86,6 +86,21 @@ def test_a_large_arena_tells_few_marks() -> None:
     assert told.marks[-1] == pages.size
 
 
+def test_a_sandbox_that_refuses_a_priority_does_not_keep_pages_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "nice", refused)
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    pages = Pages(4)
+    told = Told(pages, threads=2)
+    told.work.start()
+    assert eventually(lambda: told.marks[-1:] == [pages.size])
+    told.work.stop()
+
+
 def test_the_first_byte_that_lacks_memory_is_told_once() -> None:
     """The thread at a later slice fails first."""
     later = threading.Event()

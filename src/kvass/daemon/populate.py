@@ -17,6 +17,7 @@ from typing import Final
 
 from kvass.arena.memory import SLICE_BYTES, Arena
 from kvass.arena.nodes import by_node, nodes
+from kvass.processes import lower_priority
 
 MOST_THREADS: Final = 16
 CPUS_PER_THREAD: Final = 4
@@ -81,7 +82,7 @@ class Populating:
             thread.join()
 
     def _run(self, cpus: Cpus) -> None:
-        os.nice(_NICE)  # Linux: of this thread alone
+        lower_priority(_NICE)
         with suppress(OSError):  # a CPU went away
             os.sched_setaffinity(0, cpus)
         while (number := self._take()) is not None:

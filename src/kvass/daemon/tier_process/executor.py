@@ -17,7 +17,6 @@ long, no further call begins: queued and new effects fail.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import traceback
@@ -32,6 +31,7 @@ from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import failed_result, perform
 from kvass.daemon.tier_process.reports import LINE_CHARS, reportable
 from kvass.errors import TierDown
+from kvass.processes import lower_priority
 from kvass.tiers.base import Buffer, Tier
 from kvass.tiers.url import error_text, redacted
 
@@ -51,7 +51,7 @@ class _Work:
     def __init__(self, name: str, threads: int, nice: int, health: Health) -> None:
         self.health = health
         self.queue: deque[ToTier] = deque()
-        self.pool = ThreadPoolExecutor(threads, f"kvass-{name}", os.nice, (nice,))
+        self.pool = ThreadPoolExecutor(threads, f"kvass-{name}", lower_priority, (nice,))
 
 
 class Executor:

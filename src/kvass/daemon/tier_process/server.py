@@ -33,6 +33,7 @@ from kvass.daemon import logs
 from kvass.daemon.tier_process import frames
 from kvass.daemon.tier_process.executor import Executor
 from kvass.errors import ConfigError
+from kvass.processes import lower_priority
 from kvass.tiers.base import Tier
 from kvass.tiers.codec import NAMESPACE_BYTES
 from kvass.tiers.url import open_tier
@@ -99,7 +100,7 @@ def main(arguments: list[str]) -> int:
 def _populate(arena: memory.Arena) -> None:
     """Map the pages that the daemon has populated, so that the tier does not wait for page faults.
     With a disk of 1.7 GB/s these took a tenth of the time."""
-    os.nice(_POPULATE_NICE)  # Linux: of this thread alone
+    lower_priority(_POPULATE_NICE)
     for lo in range(0, arena.size, memory.SLICE_BYTES):
         hi = min(lo + memory.SLICE_BYTES, arena.size)
         while not arena.has_page(hi - PAGE):
