@@ -78,9 +78,9 @@ def _arena(arena: Mapping[str, Any], up_s: float) -> list[str]:
     if arena.get("resting_pids") and up_s > RESTING_S:
         pids = ", ".join(map(str, arena["resting_pids"][:8]))
         found.append(
-            f"arena: {arena['resting_bytes']:,} bytes rest since the last daemon's end: the "
-            f"engines' processes {pids} may still write to them, and have not said that they are "
-            "done; restart them"
+            f"arena: {Size(arena['resting_bytes']).rounded()} rest since the last daemon's end: "
+            f"the engines' processes {pids} may still write to them, and have not said that they "
+            "are done; restart them"
         )
     if arena.get("lacks_index"):
         found.append(
