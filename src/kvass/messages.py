@@ -55,13 +55,14 @@ PRESENT: Final = "present"
 END_SESSION: Final = "end_session"
 TAKE_OVER: Final = "take_over"
 DRAINED: Final = "drained"
+RESULTS: Final = "results"
 FEATURES: Final[tuple[str, ...]] = (
-    *("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION, TAKE_OVER, DRAINED),
+    *("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION, TAKE_OVER, DRAINED, RESULTS),
 )
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
 ``clear_tenant``: ``ClearTenant``. ``present``: ``Present``. ``end_session``: ``EndSession``.
-``take_over``: ``TakeOver``. ``drained``: ``Drained``."""
+``take_over``: ``TakeOver``. ``drained``: ``Drained``. ``results``: ``Lookup.reported``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -182,6 +183,9 @@ class Lookup(Message, tag="lookup"):
 
     ``session``: the tag of the client's session (``types.session_tag``); 0: it is not known.
     ``keep_s``: retain the chunks of the match for so many seconds, at most a day; 0: do not.
+
+    ``reported``: the scheduler reports what comes of it (``LookupResult``), so do not count the
+    answer. Only to daemons with the feature ``RESULTS``.
     """
 
     request: Name
@@ -203,6 +207,7 @@ class Lookup(Message, tag="lookup"):
     absent_chunk: Int32 = 0
     session: SessionTag = 0
     keep_s: Seconds = 0.0
+    reported: bool = False
 
 
 class Promoting(Message, tag="promoting"):
@@ -246,6 +251,7 @@ class Matched(Message, tag="matched"):
 
     ``why``: why no more matched; empty if all did, or to a lookup ``again``. docs/explain.md has
     the reasons. ``kept``: how many first chunks of the prompt are retained (``Lookup.keep_s``).
+    ``tiers``: how many tokens of the match each tier loaded for it; empty: none did.
     """
 
     boot: bytes = b""
@@ -259,6 +265,7 @@ class Matched(Message, tag="matched"):
     blocks: int = 0
     why: str = ""
     kept: int = 0
+    tiers: tuple[int, ...] = ()
 
 
 class LookupNote(msgspec.Struct, omit_defaults=True):
@@ -450,13 +457,40 @@ class Abort(Message, tag="abort"):
     rank: Int32 = -1
 
 
+class LookupResult(msgspec.Struct, omit_defaults=True):
+    """What came of a request's lookup, once the request got blocks and its load, if there was one,
+    has ended. Repeats of the lookup before that are part of it.
+
+    ``lookup_tokens``: tokens that were looked up. ``hit_tokens``: those of them that were loaded.
+    ``failed``: a load of them failed. ``tenant``: as in ``Lookup``. ``why``: why no more were
+    loaded, as ``Matched.why``. ``tiers``: as in ``Matched``.
+    """
+
+    request: Name
+    lookup_tokens: Count = 0
+    hit_tokens: Count = 0
+    failed: bool = False
+    tenant: Name = ""
+    why: Name = ""
+    tiers: Annotated[tuple[Count, ...], Meta(max_length=256)] = ()
+
+
+MOST_RESULTS: Final = 256
+
+
 class HandedOver(Message, tag="handed_over"):
     """One-way, from the scheduler: from now on only the ranks settle these leases and
-    reservations."""
+    reservations.
+
+    ``results``: of lookups that were ``Lookup.reported``; each is sent once. ``prefill_tokens_s``:
+    as in ``Lookup``.
+    """
 
     boot: ShortBytes
     leases: Many64 = ()
     reservations: Many64 = ()
+    results: Annotated[tuple[LookupResult, ...], Meta(max_length=MOST_RESULTS)] = ()
+    prefill_tokens_s: Seconds = 0.0
 
 
 class Drained(Message, tag="drained"):

@@ -43,7 +43,8 @@ class EngineLine(Line, tag="engine"):
 
 
 class LookupLine(Line, tag="lookup"):
-    """A prompt was looked up: the keys of all its chunks, and of the blocks after the last one."""
+    """A prompt was looked up, and its request got blocks. The keys of all its chunks, and of the
+    blocks after the last one."""
 
     t: float
     request: int

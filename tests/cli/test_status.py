@@ -45,7 +45,7 @@ def own_fields(tmp_path: Path) -> dict[str, Any]:
 def numbers(fields: dict[str, Any]) -> dict[str, int]:
     """The tokens that the only namespace counted since the start."""
     (namespace,) = fields["namespaces"]
-    return {name: namespace[name] for name in ("lookup_tokens", "hit_tokens", "saved_prefill_s")}
+    return {name: namespace[name] for name in ("lookup_tokens", "hit_tokens")}
 
 
 def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
@@ -70,7 +70,8 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         assert lines[2].startswith("hit rate 75.0 % of 1,024 tokens since start, 75.0 % of 1,024")
         model = lines[lines.index(next(line for line in lines if line.startswith("model"))) + 1]
         assert "256 B" in model, "a token of a row of 64 KiB in chunks of 256"
-        assert lines[3] == "saved    768 tokens, 0s of prefill since start"
+        unknown = "how long prefill takes is not known yet"
+        assert lines[3] == f"saved    768 tokens since start; {unknown}"
         (engine,) = (line for line in lines if line.startswith("mine"))
         assert f"{os.getpid()}  75.0 %    0s ago" in engine
         assert any(line.startswith("mine") for line in lines)
@@ -83,14 +84,16 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         counters = daemon.status()["counters"]
         assert {name for name, n in counters.items() if n} <= shown
         assert not {name for name, n in counters.items() if not n} & shown
-        assert "Chunks that lookups hit." in " ".join(more)
+        assert "Lookups of requests that got blocks." in " ".join(more)
         assert said(daemon, capsys, "status", "--check") == (0, ["ok"])
         assert main(["status", "--json", "--socket", daemon.socket]) == 0
         fields = json.loads(capsys.readouterr().out)
         gone = [{"model": "gone", **{name: 2 * n for name, n in numbers(fields).items()}}]
+        gone[0] |= {"saved_prefill_s": 63.0, "loads": 30, "failed_loads": 20}
         lines = list(report(fields | {"forgotten": gone}))
         assert lines[2].startswith("hit rate 75.0 % of 3,072 tokens since start, 75.0 % of 1,024")
-        assert lines[3].startswith("saved    2,304 tokens")
+        assert lines[3] == "saved    2,304 tokens since start; 1m3s of prefill", "what is known"
+        assert lines[4].startswith("loads    20 of 31 failed since start, 0 in the last minute")
         assert fields["counters"]["lapsed_leases"] == 0, "zeros are there"
         _, lines = said(daemon, capsys, "top", "--times", "2", "--every", "0.1")
         assert any(line.startswith("now      ") for line in lines)

@@ -207,7 +207,12 @@ class World:
             m.IndexChunks(seq=3, space=b"s", digests=blob, tokens=bytes(4 * 48), width=WIDTH),
             m.FindSegments(seq=3, space=b"s", tokens=bytes(4 * 48), width=WIDTH),
             m.Reserve(seq=3, items=[item, item], width=WIDTH),
-            m.HandedOver(leases=(self.lease,), reservations=(self.reservation,), **boot),
+            m.HandedOver(
+                leases=(self.lease,),
+                reservations=(self.reservation,),
+                results=(m.LookupResult(request="r", tiers=(16,)),),
+                **boot,
+            ),
             m.Release(lease=self.lease, **boot),
             m.Release(lease=self.lease, rank=0, **boot),
             m.Abort(reservation=self.reservation, rank=0, **boot),

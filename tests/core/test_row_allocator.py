@@ -278,7 +278,8 @@ def test_evicted_bytes_and_those_that_nobody_read() -> None:
     e = rig.engine()
     for name in "abcd":
         e.store(name)
-    e.give_back(e.lookup("a").lease)  # now "b" is the oldest
+    e.give_back(e.lookup("a").lease)
+    e.release(e.lookup("a").lease)  # now "b" is the oldest
     rig.wait(20.0)
     for name in "xyz":
         e.store(name)

@@ -24,7 +24,9 @@ from kvass.errors import ConfigError
 from kvass.messages import (
     Commit,
     Granted,
+    HandedOver,
     Lookup,
+    LookupResult,
     Matched,
     Ping,
     Release,
@@ -146,6 +148,27 @@ def test_a_recording_with_tails_gives_the_same_hits_and_evictions(tmp_path: Path
         assert player.machine.status()["counters"][name] == status["counters"][name] > 0
     assert play(trace, size).outcome.hits != hits, "negative control: hits end with a chunk"
     assert play(trace, size // 4, tails=True).outcome.hit_tokens < sum(hits), "the size matters"
+
+
+def test_a_lookup_that_is_repeated_is_recorded_once(tmp_path: Path) -> None:
+    """When its request has got blocks: before what the request stores, or with its result."""
+    file = tmp_path / "run.jsonl"
+    with running_daemon(tmp_path, "1MiB", record=file) as daemon:
+        with FakeEngine(daemon.socket, ALONE, (DENSE,), chunk_tokens=CHUNK) as engine:
+            for request in "aabbc":
+                digests = b"".join(chunk_keys(prompts(3, 1)[0], CHUNK))
+                found = engine.scheduler.call(
+                    Lookup(request=request, digests=digests, width=32, reported=True)
+                )
+                assert isinstance(found, Matched)
+            item = ReserveItem(request="a", digests=digests)
+            assert isinstance(engine.scheduler.call(Reserve(items=[item], width=32)), Granted)
+            results = LookupResult("a"), LookupResult("b")
+            engine.scheduler.post(HandedOver(boot=daemon.boot, results=results))
+            engine.scheduler.call(Ping())
+        daemon.stop()
+    kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
+    assert kinds == ["engine", "lookup", "store", "lookup"], "c got no blocks"
 
 
 def test_a_recording_tells_no_hash_and_no_request_and_nobody_else_reads_it(tmp_path: Path) -> None:

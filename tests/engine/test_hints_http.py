@@ -1,13 +1,16 @@
-"""Hints over real HTTP to a real server: what L1 holds afterwards."""
+"""Hints over real HTTP to a real server: what L1 holds afterwards, and what is counted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from examples import agent_loop, serving
 from examples.tiny import some_prompt, transfer_config
@@ -18,6 +21,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.engine
 
 L1 = 12 << 20
+FIGURES = ("lookups", "lookup_tokens", "hit_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +92,32 @@ def test_the_rows_of_a_session_that_ended_are_the_next_to_go(served: tuple[Daemo
     evicted = counters(daemon)["evicted_ended"]
     ask(url, some_prompt(512, seed=9999))
     assert eventually(lambda: counters(daemon)["evicted_ended"] > evicted), "they go first"
+
+
+def engine_figures(url: str) -> list[float]:
+    """``FIGURES`` in the engine's own metrics."""
+    page = httpx.get(f"{url}/metrics", timeout=100, trust_env=False).raise_for_status().text
+    families = text_string_to_metric_families(page)
+    seen = {s.name: s.value for family in families for s in family.samples}
+    return [seen.get(f"vllm:kvass_{name}_total", 0.0) for name in FIGURES]
+
+
+def daemon_figures(daemon: Daemon) -> list[float]:
+    (ns,) = daemon.status()["namespaces"]
+    return [ns[name] for name in FIGURES]
+
+
+def test_the_daemon_counts_what_the_engine_counts(served: tuple[Daemon, str]) -> None:
+    """To the token: 20 prompts at once of which 10 are stored, and blocks for seven."""
+    daemon, url = served
+    prompts = [some_prompt(600, seed=9000 + number) for number in range(20)]
+    for tokens in prompts[::2]:
+        ask(url, tokens)
+    before = daemon_figures(daemon)
+    with ThreadPoolExecutor(20) as pool:
+        did = [*pool.map(partial(ask, url), prompts)]
+    assert eventually(lambda: daemon_figures(daemon) == engine_figures(url)), "its only engine"
+    now = daemon_figures(daemon)
+    assert 10 <= now[0] - before[0] <= 20, "its own cache has some"
+    assert now[1] - before[1] <= 20 * 576
+    assert now[2] - before[2] == sum(one["hit_tokens"] for one in did) > 576

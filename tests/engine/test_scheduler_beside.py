@@ -74,6 +74,9 @@ def test_the_first_that_has_tokens_loads_them(kvass_first: bool) -> None:
     assert world.stores > 0, "both store"
     assert world.scheduler.reset_prefix_cache()
     assert world.loaded("again") == ["kvass" if kvass_first else "offloading"]
+    seen = [(one.lookup_tokens, one.hit_tokens, one.why) for one in client.results]
+    again = (96, 96, "") if kvass_first else (96, 0, "not_loaded")
+    assert seen == [(96, 0, "absent"), again], "what another connector loads is no hit of kvass"
     assert world.scheduler.reset_prefix_cache()
     assert world.free_blocks == free, "nobody holds a block"
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvass.engine import adapter_files, adapters
+from kvass.engine.hit_limits import HitLimits
 from kvass.engine.offers import OfferMaker
-from kvass.engine.planner import Planner
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_scheduler_lora import train
 from tests.support.vllm.pairs import CHUNK, draw
@@ -129,7 +129,7 @@ def test_the_comparison_sees_what_is_missing(
 
     assert hits(7) == (288, 288)
     if without == "blocks":
-        monkeypatch.setattr(Planner, "_hits_end_inside_chunks", False)
+        monkeypatch.setattr(HitLimits, "inside_chunks", False)
     else:
         monkeypatch.setattr(OfferMaker, "tail", lambda *_: 0)
     assert hits(8) == (CHUNK, 288)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from kvass.engine import planner
 from kvass.engine.load_admission import LoadAdmission
 from tests.support.vllm.hybrid import GroupShape, make_hybrid_configs
 from tests.support.vllm.pressure import IDLE, SHAPES, Engine, GroupClient, World
@@ -18,6 +19,12 @@ LOADS = {"full": 1, "window": 1, "windows": 2, "state": 2}
 """Loads of prompts that leave no room for one more, in a pool in which just one can be computed."""
 RARE = ("failed", "preempted")
 LEAST_WORLDS, MOST_WORLDS = 4, 16
+
+
+@pytest.fixture(autouse=True)
+def every_step_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no request goes on because its last lookup was just now."""
+    monkeypatch.setattr(planner, "ASK_AGAIN_S", 0.0)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -119,6 +119,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         seq=3, request="r-1", digests=_DIGESTS, width=16, first_blocks=bytes(32)
     ),
     "lookup.writing": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, writing=True),
+    "lookup.reported": m.Lookup(seq=3, request="r-1", digests=_DIGESTS, width=16, reported=True),
     "prefetch": m.Prefetch(
         seq=3, request="r-1", digests=_DIGESTS, width=16, namespace=bytes(32), budget_ms=1000.0
     ),
@@ -139,6 +140,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         given_s=12346.25,
         deadline_s=12406.25,
         slots=(_SLOTS, Slots()),
+    ),
+    "matched.tiers": m.Matched(
+        seq=3, boot=BOOT, lease=1, chunks=3, deadline_s=12406.25, slots=(_SLOTS,), tiers=(0, 256)
     ),
     "release": m.Release(boot=BOOT, lease=300, rank=5),
     "index_chunks": m.IndexChunks(
@@ -205,6 +209,14 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "commit": m.Commit(boot=BOOT, reservation=301, rank=2),
     "abort": m.Abort(boot=BOOT, reservation=301, rank=2),
     "handed_over": m.HandedOver(boot=BOOT, leases=(300, 302), reservations=(301,)),
+    "handed_over.results": m.HandedOver(
+        boot=BOOT,
+        results=(
+            m.LookupResult("r-1", 592, 0, failed=True, tenant="t", why="load_failed_here"),
+            m.LookupResult("r-2", 592, 576, why="absent", tiers=(256, 0)),
+        ),
+        prefill_tokens_s=9000.5,
+    ),
     "shadow_report": m.ShadowReport(
         boot=BOOT,
         sampled=0.25,
@@ -294,7 +306,8 @@ STRUCTS: Final[dict[str, type[msgspec.Struct]]] = {
     **{
         kind.__name__: kind
         for kind in (
-            *(m.ReserveItem, m.Grant, m.Segment, m.LookupNote, m.ShadowGroup),
+            *(m.ReserveItem, m.Grant, m.Segment, m.LookupNote, m.LookupResult),
+            m.ShadowGroup,
             *(GroupLayout, Quota, RankLayout, Slots),
         )
     },

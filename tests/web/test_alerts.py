@@ -22,7 +22,14 @@ import yaml
 from bench.rows import Rows
 from kvass.cli.bench.rig import WIDTH
 from kvass.errors import Refused
-from kvass.messages import Lookup, ShadowGroup, ShadowReport
+from kvass.messages import (
+    HandedOver,
+    Lookup,
+    LookupResult,
+    Ping,
+    ShadowGroup,
+    ShadowReport,
+)
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.browser import debian
 from tests.support.waiting import eventually
@@ -214,6 +221,20 @@ def test_the_hit_rate_falls(tmp_path: Path) -> None:
         day = 24 * 60
         assert fired(tmp_path, (start, good, day), (good, bad, 90)) == {"KvassHitRateFell"}
         assert fired(tmp_path, (start, good, day), (start, good, 90)) == set()
+
+
+def test_loads_that_fail(tmp_path: Path) -> None:
+    """Two of ten."""
+    with scene(tmp_path) as one:
+        boot = one.daemon.boot
+        results = [LookupResult("r", 256, 0 if n < 2 else 256, failed=n < 2) for n in range(10)]
+        one.rows.scheduler.post(HandedOver(boot=boot, results=tuple(results)))
+        one.rows.scheduler.call(Ping(), 5.0)
+        assert one.fired() == {"KvassLoadsFail"}
+        well = one.scrape()
+        one.rows.scheduler.post(HandedOver(boot=boot, results=tuple(results[2:])))
+        one.rows.scheduler.call(Ping(), 5.0)
+        assert fired(tmp_path, (well, one.scrape(), HOURS * 60)) == set()
 
 
 def test_what_is_stored_is_evicted_unread(tmp_path: Path) -> None:

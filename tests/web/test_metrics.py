@@ -64,7 +64,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def test_every_declared_metric_is_there(daemon: Daemon) -> None:
-    names = {name for name, _ in samples(daemon.status())}
+    fields = daemon.status()
+    (namespace,) = fields["namespaces"]
+    saved = "kvass_saved_prefill_seconds_total"
+    assert namespace["saved_prefill_s"] is None
+    assert saved not in {name for name, _ in samples(fields)}, "it is not known yet"
+    namespace["saved_prefill_s"] = 1.5
+    assert samples(fields)[saved, (("model", "kvass bench"),)] == 1.5
+    names = {name for name, _ in samples(fields)}
     for counter in declared.COUNTERS:
         prefix = next((p for p in LABELLED if counter.startswith(p)), None)
         assert (LABELLED[prefix][0] if prefix else f"kvass_{counter}") + "_total" in names

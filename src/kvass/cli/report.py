@@ -57,13 +57,27 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
         f"hit rate {percent(hit_tokens, input_tokens)} of {input_tokens:,} tokens since start, "
         f"{percent(recent_hit_tokens, recent_tokens)} of {recent_tokens:,} in the last minute"
     )
-    saved_s = sum(ns.get("saved_prefill_s", 0) for ns in counted)
-    yield f"saved    {hit_tokens:,} tokens, {span(saved_s)} of prefill since start"
+    yield f"saved    {hit_tokens:,} tokens since start; {_saved(counted)}"
+    if failed := sum(ns.get("failed_loads", 0) for ns in counted):
+        loads = sum(ns.get("loads", 0) for ns in counted)
+        recent = sum(ns.get("minute_failed_loads", 0) for ns in counted)
+        yield (
+            f"loads    {failed:,} of {loads:,} failed since start, {recent:,} in the last minute; "
+            "their tokens are misses"
+        )
     yield from _engines(fields.get("engines", []))
     yield from _shadows(namespaces, fields.get("forgotten", []))
     yield from _models(namespaces)
     yield from _tenants(fields.get("tenants", []))
     yield from _tiers(fields["tiers"])
+
+
+def _saved(counted: list[dict[str, Any]]) -> str:
+    """The prefill that was saved, as far as the engines' speed is known."""
+    known = [s for ns in counted if (s := ns.get("saved_prefill_s", 0)) is not None]
+    if not any(known) and len(known) < len(counted):
+        return "how long prefill takes is not known yet"
+    return f"{span(sum(known))} of prefill"
 
 
 def _arena(arena: dict[str, Any]) -> Iterator[str]:
@@ -123,13 +137,17 @@ def _shadows(namespaces: list[dict[str, Any]], forgotten: list[dict[str, Any]]) 
         )
         yield from wrap(
             f"shadow   {ns['model'] or '?'} ({where}): would hit {hit:,} of {asked:,} tokens "
-            f"({percent(hit, asked)}) and save {span(shadow['saved_s'])} of prefill; "
+            f"({percent(hit, asked)}) and save {_shadow_saved(shadow)} of prefill; "
             f"{shadow['loads']:,} loads of {size(shadow['load_bytes'])} took "
             f"{shadow['load_s']:.2f} s; largest difference: {differences or 'nothing compared'}; "
             f"{shadow['not_compared']:,} hits not compared",
             WIDTH,
             subsequent_indent="         ",
         )
+
+
+def _shadow_saved(shadow: dict[str, Any]) -> str:
+    return "a time not known yet" if shadow["saved_s"] is None else span(shadow["saved_s"])
 
 
 def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:

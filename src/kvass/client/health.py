@@ -15,6 +15,10 @@ RESTING_S: Final = 60.0
 """Engines say within as many seconds of a daemon's start that they are done with the last one's
 rows."""
 
+FAILED_LOADS: Final = 5
+FAILED_SHARE: Final = 0.1
+"""At least so many failed loads are a trouble, if they are this share of the last minute's, or half
+of all."""
 FAILING_ROWS: Final = 16
 """A tier that fails to store this many rows in a row is in trouble."""
 
@@ -35,6 +39,7 @@ def troubles(fields: Mapping[str, Any]) -> list[str]:
     ]
     found += filter(None, map(_wrong_rows, fields.get("namespaces", [])))
     found += _arena(fields.get("arena", {}), fields.get("up_s", 0.0))
+    found += [line for ns in fields.get("namespaces", []) if (line := load_trouble(ns))]
     lines = {tier["tier"]: tier_trouble(tier) for tier in used_tiers(fields.get("tiers", []))}
     return found + [f"tier {name}: {line}" for name, line in lines.items() if line]
 
@@ -88,6 +93,17 @@ def _arena(arena: Mapping[str, Any], up_s: float) -> list[str]:
             "index: give less, or mount a larger tmpfs"
         )
     return found
+
+
+def load_trouble(ns: Mapping[str, Any]) -> str:
+    """The trouble of the loads of a namespace, as one line; empty: none."""
+    spans = ("minute_", "in the last minute", FAILED_SHARE), ("", "since the start", 0.5)
+    for prefix, when, share in spans:
+        failed, loads = ns.get(f"{prefix}failed_loads", 0), ns.get(f"{prefix}loads", 0)
+        if failed >= FAILED_LOADS and failed >= share * loads:
+            name = f"{ns.get('model') or '?'} ({ns['namespace'][:8]})"
+            return f"{failed:,} of {loads:,} loads failed {when}: {name}; the engines' logs say why"
+    return ""
 
 
 def used_tiers(tiers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

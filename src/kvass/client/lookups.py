@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 from kvass.client.client import bounded
 from kvass.client.endpoint import Endpoint
+from kvass.client.results import counts_results
 from kvass.client.session import DaemonSession
 from kvass.client.step_budget import StepBudget
 from kvass.errors import Unavailable
@@ -283,6 +284,7 @@ class Lookups:
             lookup.why = lookup.why or "no_answer"
             return 0.0
         message.readers, message.spare, message.writing = self._readers, self._spare, True
+        message.reported = message.reported and counts_results(session)
         left_s = lookup.give_up_s - time.monotonic()
         message.budget_ms = bounded(1000 * max(left_s - ANSWER_S, 0.001))
         seq = client.submit(message)
@@ -342,6 +344,8 @@ class Lookups:
         if lookup.state is LookupState.ASKED_AGAIN and (better is None or not better.blocks):
             better, worse = worse, better
         lookup.end(better)
+        if better is not None and worse is not None:
+            better.tiers = better.tiers or worse.tiers
         if worse is not None:
             client.post(Release(boot=worse.boot, lease=worse.lease))
         return reply.chunks if isinstance(reply, Matched) else lookup.chunks

@@ -33,6 +33,7 @@ from kvass.client.lookups import (
     Use,
 )
 from kvass.client.reset import NamespaceReset
+from kvass.client.results import Results, counts_results
 from kvass.client.session import DaemonSession
 from kvass.client.step_budget import StepBudget
 from kvass.errors import Unavailable
@@ -47,6 +48,7 @@ from kvass.messages import (
     Lookup,
     LookupNote,
     LookupNotes,
+    LookupResult,
     Prefetch,
     Register,
     Release,
@@ -79,7 +81,7 @@ class SchedulerClient(Endpoint):
     default all of the registration's. ``spare``: of every ``Lookup``. ``lookup_budget_s``: how long
     one request may get ``PENDING`` in all; None: as long as computing its tokens takes, but at
     least the daemon's ``lookup_budget_ms``. ``incomplete``, ``daemon_uid``: as in
-    ``Endpoint``.
+    ``Endpoint``. ``reports``: the caller reports the result of each lookup (``report``).
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class SchedulerClient(Endpoint):
         step_wait_s: float = 0.002,
         incomplete: bool = False,
         daemon_uid: int | None = None,
+        reports: bool = False,
     ) -> None:
         super().__init__(socket, registration, incomplete=incomplete, daemon_uid=daemon_uid)
         self._reset = NamespaceReset(self, registration)
@@ -107,6 +110,8 @@ class SchedulerClient(Endpoint):
             chunk_tokens=registration.chunk_tokens,
             budget_s=lookup_budget_s,
         )
+        self._reports = reports
+        self._results = Results(self)
         self._reserve_wait_s = reserve_wait_s
         self._giver: DaemonSession | None = None
         """The connection of the first match or grant that was taken since ``handed_over``."""
@@ -127,6 +132,12 @@ class SchedulerClient(Endpoint):
         self._giver = None
         self.poll()
         self._reset.go_on()
+        self._results.send_overdue()
+
+    def close(self) -> None:
+        """Send the results that are not sent yet, and end the session."""
+        self._results.send()
+        super().close()
 
     def wait_in_step(self, seq: int, most_s: float = MAX_PATIENCE_S) -> FromDaemon | None:
         """``wait`` for at most ``most_s``, and at most for the rest of this step's budget."""
@@ -145,6 +156,8 @@ class SchedulerClient(Endpoint):
         blocks: BlockHashes | None = None,
         facts: LookupFacts = NO_FACTS,
         use: Use = NO_USE,
+        *,
+        reported: bool = True,
     ) -> Match | Pending | None:
         """The match of ``request`` from chunk ``first`` on. None: a miss. ``PENDING``: call again.
 
@@ -154,6 +167,8 @@ class SchedulerClient(Endpoint):
         computes per second, or 0; loading has to be faster. With ``blocks`` a match may end inside
         of a chunk. If it ends between chunk ``first`` and the last one, that takes a second lookup.
         ``facts``: for the explanation of a miss. ``use``: what the request's client says of its KV.
+        ``reported``: False if no result of this lookup is reported, although the client
+        ``reports``.
         """
         if self._reset.pending:
             return None
@@ -162,6 +177,7 @@ class SchedulerClient(Endpoint):
         message.prefill_tokens_s = bounded(prefill_tokens_s)
         message.prompt_tokens, message.local_tokens = facts.prompt_tokens, facts.local_tokens
         message.if_absent, message.absent_chunk = facts.if_absent, facts.absent_chunk
+        message.reported = reported and self._reports
         return self.lookups.match(message, blocks)
 
     def ended_by(self, request: str) -> str:
@@ -230,6 +246,28 @@ class SchedulerClient(Endpoint):
         if seq := self.submit(EndSession(session=session, tenant=tenant)):
             self.discard(seq)
         return bool(seq)
+
+    # ------------------------------------------------------------ results
+
+    @property
+    def counting_boot(self) -> bytes:
+        """The run of the daemon that counts the results of lookups that it answers now. Empty:
+        there is none, or it counts answers."""
+        session = self.session
+        return session.boot if session is not None and counts_results(session) else b""
+
+    def report(self, result: LookupResult, boot: bytes) -> None:
+        """Report the result of a lookup that was answered when ``counting_boot`` was ``boot``. It
+        is sent with the next ``HandedOver``, or a little later."""
+        self._results.add(result, boot)
+
+    def report_all(self) -> None:
+        """Send all results now: perhaps the engine makes no step for a while."""
+        self._results.send()
+
+    def speed(self, tokens_s: float) -> None:
+        """The engine computes ``tokens_s`` tokens per second; 0: it is not known yet."""
+        self._results.speed(bounded(tokens_s))
 
     # ------------------------------------------------------------ writing
 
@@ -305,8 +343,11 @@ class SchedulerClient(Endpoint):
         session, self._giver = self._giver, None
         if not leases and not reservations:
             return True
+        if session is None:
+            return False
         message = HandedOver(boot=boot, leases=tuple(leases), reservations=tuple(reservations))
-        return session is not None and self.deliver(message, session)
+        self._results.add_to(message)
+        return self.deliver(message, session)
 
     def report_shadow(self, report: ShadowReport) -> bool:
         """Send the figures of shadow mode. False: there is no connection, or the daemon is older

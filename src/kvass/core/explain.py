@@ -108,7 +108,7 @@ def note(
     prompt, local = max(0, about.prompt_tokens), max(0, about.local_tokens)
     hit, end = max(0, min(hit, end - local)), max(end, local)
     entry = LookupEntry(request, state.now, prompt, local, asked, hit, end, *ending, waited_s)
-    state.log.of(instance).add(entry)
+    state.log.of(instance).add(entry, about.reported)
 
 
 def note_again(state: State, instance: Instance, request: str, tokens: int) -> None:

@@ -16,13 +16,13 @@ from typing import Final, get_args
 from kvass.errors import ErrorCode
 
 COUNTERS: Final[dict[str, str]] = {
-    "lookups": "Lookups that were not refused.",
-    "lookup_chunks": "Chunks that lookups asked for, beyond those in the engine's own cache.",
-    "hit_chunks": "Chunks that lookups hit.",
-    "hit_blocks": "Blocks that lookups hit in chunks that they hit only in part.",
+    "lookups": "Lookups of requests that got blocks.",
+    "lookup_chunks": "Chunks that lookups asked for, those of repeated lookups included.",
+    "hit_chunks": "Chunks in the answers to lookups, those of repeated lookups included.",
+    "hit_blocks": "Blocks in these answers, of chunks that are hit only in part.",
     "promoted_chunks": "Chunks hit by lookups that waited for a tier or a store.",
     "l1_in_bytes": "Bytes of rows that became readable in L1.",
-    "l1_lent_bytes": "Bytes of the rows that lookups hit.",
+    "l1_lent_bytes": "Bytes of the rows that engines loaded.",
     "prefetches": "Prefetches that were not refused.",
     "lookups_await_stores": "Lookups that waited for rows that an engine was storing.",
     "lookups_not_waited": "Lookups and prefetches that did not wait: too many waited.",
@@ -124,13 +124,16 @@ TIER_GAUGES: Final[dict[str, str]] = {
 }
 
 NAMESPACE_COUNTERS: Final[dict[str, str]] = {
-    "lookups": "Lookups in the namespace.",
+    "lookups": "Lookups of requests that got blocks.",
     "lookup_tokens": "Tokens that lookups asked for, beyond those in the engine's own cache.",
-    "hit_tokens": "Tokens that lookups hit.",
+    "hit_tokens": "Those of them that engines loaded.",
     "hit_tokens_tiers": "Hit tokens that each tier loaded for the lookup.",
     "miss_tokens": "Tokens that lookups asked for and missed, by reason.",
     "stored_tokens": "Tokens whose rows were stored.",
-    "saved_prefill_s": "Time to compute the hit tokens, at the prefill speed that engines report.",
+    "loads": "Lookups whose hit was to be loaded.",
+    "failed_loads": "Those of them whose load failed; the engine computed the tokens.",
+    "saved_prefill_s": "Time to compute the hit tokens, at the speed that engines report; absent "
+    "until one has.",
 }
 
 NODES: Final = "L1 on each NUMA node once all of it is populated, from a sample of its pages."
@@ -151,6 +154,9 @@ MISSES: Final[dict[str, str]] = {
     "load_failed": "A tier had them, but a load failed.",
     "late": "The lookup timed out before the tiers or stores were done.",
     "cleared": "They were cleared, or the engine's weights changed.",
+    "no_answer": "The daemon did not answer the engine in time, or refused.",
+    "load_failed_here": "Their copy into the engine failed or was late.",
+    "not_loaded": "L1 had them, but the engine took them from elsewhere or computed them.",
 }
 """Why a lookup missed tokens that it asked for."""
 
@@ -173,19 +179,21 @@ TIER_HISTOGRAMS: Final[dict[str, str]] = {
 
 NAMESPACE_GAUGES: Final[dict[str, str]] = {
     "minute_lookup_tokens": "Tokens that lookups of the last minute asked for.",
-    "minute_hit_tokens": "Tokens that lookups of the last minute hit.",
+    "minute_hit_tokens": "Those of them that engines loaded.",
+    "minute_loads": "Lookups of the last minute whose hit was to be loaded.",
+    "minute_failed_loads": "Those of them whose load failed.",
 }
 
 TENANT_COUNTERS: Final[dict[str, str]] = {
-    "lookups": "Lookups of the tenant.",
+    "lookups": "Lookups of the tenant's requests that got blocks.",
     "lookup_tokens": "Tokens that its lookups asked for, beyond those in the engine's own cache.",
-    "hit_tokens": "Tokens that its lookups hit.",
+    "hit_tokens": "Those of them that engines loaded.",
     "evicted_bytes": "Bytes of its rows that were evicted to make room.",
 }
 
 TENANT_GAUGES: Final[dict[str, str]] = {
     "minute_lookup_tokens": "Tokens that its lookups of the last minute asked for.",
-    "minute_hit_tokens": "Tokens that its lookups of the last minute hit.",
+    "minute_hit_tokens": "Those of them that engines loaded.",
     "l1_bytes": "L1 that the tenant pays for, in whole extents (free slots included).",
     "kept_bytes": "Retained rows that the tenant pays for (`kvass.ttl`).",
     "cap_bytes": "Most L1 that the tenant may have; absent without a cap.",
@@ -196,7 +204,8 @@ SHADOW: Final[dict[str, str]] = {
     "lookups": "Lookups.",
     "lookup_tokens": "Tokens that lookups asked for, beyond those in the engine's own cache.",
     "hit_tokens": "Those of them that kvass has. The engine computes them.",
-    "saved_s": "Time to compute these hit tokens, at the speed that the engine measured.",
+    "saved_s": "Time to compute these hit tokens, at the speed that the engine measured; absent "
+    "until it has.",
     "loads": "Loads into scratch memory, by all ranks.",
     "load_bytes": "Bytes of those loads.",
     "load_s": "Time that those loads took.",
@@ -221,8 +230,9 @@ GROUP_GAUGES: Final[dict[str, str]] = {
 
 ENGINE_FIELDS: Final[dict[str, str]] = {
     "lookup_tokens": "Tokens that its lookups asked for, beyond those in its own cache.",
-    "hit_tokens": "Tokens that its lookups hit.",
-    "saved_prefill_s": "Time to compute these, at the prefill speed that the engine reports.",
+    "hit_tokens": "Those of them that it loaded.",
+    "failed_loads": "Lookups whose hit was to be loaded and whose load failed.",
+    "saved_prefill_s": "Time to compute these, at the speed that it reports; null until it has.",
     "connected_s": "How long ago it registered first.",
     "seen_s": "How long ago its last lookup was, or a registration.",
 }

@@ -12,7 +12,7 @@ from kvass.core.clients.lookup_log import LookupLog
 from kvass.core.clients.registry import ClientSession, Instance, Refusal
 from kvass.core.clients.session_limits import SessionLimits
 from kvass.core.clients.shadow_figures import ShadowFigures
-from kvass.core.clients.traffic import Traffic, prefill_s
+from kvass.core.clients.traffic import Traffic
 from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
 from kvass.core.matching import keeping
@@ -166,10 +166,6 @@ class State:
         lease = self.settlement.begin_lease(instance, request, hit.parts, readers)
         self.counters["hit_chunks"] += 0 if again else hit.chunks - first
         self.counters["hit_blocks"] += hit.blocks
-        classes = self.classes.by_id
-        for part in hit.parts:
-            new = part.rows[-1:] if again else part.rows
-            self.counters["l1_lent_bytes"] += len(new) * classes[part.row_class].spec.row_bytes
         return Matched(
             boot=self.config.boot,
             lease=lease.id,
@@ -190,25 +186,6 @@ class State:
         kept, clipped = keeping.keep(self.rows, ns, found, seconds, self.tenants.payer(tenant))
         self.counters["not_kept_chunks"] += clipped
         return kept
-
-    def count_lookup(
-        self,
-        who: Instance,
-        ns: Namespace,
-        lookup_tokens: int,
-        hit_tokens: int,
-        why: str,
-        tokens_s: float,
-        again: bool = False,
-    ) -> None:
-        """Count an answered lookup. ``why``: the reason for its misses (``metrics.MISSES``).
-        ``tokens_s``: the engine's prefill speed; 0 if it is not known."""
-        if who.terms.counted:
-            ns.traffic.count_lookup(self.now, lookup_tokens, hit_tokens, why, tokens_s, again)
-        who.lookup_tokens += lookup_tokens
-        who.hit_tokens += hit_tokens
-        who.saved_s += prefill_s(hit_tokens, tokens_s)
-        who.seen_s = self.now
 
     def refused(self, instance: str, text: str) -> None:
         """Record that an engine was refused when it registered."""

@@ -104,7 +104,7 @@ def _refusal(instance: str, refusal: Refusal, now: float) -> dict[str, Any]:
 
 
 def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
-    minute_lookup, minute_hit = traffic.last_minute(now)
+    minute_lookup, minute_hit, minute_loads, minute_failed = traffic.last_minute(now)
     return {
         "lookups": traffic.lookups,
         "lookup_tokens": traffic.lookup_tokens,
@@ -112,9 +112,13 @@ def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
         "hit_tokens_tiers": list(traffic.from_tiers),
         "miss_tokens": dict(traffic.miss_tokens),
         "stored_tokens": traffic.stored_tokens,
-        "saved_prefill_s": round(traffic.saved_s, 3),
+        "loads": traffic.loads,
+        "failed_loads": traffic.failed_loads,
+        "saved_prefill_s": traffic.saved.known_s,
         "minute_lookup_tokens": minute_lookup,
         "minute_hit_tokens": minute_hit,
+        "minute_loads": minute_loads,
+        "minute_failed_loads": minute_failed,
     }
 
 
@@ -164,7 +168,8 @@ def _engine(state: State, instance: Instance) -> dict[str, Any]:
         "pids": sorted({session.pid for session in sessions}),
         "lookup_tokens": instance.lookup_tokens,
         "hit_tokens": instance.hit_tokens,
-        "saved_prefill_s": round(instance.saved_s, 3),
+        "failed_loads": instance.failed_loads,
+        "saved_prefill_s": instance.saved.known_s,
         "connected_s": round(state.now - instance.since_s, 1),
         "shadow": None if instance.shadow is None else instance.shadow.fields(),
         "seen_s": round(state.now - instance.seen_s, 1),

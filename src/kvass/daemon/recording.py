@@ -21,7 +21,7 @@ import msgspec
 from kvass.core.rows.row_classes import Namespace
 from kvass.daemon.notices import Notices
 from kvass.errors import ConfigError
-from kvass.messages import FromClient, Lookup, Reserve
+from kvass.messages import FromClient, HandedOver, Lookup, Reserve
 from kvass.recording import KEY_BYTES, AnyLine, EngineLine, Group, LookupLine, LostLine, StoreLine
 
 WAITING_BYTES: Final = 16 << 20
@@ -50,7 +50,9 @@ class Recorder:
         self._key, self._began = os.urandom(16), time.monotonic()
         self._engines: set[int] = set()
         self._queue = queue.SimpleQueue[tuple[float, Namespace, Lookup | Reserve] | None]()
-        self._waiting = self._lost = 0
+        self._waiting = self._lost = self._kept_bytes = 0
+        self._kept: dict[tuple[int, str], Lookup] = {}
+        """By namespace and request, its last lookup, whose result is reported."""
         self._lock = threading.Lock()
         """Guards ``_waiting``."""
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
@@ -59,10 +61,39 @@ class Recorder:
     def take(self, now: float, namespace: Namespace | None, message: FromClient) -> None:
         """Queue a scheduler's message, which the core handled at ``now``. Pass only messages that
         the core accepted: the fields of a refused one may have any value."""
-        if namespace is None or not isinstance(message, Lookup | Reserve) or not self._left:
+        if namespace is None or not self._left:
             return
-        if isinstance(message, Lookup) and message.again:
-            return
+        if isinstance(message, Lookup) and not message.again:
+            if message.reported:
+                self._keep(namespace, message)
+            else:
+                self._put(now, namespace, message)
+        elif isinstance(message, HandedOver):
+            for result in message.results:
+                self._put_kept(now, namespace, result.request)
+        elif isinstance(message, Reserve):
+            for item in message.items:
+                self._put_kept(now, namespace, item.request)
+            self._put(now, namespace, message)
+
+    def _keep(self, namespace: Namespace, message: Lookup) -> None:
+        """Keep the last lookup of a request. It is written when the request has got blocks: by its
+        first store, or its result."""
+        name = namespace.id, message.request
+        if (before := self._kept.pop(name, None)) is not None:
+            self._kept_bytes -= _size(before)
+        self._kept[name] = message
+        self._kept_bytes += _size(message)
+        while self._kept_bytes > WAITING_BYTES:
+            self._kept_bytes -= _size(self._kept.pop(next(iter(self._kept))))
+            self._lost += 1
+
+    def _put_kept(self, now: float, namespace: Namespace, request: str) -> None:
+        if (message := self._kept.pop((namespace.id, request), None)) is not None:
+            self._kept_bytes -= _size(message)
+            self._put(now, namespace, message)
+
+    def _put(self, now: float, namespace: Namespace, message: Lookup | Reserve) -> None:
         if self._waiting > WAITING_BYTES:
             self._lost += 1
             return

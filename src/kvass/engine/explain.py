@@ -27,7 +27,9 @@ PROMPTS: Final = 4096
 """How many prompts' beginnings are remembered, and how many chunks that were not stored."""
 SPACES: Final = 8
 """How many salts and adapters are remembered of one beginning."""
-CLIENTS: Final = ("no_daemon", "no_answer", "not_sent", "refused", "clearing")
+UNASKED: Final = ("no_daemon", "not_sent", "clearing")
+"""The reasons of ``SchedulerClient.ended_by`` of lookups that no daemon got."""
+CLIENTS: Final = (*UNASKED, "no_answer", "refused")
 """The reasons of ``SchedulerClient.ended_by`` that the daemon does not know."""
 Space = tuple[bytes, str]
 """The hash of a salt, and the text of an adapter."""

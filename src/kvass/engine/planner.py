@@ -13,7 +13,7 @@ Laws of this file:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -23,14 +23,16 @@ from kvass.engine import tracing
 from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
 from kvass.engine.boundary import log
 from kvass.engine.changes import OwnCache, WeightChanges
-from kvass.engine.explain import Explainer
+from kvass.engine.explain import UNASKED, Explainer
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
+from kvass.engine.hit_limits import HitLimits
 from kvass.engine.load_admission import LoadAdmission
 from kvass.engine.prefill_speed import PrefillSpeed
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import Answer, LoadState, RequestState
 from kvass.engine.reserves import OfferAnswered
+from kvass.engine.results import LookupResults
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Check, Load, StepWork, comparable
@@ -38,6 +40,9 @@ from kvass.engine.stores import StorePlanner
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, Table
 
+ASK_AGAIN_S: Final = 0.1
+"""How long a miss stays one while the request waits for blocks. Only then may others have stored
+what it needs, and the engine may ask in every step."""
 CLEAR_TIMEOUT_S: Final = 0.2
 """How long the engine may wait for a clear. Without an answer by then, later steps continue it."""
 
@@ -55,6 +60,7 @@ class Planner:
         engine's own cache is then no sign of a change."""
         self._setup = setup
         self._spans = Spans(setup.groups, setup.chunk_tokens)
+        self._limits = HitLimits(setup)
         self._client = SchedulerClient(
             setup.socket,
             setup.register(),
@@ -62,6 +68,7 @@ class Planner:
             spare=setup.spare,
             incomplete=True,
             daemon_uid=setup.daemon_uid,
+            reports=True,
         )
         setup.when_named(self._client.complete)
         self._requests: dict[str, RequestState] = {}
@@ -76,12 +83,11 @@ class Planner:
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
         self._head_of_line = HeadOfLine() if setup.one_queue else None
         self.traffic = EngineTraffic()
+        self.results = LookupResults(self._client, self.traffic)
         self._tracing = tracing.begin()
         self._explain = Explainer(setup, self._client)
         self.when_answered: OfferAnswered | None = None
         """Called when the daemon has answered an offer. Set it before ``bind``."""
-        self.when_looked_up: Callable[[int, int], None] | None = None
-        """Called instead of ``traffic.looked_up`` when a lookup was answered."""
         self.events: RowEvents | None = None
         if event_maker is not None:
             self.events = RowEvents(self._client, event_maker, self.traffic)
@@ -132,12 +138,19 @@ class Planner:
             self._stores.request_ended(state, table)
         if state is not None and state.request.use.ends:
             self._client.end_session(state.request.use.session, state.request.tenant)
+        if not self._requests:  # perhaps no step follows
+            self._report_all()
+
+    def _report_all(self) -> None:
+        """Report all results now, and the engine's speed if the daemon does not know it."""
+        self._client.speed(self._speed.tokens_s)
+        self._client.report_all()
 
     def outcome(self, name: str) -> tuple[int, int, str]:
         """How many tokens of a live request kvass has brought, how many it retains so far, and why
         it were not more (``explain.py``); empty if nothing more could match."""
         state = self._requests[name]
-        kept = min(self._tokens(state.kept_chunks), state.request.known_tokens)
+        kept = min(self._limits.tokens(state.kept_chunks), state.request.known_tokens)
         return state.loaded_tokens, kept, state.missed_because
 
     def match(self, name: str, local: int) -> int | None:
@@ -166,14 +179,18 @@ class Planner:
             if state is not None:
                 self._explain.note(state, local, "loads_off")
             return 0
+        if state is not None:
+            if self._client.connected and state.missed_since(local, time.monotonic() - ASK_AGAIN_S):
+                return 0
+            state.fresh = False
         if not self._setup.loads or state is None or not state.may_load:
             self._explain.not_looked_up(state, local)
             return 0
         if not state.request.reads_cache:
             self._explain.note(state, local, "not_read")
             return 0
-        first, chunks = local // self._setup.chunk_tokens, self._matchable_chunks(state.request)
-        end = self._hit_end(state.request, chunks)
+        first, chunks = local // self._setup.chunk_tokens, self._limits.chunks(state.request)
+        end = self._limits.end(state.request, chunks)
         named: NamedAdapter | NoSalt | None = NoSalt.UNKNOWN
         if self._client.connected and end > local:
             named = self._adapter_to_match(state)
@@ -187,8 +204,8 @@ class Planner:
         hashes, width = state.digests(chunks, salt)
         width = width or len(state.request.block_hashes(0, 1)[0])
         blocks = (
-            partial(self._blocks_of, state, salt, local, end)
-            if self._hits_end_inside_chunks
+            partial(self._limits.blocks, state, salt, local, end)
+            if self._limits.inside_chunks
             else None
         )
         speed, tenant = self._speed.tokens_s, state.request.tenant
@@ -201,56 +218,19 @@ class Planner:
             if self._tracing is not None and self._client.promoting(name):
                 self._tracing.promotion_began(name)
             return None
-        hit, ended_by = 0, self._client.ended_by(name)
+        hit, ended_by, tiers = 0, self._client.ended_by(name), () if found is None else found.tiers
         state.kept_chunks = max(state.kept_chunks, self._client.kept(name))
         if found is not None:
-            hit_end = min(end, self._tokens(found.chunks, found.blocks))
+            hit_end = min(end, self._limits.tokens(found.chunks, found.blocks))
             hit = max(0, (hit_end if most is None else min(hit_end, most)) - local)
             if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
                 self._client.give_back(name)
-        if state.answered(Answer(local, local + hit, named)):
-            (self.when_looked_up or self.traffic.looked_up)(end - local, hit)
-            why = self._explain.answered(state, local, hit, ended_by)
-            if self._tracing is not None:
-                self._tracing.lookup_ended(state.request, end - local, hit, why)
+        why = self._explain.answered(state, local, hit, ended_by)
+        boot = b"" if ended_by in UNASKED else self._client.counting_boot
+        answer = Answer(local, local + hit, named, end - local, why, tiers, boot, time.monotonic())
+        if state.answered(answer) and self._tracing is not None:
+            self._tracing.lookup_ended(state.request, end - local, hit, why)
         return hit
-
-    @property
-    def _hits_end_inside_chunks(self) -> bool:
-        """Whether a hit may end inside a chunk."""
-        return self._setup.chunk_blocks > 0
-
-    def _tokens(self, chunks: int, blocks: int = 0) -> int:
-        """How many tokens ``chunks`` chunks and ``blocks`` blocks have."""
-        each = self._setup.chunk_tokens
-        return chunks * each + blocks * each // max(1, self._setup.chunk_blocks)
-
-    def _hit_end(self, request: Request, chunks: int) -> int:
-        """The largest number of tokens that a hit may have. If hits may end inside a chunk, a hit
-        never has the last known token. The engine computes that token again, as it does after a
-        hit in its own cache."""
-        if not self._hits_end_inside_chunks:
-            return self._tokens(chunks - self._setup.spare)
-        below_last = (request.known_tokens - 1) // self._tokens(0, 1)
-        return self._tokens(0, min(request.hashed_blocks, below_last))
-
-    def _blocks_of(
-        self, state: RequestState, salt: bytes, local: int, end: int, chunk: int
-    ) -> bytes:
-        """The hashes of the first blocks of ``chunk``, up to token ``end`` of the request. Empty
-        if the engine's own cache has all these tokens."""
-        first, block = chunk * self._setup.chunk_blocks, self._tokens(0, 1)
-        last = min(first + self._setup.chunk_blocks - 1, end // block)
-        if last * block <= local:
-            return b""
-        return state.block_digests(first, last, salt)[0]
-
-    def _matchable_chunks(self, request: Request) -> int:
-        """How many chunks of the request are looked up."""
-        if self._setup.spare or self._setup.hits_whole_prompts:
-            return request.hashed_chunks
-        below_last = (request.known_tokens - 1) // self._setup.chunk_tokens
-        return min(request.hashed_chunks, below_last)
 
     def _adapter_to_match(self, state: RequestState) -> NamedAdapter | NoSalt | None:
         """The adapter whose salt is mixed into the hashes of a lookup. None: the request has no
@@ -270,6 +250,7 @@ class Planner:
             self._head_of_line.got_blocks(name)
         state = self._requests[name]
         match = self._client.take(name)
+        self._got_blocks(state, external)
         state.begin_load()
         load = Load(name)
         if match is not None:
@@ -287,15 +268,22 @@ class Planner:
         """The engine allocated the blocks of a request that loads nothing. Its match stays held."""
         if self._head_of_line is not None:
             self._head_of_line.got_blocks(name)
-        self._requests[name].got_blocks()
+        state = self._requests[name]
+        self._got_blocks(state, 0)
+        state.got_blocks()
+
+    def _got_blocks(self, state: RequestState, loads: int) -> None:
+        self._client.speed(self._speed.tokens_s)
+        self.results.got_blocks(state, loads)
 
     def look_up_late(self, name: str, local: int) -> int | None:
         """``match`` for a request that the engine computes already. What the request itself has
         stored meanwhile is no hit."""
         state = self._requests.get(name)
         own = None if state is None else state.first_stored
-        hit = self._match(name, local, None if own is None else self._tokens(own))
+        hit = self._match(name, local, None if own is None else self._limits.tokens(own))
         if state is not None:
+            self._got_blocks(state, 0)
             state.got_blocks()
             if state.first_step:
                 state.step(state.first_step)
@@ -355,7 +343,7 @@ class Planner:
         answer = state.answer
         if answer is None or answer.local + external != answer.end:
             return None
-        if answer.local < self._tokens(match.first):
+        if answer.local < self._limits.tokens(match.first):
             return None
         rows = list(map(len, match.slots))
         found = self._spans.to_load(table, answer.local, match.first, answer.end, rows)
@@ -403,6 +391,8 @@ class Planner:
                 len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
             )
         self._client.new_step()
+        if not self._requests:
+            self._report_all()
         self._explain.send()
         if self._head_of_line is not None:
             self._head_of_line.new_step()
@@ -426,6 +416,8 @@ class Planner:
         requests whose load failed; all their chunks are offered for storing again. ``loaded``:
         all requests whose load ended."""
         self._stores.reported(steps)
+        failed, loaded = set(failed), set(loaded)
+        self.results.loads_ended(failed, loaded)
         if self._head_of_line is not None:
             self._head_of_line.loaded(name for name in loaded if name in self._requests)
         for name in failed:

@@ -141,12 +141,18 @@ class OfferProgress:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a lookup: tokens ``[local, end)`` can be loaded. ``named``: the LoRA adapter of
-    the request."""
+    """The answer to a lookup of ``asked`` tokens: tokens ``[local, end)`` can be loaded. ``named``:
+    the LoRA adapter of the request. ``why``, ``tiers``: as in ``messages.LookupResult``. ``boot``:
+    the run of the daemon that counts the result; empty: none does. ``when_s``: CLOCK_MONOTONIC."""
 
     local: int
     end: int
     named: NamedAdapter | None
+    asked: int = 0
+    why: str = ""
+    tiers: tuple[int, ...] = ()
+    boot: bytes = b""
+    when_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -157,6 +163,8 @@ class RequestState:
     state: LoadState = LoadState.UNANSWERED
     answer: Answer | None = None
     """The last answer to its lookup."""
+    fresh: bool = False
+    """Whether the request has got no blocks since, and nothing else was asked."""
     offered: OfferProgress = field(default_factory=OfferProgress)
     first_step: int = 0
     """The number of the first step that computed tokens of the request; 0: none has."""
@@ -187,10 +195,22 @@ class RequestState:
     def answered(self, answer: Answer) -> bool:
         """A lookup was answered. True: it is the first answer since the request last got blocks.
         The engine may repeat the lookup before it has free blocks."""
-        self.answer = answer
+        self.answer, self.fresh = answer, True
         first = self.state is not LoadState.ANSWERED
         self._move(LoadState.ANSWERED)
         return first
+
+    def take_answer(self) -> Answer | None:
+        """The answer to the lookup with which the request gets blocks; None if there was none."""
+        answer, self.fresh = self.answer if self.fresh else None, False
+        return answer
+
+    def missed_since(self, local: int, when_s: float) -> bool:
+        """Whether a lookup after ``local`` tokens was a miss after ``when_s``."""
+        answer = self.answer
+        if not self.fresh or answer is None or not self.may_load:
+            return False
+        return answer.local == answer.end == local and answer.when_s > when_s
 
     def got_blocks(self) -> None:
         """The engine allocated blocks, and no load is needed. The engine may call this again while

@@ -129,7 +129,7 @@ class Shadow:
         self._reported_s = float("-inf")  # the daemon learns of the mode in the first step
         self._logged_s = time.monotonic()
         self._logged_lookups = 0
-        planner.when_looked_up = self._looked_up
+        planner.results.when_counted = self._looked_up
 
     # ------------------------------------------------------------ requests
 
@@ -248,7 +248,7 @@ class Shadow:
     # ------------------------------------------------------------ results
 
     def _looked_up(self, tokens: int, hit: int) -> None:
-        """A lookup was answered: ``hit`` of ``tokens`` tokens."""
+        """A request got blocks, of which ``hit`` of the ``tokens`` that were looked up match."""
         self._changed = True
         for name, number in (("lookups", 1), ("lookup_tokens", tokens), ("hit_tokens", hit)):
             setattr(self.report, name, getattr(self.report, name) + number)

@@ -10,9 +10,9 @@ from kvass.engine.step_work import Compared
 from kvass.transfer.base import Done
 
 MEANINGS: Final[dict[str, str]] = {
-    "lookups": "Prompts looked up in kvass.",
+    "lookups": "Lookups of requests that got blocks.",
     "lookup_tokens": "Tokens looked up in kvass, beyond those in the engine's own cache.",
-    "hit_tokens": "Looked-up tokens that kvass has.",
+    "hit_tokens": "Looked-up tokens that were loaded from kvass.",
     "loads": "Loads of KV from kvass, by all ranks.",
     "load_bytes": "Bytes of KV loaded from kvass.",
     "load_seconds": "Time that loads took, from the step that began them.",

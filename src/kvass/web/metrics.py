@@ -185,6 +185,8 @@ BY_MODEL: Final = {
     "lookups": "lookup_requests",
     "lookup_tokens": "lookup_tokens",
     "stored_tokens": "stored_tokens",
+    "loads": "loads",
+    "failed_loads": "failed_loads",
     "saved_prefill_s": "saved_prefill_seconds",
 }
 
@@ -196,7 +198,8 @@ def _traffic(namespaces: list[dict[str, Any]], tiers: list[str]) -> Iterator[Met
     misses: Counter[tuple[str, str]] = Counter()
     for model, ns in zip(model_labels(namespaces), namespaces, strict=True):
         for name, counter in sums.items():
-            counter[model] += ns[name]
+            if ns[name] is not None:  # else it is not known yet
+                counter[model] += ns[name]
         hits[model, "l1"] += ns["hit_tokens"] - sum(ns["hit_tokens_tiers"])
         for tier, count in zip(tiers, ns["hit_tokens_tiers"], strict=True):
             hits[model, tier] += count
@@ -218,7 +221,8 @@ def _shadow(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
     for name, help_ in declared.SHADOW.items():
         sums: Counter[str] = Counter()
         for model, ns in zip(models, shadows, strict=True):
-            sums[model] += ns["shadow"][name]
+            if ns["shadow"][name] is not None:  # else it is not known yet
+                sums[model] += ns["shadow"][name]
         samples = (([model], number) for model, number in sums.items())
         metric = f"kvass_shadow_{name.removesuffix('_s')}{'_seconds' * name.endswith('_s')}"
         text = f"Shadow mode: {help_}"

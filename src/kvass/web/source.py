@@ -41,7 +41,7 @@ def figures(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
     those that missed. ``saved/MODEL`` are seconds of prefill. ``in/TIER``, ``out/TIER`` and
     ``evicted`` are bytes. ``tenant-asked/TENANT`` and so on are the same by tenant. A name may come
     several times; its numbers are then added. What a counter of a reason or a tenant has not
-    counted yet is left out.
+    counted yet is left out, and so is what is not known yet.
     """
     yield "l1_used_bytes", fields["l1_used_bytes"]
     yield "leases", fields["leases"]
@@ -60,7 +60,8 @@ def figures(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
         yield f"hit/l1/{model}", ns["hit_tokens"] - sum(ns["hit_tokens_tiers"])
         for name, tokens in zip(tiers, ns["hit_tokens_tiers"], strict=True):
             yield f"hit/{name}/{model}", tokens
-        yield f"saved/{model}", ns["saved_prefill_s"]
+        if ns["saved_prefill_s"] is not None:
+            yield f"saved/{model}", ns["saved_prefill_s"]
     for model, ns in zip(model_labels(namespaces), namespaces, strict=True):
         yield from _missed("missed", model, ns)
     for tenant in fields["tenants"]:

@@ -314,6 +314,7 @@ class SimulatedEngine:
                 again=rng.random() < 0.2,
                 writing=self.requests % 3 == 0,
                 first_blocks=self._blocks_of(whole, first),
+                reported=self.requests % 5 == 0,
             )
         )
 
@@ -367,7 +368,10 @@ class SimulatedEngine:
             chosen = [h for h in self.held if h is held or rng.random() < 0.3]
             leases = tuple(h.id for h in chosen if not h.writes)
             reservations = tuple(h.id for h in chosen if h.writes)
-            peer.sent.append(m.HandedOver(boot=boot, leases=leases, reservations=reservations))
+            results = tuple(m.LookupResult("r", 64, 48, failed=n % 3 == 0) for n in leases)
+            handed = m.HandedOver(boot=boot, leases=leases, reservations=reservations)
+            handed.results, handed.prefill_tokens_s = results, float(len(leases))
+            peer.sent.append(handed)
             for one in chosen:
                 self.held.remove(one)
                 self._dispatch(one)

@@ -69,6 +69,8 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "protocol_min": (1, 1, 1, 2, 9, -5),
     "rank": _RANKS,
     "ranks": (2, 129, 0, -1),
+    "failed": (False, True),
+    "reported": (False, True),
     "request": ("r", "r", "r", "", "r" * 600),
     "shard": (1, -1),
     "space": (b"", b"salt", bytes(32), bytes(33)),
@@ -134,6 +136,10 @@ class _Maker:
                 return (m.ShadowGroup(**self.fields(m.ShadowGroup)),)
             case "notes":
                 return tuple(m.LookupNote(**self.fields(m.LookupNote)) for _ in range(3))
+            case "results":
+                return tuple(m.LookupResult(**self.fields(m.LookupResult)) for _ in range(2))
+            case "tiers" if kind is m.LookupResult:
+                return (rng.choice([0, 5, 1 << 53]), 16)
             case "layout":
                 shapes = random_shapes(rng, CHUNK_TOKENS) if odd < 0.6 else []
                 return random_layout(rng, shapes) if odd < 0.7 else None

@@ -14,6 +14,7 @@ from kvass.messages import (
     Grant,
     Granted,
     LookupNote,
+    LookupResult,
     Register,
     ReserveItem,
     ShadowReport,
@@ -56,6 +57,7 @@ class FakeClient:
         self.facts: dict[str, LookupFacts] = {}
         """Of the last lookup of each request."""
         self.notes: list[LookupNote] = []
+        self.results: list[LookupResult] = []
         self.tenants: list[str] = []
         """Of the lookups."""
         self.uses: list[Use] = []
@@ -115,6 +117,8 @@ class FakeClient:
         blocks: object = None,
         facts: LookupFacts = NO_FACTS,
         use: Use = NO_USE,
+        *,
+        reported: bool = True,
     ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
         held = self.held.get(request)
@@ -245,6 +249,22 @@ class FakeClient:
         assert all(reservation in self.writing for reservation in reservations)
         self.handed += [*leases, *reservations]
         return True
+
+    @property
+    def counting_boot(self) -> bytes:
+        """The daemon's, if it is there."""
+        return self.boot if self.connected else b""
+
+    def report(self, result: LookupResult, boot: bytes) -> None:
+        """Keep the result."""
+        assert boot == self.boot
+        self.results.append(result)
+
+    def report_all(self) -> None:
+        """Nothing is kept back."""
+
+    def speed(self, tokens_s: float) -> None:
+        """Nothing to tell."""
 
     def report_shadow(self, report: ShadowReport) -> bool:
         """Keep the report."""

@@ -139,7 +139,9 @@ class BlendPlanner:
             return False
         tenant, use = state.request.tenant, state.request.use
         segments_name, digests = _segments_name(name), b"".join(keys)
-        match = self._client.match(segments_name, digests, width, 0, 0.0, tenant, use=use)
+        match = self._client.match(
+            segments_name, digests, width, 0, 0.0, tenant, use=use, reported=False
+        )
         if isinstance(match, Pending):
             return None
         rows = 0 if match is None else match.chunks

@@ -30,6 +30,7 @@ class About(NamedTuple):
     local_tokens: int = 0
     if_absent: str = ""
     absent_chunk: int = 0
+    reported: bool = False
 
 
 NOTHING: Final = About()
@@ -78,11 +79,27 @@ class EngineLog:
 
     def __init__(self, model: str) -> None:
         self.model, self.shadow = model, False
-        self.entries: deque[LookupEntry] = deque(maxlen=ENTRIES)
+        self.entries: deque[LookupEntry] = deque()
+        self._waiting: dict[str, LookupEntry] = {}
+        """Those of ``entries`` whose request has got no blocks yet, by request."""
 
-    def add(self, entry: LookupEntry) -> None:
-        """Add an entry. If the request has an equal one among the last ``_RECENT``, only renew that
-        one: an engine repeats the lookups of requests that wait for blocks."""
+    def add(self, entry: LookupEntry, reported: bool = False) -> None:
+        """Add an entry. ``reported``: the result of the lookup is reported with ``ended``.
+
+        An engine repeats the lookups of requests that wait for blocks. If the result of a former
+        one was not reported, the entry replaces it. If the engine reports no results, and the
+        request has an equal entry among the last ``_RECENT``, only that one is renewed.
+        """
+        if (replaced := self._waiting.get(entry.request)) is not None:
+            entry.times += replaced.times
+            entry.waited_s = max(entry.waited_s, replaced.waited_s)
+            for name in LookupEntry.__struct_fields__:
+                setattr(replaced, name, getattr(entry, name))
+            return
+        if reported:
+            self._waiting[entry.request] = entry
+            self._append(entry)
+            return
         for before in islice(reversed(self.entries), _RECENT):
             if before.request == entry.request:
                 if before.same(entry):
@@ -90,7 +107,28 @@ class EngineLog:
                     before.times += 1
                     return
                 break
+        self._append(entry)
+
+    def _append(self, entry: LookupEntry) -> None:
+        if len(self.entries) == ENTRIES:
+            dropped = self.entries.popleft()
+            if self._waiting.get(dropped.request) is dropped:
+                del self._waiting[dropped.request]
         self.entries.append(entry)
+
+    def ended(self, request: str, failed: bool) -> None:
+        """The result of a request's last lookup was reported. ``failed``: its load failed."""
+        self._waiting.pop(request, None)
+        if failed:
+            self.load_failed(request)
+
+    def load_failed(self, request: str, detail: str = "") -> bool:
+        """The load of a request failed, so its last lookup hit nothing. False: it has no entry."""
+        if (entry := self.last(request)) is None:
+            return False
+        entry.why, entry.hit_tokens, entry.end_token = "load_failed_here", 0, entry.local_tokens
+        entry.cause, entry.left_s, entry.detail = "", 0.0, detail
+        return True
 
     def last(self, request: str) -> LookupEntry | None:
         """The last entry of a request."""

@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from kvass.core.clients.shadow_figures import ShadowFigures
+from kvass.core.clients.traffic import Savings
 from kvass.errors import Refused
 from kvass.messages import Register
 from kvass.types import (
@@ -83,8 +84,9 @@ class Instance(msgspec.Struct):
     """The last namespace that it had."""
     lookup_tokens: int = 0
     hit_tokens: int = 0
-    """Tokens that its lookups asked for, and those that they hit."""
-    saved_s: float = 0.0
+    """Tokens that its lookups asked for, and those that it loaded."""
+    failed_loads: int = 0
+    saved: Savings = msgspec.field(default_factory=Savings)
     """The time that computing ``hit_tokens`` would have taken."""
     since_s: float = 0.0
     """The time of its first registration."""

@@ -69,6 +69,9 @@ class ShadowFigures(msgspec.Struct, frozen=True):
         return {
             "sampled": report.sampled,
             **{name: round(getattr(report, name), 3) for name in _SUMMED},
+            "saved_s": round(report.saved_s, 3)
+            if report.saved_s or not report.hit_tokens
+            else None,
             "compared_bytes": sum(group.bytes for group in report.groups),
             "differing_rows": sum(group.differing_rows for group in report.groups),
             "wrong_rows": sum(group.wrong_rows for group in report.groups),

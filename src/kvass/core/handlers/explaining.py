@@ -30,10 +30,7 @@ def lookup_notes(state: State, session: ClientSession, msg: LookupNotes) -> None
     log = state.log.of(instance)
     for each in msg.notes:
         when, why = min(each.when_s, state.now), each.why[:_WHY]
-        before = log.last(each.request)
-        if why == "load_failed_here" and before is not None:
-            before.why, before.hit_tokens, before.end_token = why, 0, before.local_tokens
-            before.cause, before.left_s, before.detail = "", 0.0, each.detail[:TEXT]
+        if why == "load_failed_here" and log.load_failed(each.request, each.detail[:TEXT]):
             continue
         log.add(
             LookupEntry(

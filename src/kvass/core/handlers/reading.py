@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvass.core import explain
+from kvass.core import explain, results
 from kvass.core.clients.lookup_log import NOTHING, About
 from kvass.core.clients.registry import ClientSession, Instance
 from kvass.core.handlers.checks import (
@@ -26,7 +26,6 @@ from kvass.core.handlers.checks import (
     split_keys,
 )
 from kvass.core.matching.prefix import NO_BLOCKS, Hit, PrefixView
-from kvass.core.metrics import MISSES
 from kvass.core.pending.promotion import NOT_ASKED, PROMOTION_BYTES, Promotion
 from kvass.core.rows.index import digests_of
 from kvass.core.rows.removed import AT_ONCE
@@ -36,6 +35,7 @@ from kvass.core.tiers import presence, promote
 from kvass.errors import Refused
 from kvass.messages import (
     Lookup,
+    LookupResult,
     Matched,
     Prefetch,
     Prefetched,
@@ -66,11 +66,11 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     if msg.spare < 0:
         raise Refused("bad_value", f"spare: {msg.spare} is negative")
     readers = known_ranks("readers", (0,) if msg.readers is None else msg.readers, instance)
+    instance.seen_s = state.now
     ns = state.namespace_of(instance)
     blocks, start = _blocks(state, ns, msg)
     _check_leases(state, instance.id)
     if not msg.again:
-        state.counters["lookups"] += 1
         state.counters["lookup_chunks"] += len(keys) - msg.first
     if ns is None or msg.first > (most := most_keys(state, ns)):
         return _unasked(state, instance, msg, "ranks_missing" if ns is None else "too_long")
@@ -81,7 +81,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     view = PrefixView(state.rows, ns, keys, msg.first, msg.spare, blocks, start)
     there, why = view.there(), "absent"
     chunks = view.longest(there)
-    if chunks > msg.first and not msg.again and state.counters["lookups"] % REUSE_SAMPLING == 1:
+    if chunks > msg.first and not msg.again and state.messages[Lookup] % REUSE_SAMPLING == 1:
         state.histograms["reuse_gap_seconds"].observe(view.last_used_s(chunks))
     hit = view.use(chunks, there=True, session=msg.session)
     more = chunks < len(keys) - msg.spare
@@ -98,7 +98,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     if cut and ending is explain.ALL:
         ending = explain.Ending("too_long")
     asked = ns.tokens(len(keys) - msg.first, len(blocks))
-    _count(state, instance, ns, msg, asked, hit, ending, why)
+    _count(state, instance, ns, msg, asked, hit, ending)
     matched = state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
     matched.why = "" if ending is None else ending.why
     matched.kept = state.keep(ns, view.to_keep(chunks), msg.keep_s, msg.tenant)
@@ -113,11 +113,9 @@ def _count(
     lookup_tokens: int,
     hit: Hit,
     ending: explain.Ending | None,
-    why: str,
 ) -> None:
-    """Count an answered lookup of ``lookup_tokens``. ``ending``: what ended the match; ``None``: it
-    was counted when the engine asked first. ``why``: the reason of the misses, if ``ending`` has
-    none."""
+    """Note an answered lookup of ``lookup_tokens``, and count it unless its scheduler reports the
+    result. ``ending``: what ended the match; ``None``: it was noted when the engine asked first."""
     hit_tokens = ns.tokens(hit.chunks - msg.first, hit.blocks)
     if ending is None:
         lookup_tokens = hit_tokens = ns.tokens(0, hit.blocks)
@@ -125,12 +123,11 @@ def _count(
     else:
         end = ns.tokens(hit.chunks, hit.blocks)
         explain.note(state, instance, msg.request, msg, ending, lookup_tokens, hit_tokens, end)
-        why = ending.why if ending.why in MISSES else why
-    state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, _speed(msg), msg.again)
-    if instance.terms.counted:
-        state.tenants.of(msg.tenant).traffic.count_lookup(
-            state.now, lookup_tokens, hit_tokens, why, again=msg.again
-        )
+    if not msg.reported:
+        why = "" if ending is None else ending.why
+        result = LookupResult(msg.request, lookup_tokens, hit_tokens, tenant=msg.tenant, why=why)
+        results.count(state, instance, ns, result, msg.again)
+        results.learn(state, instance, ns, _speed(msg))
 
 
 def _unasked(state: State, instance: Instance, msg: Lookup, why: str) -> Matched:
@@ -142,7 +139,8 @@ def _unasked(state: State, instance: Instance, msg: Lookup, why: str) -> Matched
 
 def _about(msg: Lookup) -> About:
     """What a lookup says of its request."""
-    return About(msg.prompt_tokens, msg.local_tokens, msg.if_absent, msg.absent_chunk)
+    facts = msg.prompt_tokens, msg.local_tokens, msg.if_absent, msg.absent_chunk
+    return About(*facts, msg.reported)
 
 
 def _blocks(state: State, ns: Namespace | None, msg: Lookup) -> tuple[U64Array, U64Array]:

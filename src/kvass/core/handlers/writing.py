@@ -6,6 +6,7 @@ Each function handles one message. It returns the reply, or ``None`` if there is
 
 from __future__ import annotations
 
+from kvass.core import results
 from kvass.core.clients.registry import ClientSession
 from kvass.core.handlers import granting
 from kvass.core.handlers.checks import open_lease, open_reservation, own_rank, scheduler_of
@@ -74,10 +75,13 @@ def abort(state: State, session: ClientSession, msg: Abort) -> None:
 
 
 def handed_over(state: State, session: ClientSession, msg: HandedOver) -> None:
-    """From now on only the ranks can end these leases and reservations."""
+    """From now on only the ranks can end these leases and reservations. Count the results."""
     own_rank(session, SCHEDULER)
+    instance = scheduler_of(state, session)
     leases = [open_lease(state, session, msg.boot, i) for i in msg.leases]
     reservations = [open_reservation(state, session, msg.boot, i) for i in msg.reservations]
     for held in (*leases, *reservations):
         if held is not None:  # else it ended meanwhile
             held.handed_over = True
+    if msg.results or msg.prefill_tokens_s:
+        results.reported(state, instance, msg.results, msg.prefill_tokens_s)

@@ -123,6 +123,10 @@ class Settlement:
         """``rank`` has finished reading. A second release changes nothing."""
         lease.owing.discard(rank)
         if not lease.owing:
+            classes = self.rows.classes.by_id
+            for part in lease.parts:
+                if (row_class := classes.get(part.row_class)) is not None:  # else it was cleared
+                    self._counters["l1_lent_bytes"] += len(part.rows) * row_class.spec.row_bytes
             self.end_lease(lease)
 
     def end_lease(self, lease: Lease) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvass.core import explain
+from kvass.core import explain, results
 from kvass.core.explain import Ending, why_ended
 from kvass.core.matching.prefix import NO_HIT
 from kvass.core.pending.promotion import Promotion, PromotionState
 from kvass.core.pending.tier_operations import Loading
 from kvass.core.rows.row_table import FAILED, LOADING, ClassRows
 from kvass.core.state import State
-from kvass.messages import Matched, Prefetched
+from kvass.messages import LookupResult, Matched, Prefetched
 
 
 def pin_hit(state: State, promotion: Promotion, least: int) -> None:
@@ -76,7 +76,7 @@ def answer(state: State, promotion: Promotion) -> None:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.hit.chunks)
     else:
         state.counters["promoted_chunks"] += promotion.hit.chunks - promotion.first
-        why = _count(state, promotion)
+        why, tiers = _note(state, promotion)
         matched = state.matched(
             promotion.instance,
             promotion.request,
@@ -85,7 +85,7 @@ def answer(state: State, promotion: Promotion) -> None:
             promotion.readers,
             promotion.spare,
         )
-        matched.why, reply = why, matched
+        matched.why, matched.tiers, reply = why, tiers, matched
         to_keep = promotion.view(state.rows).to_keep(promotion.hit.chunks)
         matched.kept = state.keep(promotion.namespace, to_keep, promotion.keep_s, promotion.tenant)
     reply.seq = promotion.seq
@@ -93,34 +93,32 @@ def answer(state: State, promotion: Promotion) -> None:
     _end(state, promotion)
 
 
-def _count(state: State, promotion: Promotion) -> str:
-    """Count the tokens that the lookup asked for and those that it hit. Returns why it did not hit
-    more, as ``Matched.why``.
+def _note(state: State, promotion: Promotion) -> tuple[str, tuple[int, ...]]:
+    """Note the answer, and count it unless its scheduler reports the result. Returns why it did not
+    hit more, and how many tokens each tier loaded: ``Matched.why`` and ``Matched.tiers``.
 
     A chunk counts for a tier if its row of layer group 0 came from that tier.
     """
     ns, first, hit = promotion.namespace, promotion.first, promotion.hit
-    lookup_tokens = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
-    hit_tokens = ns.tokens(hit.chunks - first, hit.blocks)
-    instance = state.instances.get(promotion.instance)
-    ending = _ending(state, promotion)
-    why = ending.why or promotion.why
-    if instance is not None:
-        end, waited_s = ns.tokens(hit.chunks, hit.blocks), state.now - promotion.begun
-        request, about = promotion.request, promotion.about
-        figures = lookup_tokens, hit_tokens, end, waited_s
-        explain.note(state, instance, request, about, ending, *figures)
-        state.count_lookup(instance, ns, lookup_tokens, hit_tokens, why, promotion.prefill_tokens_s)
-        if not instance.terms.counted:
-            return ending.why
-    tenant = state.tenants.of(promotion.tenant)
-    tenant.traffic.count_lookup(state.now, lookup_tokens, hit_tokens, why)
+    ending, instance = _ending(state, promotion), state.instances.get(promotion.instance)
     homes = promotion.homes[0][first : hit.chunks]
-    traffic = promotion.namespace.traffic
-    chunks = np.bincount(homes[homes >= 0], minlength=len(traffic.from_tiers))
-    for tier, count in enumerate(chunks.tolist()):
-        traffic.from_tiers[tier] += count * promotion.namespace.chunk_tokens
-    return ending.why
+    chunks = np.bincount(homes[homes >= 0], minlength=0)
+    tiers = tuple((chunks * ns.chunk_tokens).tolist())
+    if instance is not None:
+        request, about = promotion.request, promotion.about
+        lookup_tokens = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
+        hit_tokens, end = (
+            ns.tokens(hit.chunks - first, hit.blocks),
+            ns.tokens(hit.chunks, hit.blocks),
+        )
+        figures = lookup_tokens, hit_tokens, end, state.now - promotion.begun
+        explain.note(state, instance, request, about, ending, *figures)
+        if not about.reported:
+            result = LookupResult(request, lookup_tokens, hit_tokens, tenant=promotion.tenant)
+            result.why, result.tiers = ending.why or promotion.why, tiers
+            results.count(state, instance, ns, result)
+            results.learn(state, instance, ns, promotion.prefill_tokens_s)
+    return ending.why, tiers
 
 
 def _ending(state: State, promotion: Promotion) -> Ending:

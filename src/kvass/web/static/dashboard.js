@@ -19,6 +19,9 @@ const REASONS = {  // why tokens missed: kvass.core.metrics.MISSES in a few word
   load_failed: "a load failed",
   late: "tiers too slow",
   cleared: "cleared meanwhile",
+  no_answer: "the daemon was late",
+  load_failed_here: "the engine's copy failed",
+  not_loaded: "the engine did not load them",
 };
 const FOR_TIME = ["not_waited", "not_worth_it", "late"], FOR_ROOM = ["evicted", "over_quota", "no_room"];  // those for lack of time, and of memory
 const reason = why => REASONS[why] ?? why.replaceAll("_", " ");
@@ -189,7 +192,7 @@ function working(s, models) {
   region("engines", ["engine", "connected since", "hit rate", "prefill saved", "last lookup", "pids", "ranks", "state"], s.engines.map(e => [
     [e.model || "unnamed model", e.instance, e.instance], e.connected_s == null ? "?" : day(statusAt - e.connected_s),
     e.shadow ? ["none", "see shadow mode below"] : [percent(e.hit_tokens, e.lookup_tokens), number(e.hit_tokens) + " tokens", HIT_RATE],
-    e.shadow ? "none" : span(e.saved_prefill_s ?? 0), span(e.seen_s) + " ago",
+    e.shadow ? "none" : saved([e]), span(e.seen_s) + " ago",
     [e.pids.filter(pid => pid).slice(0, 2).join(", ") + (e.pids.length > 2 ? " …" : "") || "not known",
       "uid " + e.uids.join(", ") + (e.container ? ", container " + e.container : ""), "processes " + e.pids.join(", ")],
     e.ranks - e.missing_ranks.length + " of " + e.ranks, state(e)]), "");
@@ -200,15 +203,19 @@ function state(e) {
   return e.shadow ? "shadow mode" : "connected";
 }
 const HIT_RATE = "tokens that kvass gave, of the tokens that were looked up in kvass: those that the engine did not have in its own cache";
+const unknown = those => sum(those, "hit_tokens") > 0 && !those.some(one => one.saved_prefill_s);  // no engine has told its speed
+const saved = those => unknown(those) ? "not known yet" : span(sum(those, "saved_prefill_s"));
 function saving(s, models) {
-  const last = grown.at(-1), saved = columnsOf("saved", { of: "model", whose: "" }), hits = sum(models, "hit_tokens");
+  const last = grown.at(-1), columns = columnsOf("saved", { of: "model", whose: "" }), hits = sum(models, "hit_tokens");
+  const failed = sum(models, "failed_loads");
   cards("saving", [
-    [last ? span(total(last, saved) * HOUR / last.seconds) : "–", "of prefill saved per hour, mean of five minutes"],
-    [span(sum(models, "saved_prefill_s")), "of prefill saved since start"],
+    [last && !unknown(models) ? span(total(last, columns) * HOUR / last.seconds) : "–", "of prefill saved per hour, mean of five minutes"],
+    [saved(models), "of prefill saved since start"],
     [number(hits), "tokens not computed since start"],
     [percent(hits, sum(models, "lookup_tokens")), "hit rate since start", HIT_RATE],
+    ...failed ? [[number(failed), "of " + number(sum(models, "loads")) + " loads failed since start"]] : [],
   ]);
-  $("no-speed").hidden = !hits || sum(models, "saved_prefill_s") > 0;
+  $("no-speed").hidden = !unknown(models);
 }
 function lacking(s, models) {
   const counters = s.counters, asked = sum(models, "lookup_tokens"), missedFor = whys => models.reduce((all, ns) => all + whys.reduce((some, why) => some + (ns.miss_tokens[why] || 0), 0), 0);
@@ -274,12 +281,12 @@ function shadow(found) {
   const differ = sum(all, "differing_rows");
   cards("would", [
     [percent(sum(all, "hit_tokens"), sum(all, "lookup_tokens")), "would-be hit rate", HIT_RATE],
-    [span(sum(all, "saved_s")), "of prefill would have been saved"],
+    [all.every(one => one.saved_s === null) ? "not known yet" : span(sum(all, "saved_s")), "of prefill would have been saved"],
     [span(sum(all, "load_s")), "is what " + number(sum(all, "loads")) + " loads of " + size(sum(all, "load_bytes")) + " took"],
     [largest({ groups: all.flatMap(one => one.groups) }).toPrecision(3) * 1 + "", differ ? "largest difference; " + number(differ) + " rows differ, " + number(sum(all, "wrong_rows")) + " are wrong" : "largest difference between loaded and computed KV"],
   ]);
   region("shadows", ["model", "hits sampled", "would-be hit rate", "would have saved", "loads took", "compared", "not compared", "rows that differ"], found.map(({ shadow: one, ...ns }) => [
-    name(ns), (100 * one.sampled).toFixed(0) + " %", percent(one.hit_tokens, one.lookup_tokens), span(one.saved_s), span(one.load_s),
+    name(ns), (100 * one.sampled).toFixed(0) + " %", percent(one.hit_tokens, one.lookup_tokens), one.saved_s === null ? "not known yet" : span(one.saved_s), span(one.load_s),
     size(one.compared_bytes), number(one.not_compared) + " hits", [number(one.differing_rows), number(one.wrong_rows) + " wrong"]]));
   region("differences", ["model", "layer group", "largest difference", "compared"], found.flatMap(({ shadow: one, ...ns }) => one.groups.map(g => [
     name(ns), g.group + " " + g.kind, g.largest_difference ? g.largest_difference.toPrecision(3) + " at a value of " + g.at_value.toPrecision(3) : "0", size(g.compared_bytes)])), "Nothing was compared yet.");

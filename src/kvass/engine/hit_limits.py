@@ -1,0 +1,49 @@
+"""Where the hits of an engine's requests may end, in chunks, blocks and tokens."""
+
+from __future__ import annotations
+
+from kvass.engine.protocols import Request
+from kvass.engine.request_state import RequestState
+from kvass.engine.setup import EngineSetup
+
+
+class HitLimits:
+    """The limits of one engine."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+
+    @property
+    def inside_chunks(self) -> bool:
+        """Whether a hit may end inside a chunk."""
+        return self._setup.chunk_blocks > 0
+
+    def tokens(self, chunks: int, blocks: int = 0) -> int:
+        """How many tokens ``chunks`` chunks and ``blocks`` blocks have."""
+        each = self._setup.chunk_tokens
+        return chunks * each + blocks * each // max(1, self._setup.chunk_blocks)
+
+    def end(self, request: Request, chunks: int) -> int:
+        """The largest number of tokens that a hit may have. If hits may end inside a chunk, a hit
+        never has the last known token. The engine computes that token again, as it does after a
+        hit in its own cache."""
+        if not self.inside_chunks:
+            return self.tokens(chunks - self._setup.spare)
+        below_last = (request.known_tokens - 1) // self.tokens(0, 1)
+        return self.tokens(0, min(request.hashed_blocks, below_last))
+
+    def blocks(self, state: RequestState, salt: bytes, local: int, end: int, chunk: int) -> bytes:
+        """The hashes of the first blocks of ``chunk``, up to token ``end`` of the request. Empty
+        if the engine's own cache has all these tokens."""
+        first, block = chunk * self._setup.chunk_blocks, self.tokens(0, 1)
+        last = min(first + self._setup.chunk_blocks - 1, end // block)
+        if last * block <= local:
+            return b""
+        return state.block_digests(first, last, salt)[0]
+
+    def chunks(self, request: Request) -> int:
+        """How many chunks of the request are looked up."""
+        if self._setup.spare or self._setup.hits_whole_prompts:
+            return request.hashed_chunks
+        below_last = (request.known_tokens - 1) // self._setup.chunk_tokens
+        return min(request.hashed_chunks, below_last)
