@@ -23,9 +23,11 @@ from tests.support.wire.scripted_daemon import ScriptedDaemon
 ONE, OTHER = LookupResult("r", 64, 48), LookupResult("s", 64)
 
 
-def connected(daemon: ScriptedDaemon, registration: Register, **fields: bool) -> SchedulerClient:
+def connected(
+    daemon: ScriptedDaemon, registration: Register, reports: bool = False
+) -> SchedulerClient:
     client = SchedulerClient(
-        daemon.path, registration, lookup_budget_s=0.5, step_wait_s=5, **fields
+        daemon.path, registration, lookup_budget_s=0.5, step_wait_s=5, reports=reports
     )
     client.connect(5)
     daemon.answers[Lookup] = daemon.hit

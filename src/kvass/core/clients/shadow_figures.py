@@ -52,6 +52,7 @@ class ShadowFigures(msgspec.Struct, frozen=True):
     def fields(self) -> dict[str, Any]:
         """The fields of the status (``metrics.SHADOW``)."""
         report = self.report
+        unpriced = report.hit_tokens > 0 and not report.saved_s
         groups = [
             {
                 "group": number,
@@ -69,9 +70,7 @@ class ShadowFigures(msgspec.Struct, frozen=True):
         return {
             "sampled": report.sampled,
             **{name: round(getattr(report, name), 3) for name in _SUMMED},
-            "saved_s": round(report.saved_s, 3)
-            if report.saved_s or not report.hit_tokens
-            else None,
+            "saved_s": None if unpriced else round(report.saved_s, 3),
             "compared_bytes": sum(group.bytes for group in report.groups),
             "differing_rows": sum(group.differing_rows for group in report.groups),
             "wrong_rows": sum(group.wrong_rows for group in report.groups),
