@@ -120,4 +120,4 @@ def test_the_daemon_counts_what_the_engine_counts(served: tuple[Daemon, str]) ->
     now = daemon_figures(daemon)
     assert 10 <= now[0] - before[0] <= 20, "its own cache has some"
     assert now[1] - before[1] <= 20 * 576
-    assert now[2] - before[2] == sum(one["hit_tokens"] for one in did) > 576
+    assert now[2] - before[2] == sum(one["hit_tokens"] for one in did)
