@@ -140,7 +140,7 @@ def test_a_server_tells_a_client_that_asks_what_kvass_did(servers: list[str]) ->
     prompt = some_prompt(1000, seed=30)
     told = [told_by(url, prompt, {"kvass.report": True}) for url in servers]
     assert told == [
-        {"kvass": {"hit_tokens": 0, "kept_tokens": 0, "missed_because": "absent"}},
+        {"kvass": {"hit_tokens": 0, "kept_tokens": 0, "missed_because": "not_found"}},
         {"kvass": {"hit_tokens": whole_blocks(1000), "kept_tokens": 0, "missed_because": ""}},
     ]
     assert told_by(servers[0], prompt, {}) is None

@@ -254,7 +254,7 @@ def test_the_answer_says_what_kvass_did_if_it_is_asked() -> None:
         world.pool.reset_prefix_cache()
     assert [held for held, _ in told] == [False] * 3
     assert [report for _, report in told] == [
-        {"kvass": {"hit_tokens": 0, "kept_tokens": 0, "missed_because": "absent"}},
+        {"kvass": {"hit_tokens": 0, "kept_tokens": 0, "missed_because": "not_found"}},
         {"kvass": {"hit_tokens": 96, "kept_tokens": 0, "missed_because": ""}},
         None,
     ]

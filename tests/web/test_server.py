@@ -416,6 +416,20 @@ def test_what_is_not_populated_yet_is_not_ready_and_says_how_far_it_is(
     assert ("not populated yet: 37 % of it" in str(reply)) == (status == 503)
 
 
+def test_what_needs_no_token_names_nothing() -> None:
+    """No place of a socket or a tier, which may be a host or a bucket. ``/status`` has them."""
+    tiers = [{"tier": "redis:secret", "up": up, "place": 1} for up in (True, False)]
+    whole = {"l1_populated_bytes": 8, "l1_capacity_bytes": 8, "tiers": tiers}
+    for fields, trouble in ((None, "no daemon at secret"), (whole, "")):
+        source: Any = SimpleNamespace(status=lambda fields=fields, why=trouble: (fields, why))
+        for path, (need, answer) in routes.READS.items():
+            if need == "nothing":
+                assert "secret" not in str(answer(source, "")), path
+        reply = routes._ready(source, "")
+        assert (reply.status, list(reply.body)) == (503, ["error"])
+    assert reply.body["error"] == "tiers down: 1 of 2"
+
+
 def test_a_daemon_that_is_gone_and_one_that_hangs(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "16MiB") as daemon, serving(daemon.socket, tmp_path) as web:
         assert ask(web, "GET", "/healthz")[0] == 200

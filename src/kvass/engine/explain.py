@@ -5,6 +5,7 @@ Laws of this file:
 - Nothing of a prompt leaves the process. Its tokens are kept as a hash with a random key.
 - Memory is bounded. Notes wait while there is no daemon, and the oldest are dropped.
 - A step sends one message at most, and waits for nothing.
+- A client gets only those reasons that do not say whether somebody else computed its prompt.
 """
 
 from __future__ import annotations
@@ -31,8 +32,24 @@ UNASKED: Final = ("no_daemon", "not_sent", "clearing")
 """The reasons of ``SchedulerClient.ended_by`` of lookups that no daemon got."""
 CLIENTS: Final = (*UNASKED, "no_answer", "refused")
 """The reasons of ``SchedulerClient.ended_by`` that the daemon does not know."""
+TOLD: Final = frozenset(
+    {
+        *("", "own_hit"),  # a hit shows in the latency, too
+        *("too_short", "too_long", "no_hashes", "not_read"),
+        *("no_daemon", "no_answer", "refused", "not_sent", "clearing", "ranks_missing"),
+        *("weights_unnamed", "weights_changed", "loads_off"),
+    }
+)
+"""The reasons that a client is told: of hits, of its own request, of the whole service."""
+NOT_FOUND: Final = "not_found"
+"""What a client is told instead of any other reason."""
 Space = tuple[bytes, str]
 """The hash of a salt, and the text of an adapter."""
+
+
+def told(why: str) -> str:
+    """What the client of a request is told of the reason ``why``."""
+    return why if why in TOLD else NOT_FOUND
 
 
 class Explainer:

@@ -23,7 +23,7 @@ from kvass.engine import tracing
 from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
 from kvass.engine.boundary import log
 from kvass.engine.changes import OwnCache, WeightChanges
-from kvass.engine.explain import UNASKED, Explainer
+from kvass.engine.explain import UNASKED, Explainer, told
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
 from kvass.engine.hit_limits import HitLimits
@@ -147,11 +147,11 @@ class Planner:
         self._client.report_all()
 
     def outcome(self, name: str) -> tuple[int, int, str]:
-        """How many tokens of a live request kvass has brought, how many it retains so far, and why
-        it were not more (``explain.py``); empty if nothing more could match."""
+        """What the client of a live request is told: how many tokens kvass has brought, how many it
+        retains so far, and why it were not more (``explain.told``)."""
         state = self._requests[name]
         kept = min(self._limits.tokens(state.kept_chunks), state.request.known_tokens)
-        return state.loaded_tokens, kept, state.missed_because
+        return state.loaded_tokens, kept, told(state.missed_because)
 
     def match(self, name: str, local: int) -> int | None:
         """How many tokens can be loaded after the ``local`` tokens of the engine's own cache. None:

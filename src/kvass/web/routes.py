@@ -1,7 +1,8 @@
 """The paths of the HTTP server: what a request to each of them does and what it answers.
 
-Law of this file: a body or a query is checked before the daemon is asked. What is wrong with it
-raises ``ValueError`` with one line.
+Laws of this file: a body or a query is checked before the daemon is asked. What is wrong with it
+raises ``ValueError`` with one line. What is answered without a token names no place of a socket or
+a tier.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvass.web.source import Source
 
 _CLEAR_S: Final = 300.0
 """Seconds in which the daemon and its tiers must have cleared."""
+_NO_ANSWER: Final = "the daemon does not answer"
 _TIER_CHARS: Final = 4096
 """The most characters of a tier's name."""
 _TIER_FIELDS: Final = (
@@ -87,23 +89,25 @@ def _history(source: Source, query: str) -> HttpReply:
 
 def _alive(source: Source, _query: str) -> HttpReply:
     """200 if the daemon answers."""
-    fields, trouble = source.status()
+    fields, _ = source.status()
     if fields is None:
-        return error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
+        return error(HTTPStatus.SERVICE_UNAVAILABLE, _NO_ANSWER)
     return HttpReply(HTTPStatus.OK, {"status": "ok"})
 
 
 def _ready(source: Source, _query: str) -> HttpReply:
     """200 if the daemon answers, the arena is populated and all tiers are up."""
-    fields, trouble = source.status()
-    if fields is not None:
-        there, whole = fields["l1_populated_bytes"], fields["l1_capacity_bytes"]
-        if there < whole:
-            trouble = f"the arena is not populated yet: {100 * there // whole} % of it"
-        down = [tier["tier"] for tier in used_tiers(fields["tiers"]) if not tier.get("up")]
-        trouble = f"tiers down: {', '.join(down)}" if down else trouble
-    if trouble:
-        return error(HTTPStatus.SERVICE_UNAVAILABLE, trouble)
+    fields, _ = source.status()
+    if fields is None:
+        return error(HTTPStatus.SERVICE_UNAVAILABLE, _NO_ANSWER)
+    up = [bool(tier.get("up")) for tier in used_tiers(fields["tiers"])]
+    if not all(up):
+        line = f"tiers down: {up.count(False)} of {len(up)}"
+        return error(HTTPStatus.SERVICE_UNAVAILABLE, line)
+    there, whole = fields["l1_populated_bytes"], fields["l1_capacity_bytes"]
+    if there < whole:
+        line = f"the arena is not populated yet: {100 * there // whole} % of it"
+        return error(HTTPStatus.SERVICE_UNAVAILABLE, line)
     return HttpReply(HTTPStatus.OK, {"status": "ready"})
 
 
