@@ -227,6 +227,21 @@ def test_what_vllm_refuses_without_a_connector_is_its_own_error(
     assert said(caplog) == []
 
 
+def test_an_error_of_a_network_is_not_taken_for_a_refusal(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would turn kvass off for the engine's life, had vLLM more luck the second time."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def unreachable(self: EngineArgs) -> None:
+        raise OSError("the Hub cannot be reached")
+
+    monkeypatch.setattr(EngineArgs, "create_model_config", unreachable)
+    with pytest.raises(OSError, match="the Hub"):
+        make("1")
+    assert said(caplog) == []
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -177,6 +177,14 @@ def test_an_answer_with_a_number_that_is_too_large_is_sent(number: int) -> None:
     assert heard == StatusReply(seq=7, fields=reply.fields | {"a": [{"bytes": bounded}]})
 
 
+def test_an_answer_with_a_path_that_is_no_unicode_is_sent() -> None:
+    reply = StatusReply(seq=7, fields={"arena": "/dev/shm/\udcff", "\udcff": [1, 2.5, None, b"x"]})
+    (heard,) = framing.from_daemon().feed(framing.encode_reply(reply))
+    assert heard == StatusReply(
+        seq=7, fields={"arena": "/dev/shm/\\udcff", "\\udcff": [1, 2.5, None, b"x"]}
+    )
+
+
 def test_an_answer_that_is_larger_than_a_frame_is_an_error() -> None:
     reply = StatusReply(seq=7, fields={"a": "x" * Limits().frame_bytes})
     (heard,) = framing.from_daemon().feed(framing.encode_reply(reply))

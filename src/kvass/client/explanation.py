@@ -40,6 +40,7 @@ REASONS: Final[dict[str, str]] = {
     "too_short": "The prompt is too short: no block or chunk of it can match.",
     "no_hashes": "Hashes do not say all of the prompt's content: another one may have the same.",
     "own_hit": "The engine's own cache had everything that can match.",
+    "not_loaded": "It matched, but the engine took the tokens from elsewhere or computed them.",
     "load_failed_here": "It matched, but the copy into the engine failed or was late. The engine "
     "computed the tokens.",
 }

@@ -212,11 +212,11 @@ class StorePlanner:
     def storing(self) -> bool:
         """Whether the engine must keep stepping, because an answer of the daemon or a report of a
         rank is awaited."""
-        return self.offering() or self._blocks.awaited
+        return self.offers() > 0 or self._blocks.awaited
 
-    def offering(self) -> bool:
-        """Whether something is offered, or is to be, and is not answered."""
-        return bool(self._reserves.pending or self._ended.waiting)
+    def offers(self) -> int:
+        """How many offers are not answered, or not made yet."""
+        return len(self._reserves.pending) + len(self._ended.waiting)
 
     def only_copies(self) -> bool:
         """Whether blocks are being copied and no other block of the pool is in use. An engine may

@@ -37,10 +37,11 @@ def encode(message: Message) -> bytes:
 
 def encode_reply(message: Message) -> bytes:
     """The frame of an answer, which always exists (law 11). A number of 64 bits or more becomes the
-    largest one of 63. An answer that is too large for a frame becomes an ``Error``."""
+    largest one of 63, and in a text what is no Unicode, as in a path, is escaped. An answer that is
+    too large for a frame becomes an ``Error``."""
     try:
         payload = _encoder.encode(message)
-    except OverflowError:
+    except (OverflowError, UnicodeEncodeError):
         fields = _bounded(msgspec.to_builtins(message, builtin_types=(bytes,)))
         payload = _encoder.encode(fields)
     if len(payload) > (most := Limits().frame_bytes):
@@ -50,11 +51,13 @@ def encode_reply(message: Message) -> bytes:
 
 
 def _bounded(value: Any) -> Any:
-    """``value`` as it is, but for integers that MessagePack has no form for."""
+    """``value`` as it is, but for integers and texts that MessagePack has no form for."""
     if isinstance(value, dict):
-        return {key: _bounded(each) for key, each in value.items()}
+        return {_bounded(key): _bounded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_bounded(each) for each in value]
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
     return max(-_MOST_INT, min(_MOST_INT, value)) if type(value) is int else value
 
 

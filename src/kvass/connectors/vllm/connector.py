@@ -217,11 +217,12 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def _free_blocks(self, planner: Planner) -> None:
         """Free all held blocks before a reset, if that is all that it needs."""
+        left_s = 0.0
         if self._rest is not None:
-            self._boundary.run(None, self._rest.finish)
+            left_s = self._boundary.run(0.0, self._rest.finish)
         planner.stores.abandon_pending()
         if self._rest is not None and planner.stores.only_copies():
-            report = self._rest.await_copies()
+            report = self._rest.await_copies(left_s)
             if report is not None:
                 self.update_connector_output(adapt.reported(report))
 

@@ -10,6 +10,9 @@ Laws of this file:
 - The time of an engine is never later than the moment at which the first file of its weights is
   read. In a process that did not make the engine's configuration, and is no fork of one that did,
   it is the start of the process.
+- Of a process's first engine, whose plug-ins vLLM loads, it is before any file is read. Of a later
+  one, and in a process that was spawned, vLLM has read small files (a quantization's settings, a
+  draft's configuration) some time before: a change of these in between is not noticed.
 - It imports neither torch nor vllm, because the plug-in is loaded in each process.
 
 Facts relied on:

@@ -22,7 +22,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from logging import DEBUG, INFO
+from logging import DEBUG, INFO, WARNING
 from typing import Any, Final
 
 from kvass.connectors.vllm.contract import terms
@@ -38,6 +38,11 @@ _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_
 def wanted() -> bool:
     """Whether the variable is set, and not to 0."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+REFUSALS: Final = (AssertionError, NotImplementedError, ValueError)
+"""What vLLM raises for settings that it refuses. Other errors, as of a network, have nothing to do
+with the connector."""
 
 
 def wrap() -> None:
@@ -97,7 +102,7 @@ def _make(arguments: Any, make: Callable[[], Any]) -> Any:
         try:
             config = make()
             reason = _refused_later(config)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it may be due to the connector
+        except REFUSALS as error:  # perhaps because of the connector
             reason = _text(error)
         if not reason:
             log.log(
@@ -110,6 +115,7 @@ def _make(arguments: Any, make: Callable[[], Any]) -> Any:
             return config
         arguments.kv_transfer_config = given
     config = make()
+    level = WARNING if first else DEBUG
     log.log(level, "%s=%s has no effect: %s", VARIABLE, value, reason)
     return config
 

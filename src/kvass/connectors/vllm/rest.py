@@ -11,7 +11,7 @@ Laws of this file:
 
 - A step is made here only if no request lives, so it computes nothing.
 - A shutdown and a reset wait for at most ``FINISH_S``, the end of a user's ``generate`` for at most
-  ``ANSWER_S``.
+  ``ANSWERS_S``. In a step, and in the call that asks the ranks, vLLM waits for its ranks as always.
 
 Facts relied on:
 
@@ -43,8 +43,10 @@ FINISH_S: Final = 5.0
 """The longest time that a shutdown or a reset waits. A daemon that does not answer costs less:
 then the offers are given up (``client.scheduler.LATE_S``)."""
 ANSWER_S: Final = 0.5
-"""How long after its last request an engine is asked for steps while an offer is not answered. Then
-the offer is given up."""
+"""How long after its last request, or after the last answer, an engine is asked for steps while an
+offer is not answered. Then the offer is given up."""
+ANSWERS_S: Final = 2.0
+"""The same, after its last request and for all offers together."""
 COPIED_S: Final = 0.05
 """The same while copies run, which go on without steps, and if the daemon is overdue already."""
 PAUSE_S: Final = 0.001
@@ -70,7 +72,9 @@ class Rest:
         self._instance = instance
         self._process = 0
         """The process in which steps may be made here; 0: none are made."""
-        self._ended_s = 0.0
+        self._ended_s = self._answered_s = 0.0
+        """When the last request ended, and when an offer was last answered since."""
+        self._offers = 0
 
     def make_steps(self, client: Any) -> None:
         """Make steps from now on when nobody else does. ``client`` is the engine's
@@ -94,14 +98,17 @@ class Rest:
 
     def request_ended(self) -> None:
         """A request ended just now."""
-        self._ended_s = time.monotonic()
+        self._ended_s = self._answered_s = time.monotonic()
 
     def _step_wanted(self) -> bool:
-        planner, waited_s = self.planner, time.monotonic() - self._ended_s
+        planner, now = self.planner, time.monotonic()
         if planner is None or not self._may_step() or not planner.storing():
             return False
-        answers = planner.stores.offering() and not planner.client.silent_s
-        if waited_s > (ANSWER_S if answers else COPIED_S):
+        before, self._offers = self._offers, planner.stores.offers()
+        if self._offers < before:
+            self._answered_s = now
+        most_s = ANSWER_S if self._offers and not planner.client.silent_s else COPIED_S
+        if now - self._answered_s > most_s or now - self._ended_s > ANSWERS_S:
             planner.stores.abandon_pending()  # or the daemon would keep rows for it
             return False
         time.sleep(PAUSE_S)
@@ -114,26 +121,29 @@ class Rest:
             return False
         return not any(core.scheduler.get_request_counts())
 
-    def finish(self) -> None:
-        """If no request lives, make steps until what ended requests left is stored."""
+    def finish(self) -> float:
+        """If no request lives, make steps until what ended requests left is stored. Returns how
+        much of ``FINISH_S`` is left, in seconds."""
         core, planner, until_s = self._core(), self.planner, time.monotonic() + FINISH_S
         if core is None or planner is None:
-            return
+            return FINISH_S
         while self._may_step() and planner.storing() and time.monotonic() < until_s:
             _, computed = core.step_fn()
             core.post_step(computed)
             time.sleep(PAUSE_S)
+        return max(0.0, until_s - time.monotonic())
 
     def close(self) -> None:
         """The engine is shut down: make no step."""
         self._process = 0
 
-    def await_copies(self) -> StepReport | None:
-        """Wait until no rank copies. The report of all ranks; None if there is nothing to report.
-        Call it between two steps."""
+    def await_copies(self, most_s: float) -> StepReport | None:
+        """Wait until no rank copies, or for ``most_s`` in each rank. The report of all ranks; None
+        if there is nothing to report. Call it between two steps: vLLM waits for its ranks as it
+        does in each step."""
         if (rpc := self._rpc()) is None:
             return None
-        reports: list[StepReport | None] = rpc(report_copies, args=(self._instance, FINISH_S))
+        reports: list[StepReport | None] = rpc(report_copies, args=(self._instance, most_s))
         there = [one for one in reports if one is not None]
         return reduce(lambda one, other: one.aggregate(other), there) if there else None
 
