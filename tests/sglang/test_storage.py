@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import logging
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -177,87 +176,6 @@ def test_an_adapter_that_changes_on_disk_does_not_share(backends: Backends, mode
     assert backends.make(engine=engine).batch_exists(KEYS) == 8
     (adapter / "adapter_model.safetensors").write_bytes(b"2")
     assert backends.make(engine=engine).batch_exists(KEYS) == 0
-
-
-# ---------------------------------------------------------------- weights replaced in place
-
-
-def test_after_a_flush_nothing_older_is_read(backends: Backends) -> None:
-    pool = fake.HostPool([512])
-    backend = backends.make(pool)
-    store(backend, pool)
-    pool.clear()
-    assert pool.cleared == 1
-    assert backend.batch_exists(KEYS) == 0
-    store(backend, pool)
-    assert backend.batch_exists(KEYS) == 8
-    assert backends.make().batch_exists(KEYS) == 8, "the pages of the first generation are there"
-
-
-def test_a_flush_before_the_first_call_counts(backends: Backends) -> None:
-    pool = fake.HostPool([512])
-    backend = backends.make(pool)
-    pool.clear()
-    store(backend, pool)
-    assert backends.make().batch_exists(KEYS) == 0
-
-
-def test_a_thread_that_ended_is_a_flush(backends: Backends) -> None:
-    pool = fake.HostPool([512])
-    backend = backends.make(pool)
-    stored = threading.Thread(target=store, args=(backend, pool))
-    stored.start()
-    stored.join()
-    assert backend.batch_exists(KEYS) == 0
-
-
-def test_ranks_of_an_mla_model_share_after_a_flush(backends: Backends) -> None:
-    pools = fake.HostPool([512]), fake.HostPool([512])
-    ranks = [
-        backends.make(pool, tp_rank=rank, tp_size=2, is_mla_model=True)
-        for rank, pool in enumerate(pools)
-    ]
-    for pool in pools:
-        pool.clear()
-    store(ranks[0], pools[0])
-    assert ranks[1].batch_exists(KEYS) == 8
-    pools[1].clear()
-    assert ranks[1].batch_exists(KEYS) == 0
-
-
-def test_a_flush_of_a_containers_first_process_counts(
-    backends: Backends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its parent is in no ``/proc`` that it sees. It shares with no other such engine."""
-    monkeypatch.setattr("os.getppid", lambda: 0)
-    pools = fake.HostPool([512]), fake.HostPool([512])
-    one, other = (backends.make(pool) for pool in pools)
-    store(one, pools[0])
-    for pool in pools:
-        pool.clear()
-    assert one.batch_exists(KEYS) == 0
-    store(one, pools[0])
-    assert (one.batch_exists(KEYS), other.batch_exists(KEYS)) == (8, 0)
-
-
-def test_fixed_weights_outlive_a_flush(backends: Backends) -> None:
-    pool = fake.HostPool([512])
-    backend = backends.make(pool, extra={"kvass.fixed_weights": True})
-    store(backend, pool)
-    pool.clear()
-    assert backend.batch_exists(KEYS) == 8
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_backend_that_is_attached_later_shares_with_nobody(
-    backends: Backends, model: Path, again: bool
-) -> None:
-    """At run time, after SGLang began without one or detached one."""
-    pool = fake.HostPool([512])
-    backend = backends.make(pool, fake.Engine(model, attached_later=not again), again=again)
-    store(backend, pool)
-    assert backend.batch_exists(KEYS) == 8
-    assert backends.make().batch_exists(KEYS) == 0
 
 
 # ---------------------------------------------------------------- bad input, and daemons in trouble

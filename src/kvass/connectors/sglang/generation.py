@@ -5,8 +5,9 @@ Laws of this file:
 
 - After a flush no page that was stored before it is read, and none that is stored after it has the
   old name. From then on the engine shares with nobody, unless ``kvass.fixed_weights`` is set.
-- All ranks of an engine take the same generation for the same number of flushes, because the ranks
-  of an MLA model share pages. A rank that cannot count the flushes takes one of its own.
+- Ranks that share pages, those of an MLA model, take the same generation for the same number of
+  flushes, and nobody else takes it: the token in it is drawn at random. A rank that cannot agree
+  with the others, or that cannot count the flushes, draws one of its own and shares nothing.
 
 A flush ends SGLang's storage threads, clears each host pool and starts other threads. The calls of
 a pool's ``clear`` are counted. A thread that called before and has ended is a flush as well, if
@@ -18,26 +19,26 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from pathlib import Path
 from typing import Any, Final
 
-from kvass.engine.boundary import log
-from kvass.processes import start_time
+from torch import distributed
 
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+from kvass.engine.boundary import log
+
+TOKEN_BYTES: Final = 16
 
 
 class Generation:
     """The generation of the weights in this process. ``current``: its token; empty for the weights
-    that the namespace names. ``fixed``: flushes mean nothing. Used from any thread."""
+    that the namespace names. ``fixed``: flushes mean nothing. ``token``: of this engine, from
+    ``agreed_token``. Used from any thread."""
 
-    def __init__(self, fixed: bool) -> None:
+    def __init__(self, fixed: bool, token: bytes) -> None:
         self._fixed = fixed
+        self._token = token
         self._lock = threading.Lock()
         self._callers: set[threading.Thread] = set()
         self._flushes = 0
-        self._own = b""
-        """Random, if this rank cannot count the engine's flushes."""
         self.current = b""
 
     def watch(self, pool: Any) -> None:
@@ -58,7 +59,7 @@ class Generation:
         with self._lock:
             if not all(thread.is_alive() for thread in self._callers):
                 self._callers.clear()
-                self._own = os.urandom(16)
+                self._token = os.urandom(TOKEN_BYTES)
                 self._begin("SGLang ended a storage thread and cleared no host pool")
             self._callers.add(threading.current_thread())
 
@@ -67,7 +68,7 @@ class Generation:
         MLA model then share no pages, because each may have seen another number of flushes."""
         if not self._fixed:
             with self._lock:
-                self._own = os.urandom(16)
+                self._token = os.urandom(TOKEN_BYTES)
                 self._begin("kvass was attached at run time")
 
     def _flushed(self) -> None:
@@ -77,7 +78,7 @@ class Generation:
 
     def _begin(self, why: str) -> None:
         self._flushes += 1
-        parts = (self._own or _engine()) + self._flushes.to_bytes(8, "little")
+        parts = self._token + self._flushes.to_bytes(8, "little")
         self.current = hashlib.sha256(parts).digest()[:16]
         log.warning(
             "%s, so the weights may be others: from here on this engine shares with no other one; "
@@ -86,14 +87,27 @@ class Generation:
         )
 
 
-def _engine() -> bytes:
-    """What the ranks of one engine on this machine have in common, and no other engine has: the
-    process that started them, by its number and start, in this boot of the machine. Random if
-    ``/proc`` does not show that process, as to the first one of a container."""
+def agreed_token(config: Any) -> bytes:
+    """Random bytes that the ranks of one engine have in common which share pages. ``config``:
+    SGLang's storage config of this rank.
+
+    These ranks are those of one tensor-parallel group. The first one that asks the store of
+    SGLang's process groups draws for all. A rank that asks once more has begun again, and has seen
+    fewer flushes than the others."""
+    own = os.urandom(TOKEN_BYTES)
+    if not (config.is_mla_model and config.tp_size > 1 and distributed.is_initialized()):
+        return own
     try:
-        boot = _BOOT_ID.read_text()
-    except OSError:
-        return os.urandom(16)
-    parent = os.getppid()
-    started = start_time(parent)
-    return f"{boot} {parent} {started}".encode() if started else os.urandom(16)
+        # The ranks of a group follow each other: SGLang's order is (pp, dp, tp).
+        name = f"kvass {distributed.get_rank() - config.tp_rank}"
+        store = distributed.distributed_c10d._get_default_store()
+        if store.add(f"{name} asked", 1) > config.tp_size:
+            return own
+        return bytes.fromhex(store.compare_set(name, "", own.hex()).decode())
+    except (AttributeError, RuntimeError, ValueError) as error:
+        log.warning(
+            "the ranks could not agree on a name of this engine: after a flush they share no "
+            "pages: %s",
+            error,
+        )
+        return own

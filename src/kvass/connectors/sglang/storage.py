@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvass._version import TESTED_SGLANG
 from kvass.connectors.sglang import hits, namespace, weight_files
-from kvass.connectors.sglang.generation import Generation
+from kvass.connectors.sglang.generation import Generation, agreed_token
 from kvass.connectors.sglang.options import read_options
 from kvass.connectors.sglang.pools import HostPool
 from kvass.engine import identity, weights
@@ -83,7 +83,7 @@ class KvassStorage(HiCacheStorage):
             self._turn_off(error)
             return
         self._name = str(settings.arguments.model_path)
-        self._generation = Generation(self._options.fixed_weights)
+        self._generation = Generation(self._options.fixed_weights, agreed_token(config))
         given = settings.arguments.hicache_storage_backend is not None
         if _backends > 1 or not (given or settings("enable_unified_cache_external_linker")):
             # The weights may have been replaced before SGLang attached this backend.
