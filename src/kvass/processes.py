@@ -19,8 +19,8 @@ def exiting(pid: int) -> bool:
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in clock ticks since the machine's boot. No two processes have the
-    same pid and the same start time. 0 if it is unknown."""
+    """When the process started, in clock ticks since the machine's boot. No two processes of one
+    PID namespace have the same pid and the same start time. 0 if it is unknown."""
     fields = _stat(pid)
     return int(fields[19]) if len(fields) > 19 else 0
 

@@ -73,15 +73,17 @@ def world() -> Iterator[None]:
 
 
 def mla_ranks(
-    backends: Backends, pools: Sequence[Any], ranks: Sequence[tuple[int, int]]
+    backends: Backends, pools: Sequence[Any], ranks: Sequence[tuple[int, int]], again: bool = False
 ) -> list[Any]:
     """The backends of one MLA engine on two tensor-parallel ranks, each of the rank ``(of its
-    process, of its tensor-parallel group)``, with one flush behind them."""
+    process, of its tensor-parallel group)``, with one flush behind them. ``again``: attached at run
+    time."""
     made = []
     with world():
         for pool, (rank, tp_rank) in zip(pools, ranks, strict=True):
             with mock.patch.object(distributed, "get_rank", lambda rank=rank: rank):
-                made.append(backends.make(pool, tp_rank=tp_rank, tp_size=2, is_mla_model=True))
+                config = {"tp_rank": tp_rank, "tp_size": 2, "is_mla_model": True}
+                made.append(backends.make(pool, again=again, **config))
     for pool in pools:
         pool.clear()
     return made
@@ -108,6 +110,25 @@ def test_a_rank_that_may_have_seen_other_flushes_does_not_share(
     made = mla_ranks(backends, pools, ranks)
     store(made[0], pools[0])
     assert made[-1].batch_exists(KEYS) == 0
+
+
+def test_ranks_that_were_attached_at_run_time_do_not_share(backends: Backends) -> None:
+    """Each may have seen another number of flushes since."""
+    pools = fake.HostPool([512]), fake.HostPool([512])
+    ranks = mla_ranks(backends, pools, [(0, 0), (1, 1)], again=True)
+    store(ranks[0], pools[0])
+    assert ranks[1].batch_exists(KEYS) == 0
+
+
+def test_a_rank_that_cannot_count_the_flushes_does_not_share(backends: Backends) -> None:
+    pools = fake.HostPool([512]), fake.HostPool([512])
+    ranks = mla_ranks(backends, pools, [(0, 0), (1, 1)])
+    asked = threading.Thread(target=ranks[1].batch_exists, args=(KEYS,))
+    asked.start()
+    asked.join()
+    pools[0].clear()
+    store(ranks[0], pools[0])
+    assert ranks[1].batch_exists(KEYS) == 0
 
 
 def test_ranks_that_cannot_agree_do_not_share(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -181,6 +182,19 @@ def test_kinds_of_pools(tmp_path: Path, kind: str) -> None:
         assert_quiet(a, b)
 
 
+def run_module(version: str, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a module of ``tests/support/sglang`` with SGLang until it has ended well."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.support.sglang.{name}", *words],
+        env=environment(version),
+        capture_output=True,
+        text=True,
+        timeout=480,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
 POOLS: Final = (
     *("FULL page_first 16", "FULL page_first_direct 64", "FULL layer_first 1", "MLA page_first 16"),
     *("MLA layer_first 1", "FULL+SWA page_first_direct 16", "FULL+MAMBA page_first_direct 64"),
@@ -191,22 +205,21 @@ POOLS: Final = (
 @pytest.mark.parametrize("pools", POOLS)
 def test_bytes_of_real_pools(tmp_path: Path, pools: str) -> None:
     with running_daemon(tmp_path, lookup_budget_ms=10_000) as daemon:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tests.support.sglang.real_pools",
-                daemon.socket,
-                *pools.split(),
-            ],
-            env=environment(NEWEST),
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
+        done = run_module(NEWEST, "real_pools", daemon.socket, *pools.split())
     expected = ["kv", *(part.lower() for part in pools.split()[0].split("+")[1:])]
     assert [line.split()[0] for line in done.stdout.splitlines() if "equal" in line] == expected
+
+
+def test_two_engines_of_one_process_never_share_weights_replaced_in_place(tmp_path: Path) -> None:
+    """One after the other, each after one flush. The prompt is the same."""
+    model, *weights = (str(build(tmp_path / "models", TINY, seed=seed)) for seed in (0, 1, 2))
+    with running_daemon(tmp_path, lookup_budget_ms=10_000) as daemon:
+        done = run_module(NEWEST, "two_engines", daemon.socket, model, *weights)
+    first, second = (json.loads(line) for line in done.stdout.splitlines() if '"rows"' in line)
+    pages = len(LONG) // 64
+    assert (first["cached"], first["rows"]) == (0, pages)
+    assert (second["cached"], second["rows"]) == (0, 2 * pages), "it read pages of other weights"
+    assert second["logprobs"] != first["logprobs"]
 
 
 def test_without_a_daemon_every_request_is_answered(tmp_path: Path) -> None:
