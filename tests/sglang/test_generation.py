@@ -82,7 +82,7 @@ def mla_ranks(
     with world():
         for pool, (rank, tp_rank) in zip(pools, ranks, strict=True):
             with mock.patch.object(distributed, "get_rank", lambda rank=rank: rank):
-                config = {"tp_rank": tp_rank, "tp_size": 2, "is_mla_model": True}
+                config: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": 2, "is_mla_model": True}
                 made.append(backends.make(pool, again=again, **config))
     for pool in pools:
         pool.clear()
