@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvass import messages as m
-from kvass.core.effects import TierStore
+from kvass.core.effects import Send, TierStore
+from kvass.core.rows import session_end, session_tags
 from kvass.types import PAGE, Quota
 from tests.core.rig import Engine, Rig
 from tests.core.tier_rig import TierRig
@@ -134,6 +135,101 @@ def test_a_tenant_cannot_end_what_another_pays_for() -> None:
     assert end(e, 7, tenant="y") == 0
     assert end(e, 7) == 0
     assert end(e, 7, tenant="x") == 2
+
+
+def test_a_second_end_does_nothing_until_the_session_goes_on(rig: Rig) -> None:
+    e = rig.engine()
+    e.store("a", "b", "c", session=7)
+    assert [end(e, 7) for _ in range(3)] == [3, 0, 0]
+    found(e, "x", session=7)
+    assert end(e, 7) == 3, "it had gone on; the machine checks that no row is listed twice"
+    assert rig.count("sessions_ended") == 2
+    for name in range(14):
+        e.store(name)
+    assert rig.count("evicted_ended") == 1
+
+
+@pytest.fixture
+def sliced(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """A machine that ends sessions in slices of a few rows, with 40 rows of the session 7."""
+    monkeypatch.setattr(session_end, "SLICE", 4)
+    monkeypatch.setattr(session_end, "_SAMPLED", 2)
+    monkeypatch.setattr(session_tags, "LOOK", 4)
+    rig = Rig(pages=64, instance_write_share=1.0)
+    e = rig.engine()
+    for name in range(24):
+        e.store(name)
+    e.store(*PROMPT, session=7)
+    return rig
+
+
+PROMPT = [f"p{i}" for i in range(40)]
+
+
+def ended(rig: Rig) -> list[int]:
+    """The rows that this step's answers to ``EndSession`` name."""
+    sent = [each.message for each in rig.last if isinstance(each, Send)]
+    return [each.rows for each in sent if isinstance(each, m.SessionEnded)]
+
+
+def test_a_session_with_many_rows_ends_in_several_steps_and_is_answered_then(sliced: Rig) -> None:
+    command = sliced.open()
+    assert sliced.say(command, m.EndSession(seq=5, session=7)) == []
+    assert sliced.machine.next_deadline() == sliced.now
+    steps = 0
+    while not ended(sliced):
+        sliced.wait(0)
+        steps += 1
+    assert 10 < steps <= 40
+    assert ended(sliced) == [40]
+    assert sliced.machine.next_deadline() != sliced.now
+    assert sliced.count("session_rows_ended") == 40
+
+
+def test_the_deepest_chunks_of_such_a_session_go_first(sliced: Rig) -> None:
+    e = Engine(sliced, 1, [2], b"")
+    sliced.say(e.scheduler, m.EndSession(seq=5, session=7))
+    sliced.finish()
+    e.store("new1", "new2", "new3", "new4", "new5", "new6", "new7")
+    assert sliced.count("evicted_ended") == 7
+    assert found(e, *PROMPT, session=7) == 33
+
+
+def test_a_session_that_goes_on_meanwhile_keeps_the_rest(sliced: Rig) -> None:
+    e = Engine(sliced, 1, [2], b"")
+    sliced.say(e.scheduler, m.EndSession(seq=5, session=7))
+    while not 4 < sliced.machine.state.endings[0].rows < 20:
+        sliced.wait(0)
+    assert found(e, *PROMPT, session=7) == 40
+    sliced.wait(0)
+    (rows,) = ended(sliced)
+    assert 4 < rows < 20
+    for name in range(100, 124):
+        e.store(name)
+    assert sliced.count("evicted_ended") == 0
+    assert found(e, *PROMPT, session=7) == 40
+
+
+def test_each_of_two_ends_of_a_session_is_answered_and_no_row_joins_twice(sliced: Rig) -> None:
+    e = Engine(sliced, 1, [2], b"")
+    sliced.say(e.scheduler, m.EndSession(seq=5, session=7))
+    while not sliced.machine.state.endings[0].rows:
+        sliced.wait(0)
+    found(e, "x", session=7)
+    (first,) = sliced.say(e.scheduler, m.EndSession(seq=6, session=7))
+    assert (first.seq, 0 < first.rows < 40) == (5, True)
+    sliced.wait(0)
+    while not ended(sliced):
+        sliced.wait(0)
+    assert ended(sliced) == [40]
+
+
+def test_an_end_whose_asker_is_gone_goes_on(sliced: Rig) -> None:
+    command = sliced.open()
+    sliced.say(command, m.EndSession(seq=5, session=7))
+    sliced.lose(command)
+    sliced.finish()
+    assert sliced.count("session_rows_ended") == 40
 
 
 def test_a_command_may_end_a_session_and_a_rank_may_not(rig: Rig) -> None:

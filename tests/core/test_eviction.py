@@ -7,7 +7,7 @@ import pytest
 
 from kvass.core.rows.eviction import UseLog
 from kvass.core.rows.row_table import LOADING, NEVER, RowTable
-from tests.core.rows import ready_table
+from tests.core.rows import Rows, ready_table, spec
 
 
 def log_of(table: RowTable, *touches: int) -> UseLog:
@@ -83,6 +83,27 @@ def test_what_was_used_before_all_others_is_evicted_first() -> None:
     assert len(log._segments) <= 3
     assert log.oldest(9000, table.clock).tolist() == [*range(8000), 8500]
     assert log.oldest(9000, 7000).tolist() == [*range(7000)]
+
+
+def test_rows_that_are_not_retained_any_more_come_back_some_at_a_time() -> None:
+    """In the order of their last use, before all that the log has."""
+    rows = Rows(20_000, 20_000 // 16)
+    row_class, kept = rows.classes.add(spec(), namespace=0), rows.classes.kept
+    kept.share = 1.0
+    held = rows.store(row_class, *range(1, 10_001))
+    last = rows.store(row_class, *range(20_001, 20_006))
+    kept.keep(held, 60, now=0.0)
+    log, clock = row_class.log, rows.rows.table.clock
+    assert log.oldest(20_000, clock).tolist() == last[::-1].tolist()
+    kept.drop(held)
+    every = [*held[::-1].tolist(), *last[::-1].tolist()]
+    seen = 5
+    for _ in range(3):
+        oldest = log.oldest(20_000, clock).tolist()
+        assert seen < len(oldest) <= seen + 8 * 512
+        assert oldest == [*every[: len(oldest) - 5], *every[-5:]]
+        seen = len(oldest)
+    assert seen == len(every)
 
 
 def test_the_newest_rows_are_readable_and_in_order() -> None:

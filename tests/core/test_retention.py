@@ -9,6 +9,7 @@ import pytest
 
 from kvass import messages as m
 from kvass.core.effects import QuotasAre
+from kvass.core.rows import retention
 from kvass.core.rows.retention import LONGEST_S
 from kvass.types import PAGE, Quota
 from tests.core.rig import BOOT, Engine, Rig
@@ -179,6 +180,28 @@ def test_a_time_is_bounded(rig: Rig, seconds: float) -> None:
     rig.wait(min(seconds, LONGEST_S) + 2)
     fill(e, PAGES)
     assert kept_pages(rig) == 0
+
+
+def test_a_step_looks_at_few_rows_for_those_whose_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retention, "_SLICE", 8)
+    rig = Rig(pages=64, instance_write_share=1.0, core={"keep_share": 1.0})
+    e = rig.engine()
+    e.store(*range(40), keep_s=5)
+    fill(e, 24)
+    rig.finish()
+    rig.wait(9)
+    fill(e, 1, first=100)
+    assert 32 <= kept_pages(rig) < 40
+    assert rig.machine.next_deadline() == rig.now
+    while rig.machine.next_deadline() == rig.now:
+        before = kept_pages(rig)
+        rig.wait(0)
+        assert before - kept_pages(rig) <= 8
+    assert kept_pages(rig) == 0
+    fill(e, 39, first=200)
+    assert found(e, "f0").chunks == 1, "those whose time was over went first"
 
 
 def test_another_layer_group_that_needs_room_does_not_wait_for_retained_rows() -> None:

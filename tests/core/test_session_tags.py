@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvass.core.rows.row_table import RowTable
-from kvass.core.rows.session_tags import MOST_ENDED, NO_SESSION, SessionTags
+from kvass.core.rows.session_tags import LOOK, MOST_ENDED, NO_SESSION, SessionTags
 from kvass.types import session_tag
 
 
@@ -15,6 +15,12 @@ def tags_of(rows: int) -> tuple[RowTable, SessionTags]:
     return table, SessionTags(table)
 
 
+def rows_of(tags: SessionTags, session: int) -> list[int]:
+    rows, end = tags.rows_of(session, 0, len(tags) + 1)
+    assert end == len(tags)
+    return [int(row) for row in rows]
+
+
 def test_a_row_has_a_tag_while_one_session_alone_uses_it() -> None:
     _, tags = tags_of(6)
     tags.stored(np.array([0, 1, 2]), 7)
@@ -22,12 +28,11 @@ def test_a_row_has_a_tag_while_one_session_alone_uses_it() -> None:
     tags.used(np.array([0, 3]), 7)
     tags.used(np.array([1]), NO_SESSION)
     assert tags.of(np.arange(6)).tolist() == [7, 0, 7, 0, 0, 0]
-    assert tags.rows_of(7).tolist() == [0, 2]
+    assert rows_of(tags, 7) == [0, 2]
     tags.used(np.array([1]), 7)
-    assert tags.rows_of(7).tolist() == [0, 2], "a shared row stays shared"
+    assert rows_of(tags, 7) == [0, 2], "a shared row stays shared"
     tags.freed(np.array([0]))
-    assert tags.rows_of(7).tolist() == [2]
-    assert tags.rows_of(NO_SESSION).tolist() == []
+    assert rows_of(tags, 7) == [2]
 
 
 def test_without_sessions_there_is_no_column_and_it_grows_with_the_table() -> None:
@@ -38,7 +43,7 @@ def test_without_sessions_there_is_no_column_and_it_grows_with_the_table() -> No
     tags.stored(np.array([1]), 5)
     table.grow(4000)
     tags.stored(np.array([3999]), 5)
-    assert tags.rows_of(5).tolist() == [1, 3999]
+    assert rows_of(tags, 5) == [1, 3999]
 
 
 def test_only_rows_of_the_tenant_that_ended_a_session_count_as_ended() -> None:
@@ -50,6 +55,27 @@ def test_only_rows_of_the_tenant_that_ended_a_session_count_as_ended() -> None:
     assert tags.ended(rows, payers).tolist() == [False, False, True, True]
     tags.resume(7)
     assert not tags.ended(rows, payers).any()
+
+
+def test_the_rows_of_a_session_are_found_in_parts() -> None:
+    _, tags = tags_of(5 * LOOK)
+    tags.stored(np.arange(1, 5 * LOOK, 2), 7)
+    rows, end = tags.rows_of(7, LOOK, LOOK)
+    assert rows.tolist() == [*range(LOOK + 1, 3 * LOOK, 2)]
+    assert end == 3 * LOOK
+    rows, end = tags.rows_of(7, end, LOOK * 9)
+    assert (len(rows), end) == (LOOK, len(tags))
+
+
+def test_a_row_is_listed_once_until_it_is_used() -> None:
+    table, tags = tags_of(4)
+    rows = np.arange(4)
+    table.stamp_rows(rows)
+    tags.stored(rows, 7)
+    assert tags.list_new(rows[:3]).tolist() == [0, 1, 2]
+    assert tags.list_new(rows).tolist() == [3]
+    table.stamp_rows(rows[1:2])
+    assert tags.list_new(rows).tolist() == [1]
 
 
 def test_few_ended_sessions_are_remembered() -> None:

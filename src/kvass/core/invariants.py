@@ -55,6 +55,7 @@ def validate(state: State) -> None:
     _tiers(state)
     _extents(state)
     _rows(state)
+    _ended(state)
     _counts(state, pinned)
     _tenants(state)
     _sums(state)
@@ -256,6 +257,21 @@ def _rows(state: State) -> None:
     assert matches[(table.state == LOADING) & ~cleared].all(), "a LOADING row is lost"
     assert (table.pins[failed] > 0).all(), "a FAILED row that nobody waits for"
     assert (table.stamp[readable] != NEVER).all(), "a READY row that eviction cannot see"
+
+
+def _ended(state: State) -> None:
+    """The rows of a session that has ended are among those that are evicted first, each once; some
+    may join in later steps."""
+    listed = np.concatenate(
+        [np.empty(0, np.int64), *[c.log.ended.rows() for c in state.classes.by_id.values()]]
+    )
+    assert len(np.unique(listed)) == len(listed), "a row of an ended session is listed twice"
+    rows = np.flatnonzero(state.rows.table.state != FREE)
+    rows = rows[state.rows.of_ended(rows)]
+    joining = np.isin(state.classes.tags.of(rows), [end.tag for end in state.endings])
+    cleared = state.classes.sets.owner[state.rows.table.set_of[rows]] == CLEARED
+    lost = rows[~(joining | cleared | np.isin(rows, listed))]
+    assert not len(lost), "a row of an ended session is not among those that are evicted first"
 
 
 def _blocks(blocks: BlockIndex, table: RowTable, own: npt.NDArray[np.bool_]) -> None:

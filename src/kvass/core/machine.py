@@ -100,6 +100,10 @@ def _tick(state: State, event: effects.Tick) -> None:
     warm_start.remember_due(state)
     if state.clears:
         clearing.clear_more(state)
+    elif state.endings:
+        ending.end_more(state)
+    elif state.classes.kept.sweeping:
+        state.classes.kept.sweep_more(state.now)
     else:
         state.allocator.reclaim()
         state.classes.warm()
@@ -202,7 +206,7 @@ class CacheMachine:
         The daemon calls this after every event.
         """
         state = self.state
-        if state.allocator.unfinished or state.promotions.going or state.clears:
+        if state.unfinished:
             return state.now  # this step has left work for the next one
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
         if not (state.tiers.all or state.promotions.all):

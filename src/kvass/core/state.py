@@ -27,6 +27,7 @@ from kvass.core.pending.warm_starts import WarmStarts
 from kvass.core.rows.row_allocator import RowAllocator
 from kvass.core.rows.row_classes import Namespace, RowClasses
 from kvass.core.rows.row_states import RowStates
+from kvass.core.rows.session_end import SessionEnd
 from kvass.core.saved.index_file import SavedIndex
 from kvass.messages import FromClient, FromDaemon, Matched
 from kvass.types import Limits, Quota, Timing
@@ -130,6 +131,8 @@ class State:
         self.log = LookupLog()
         self.clears: list[Clearing] = []
         """The clears that have something in L1 left to clear; the oldest is first."""
+        self.endings: list[SessionEnd] = []
+        """The ends of clients' sessions that are not done; the oldest is first."""
         self.populated_bytes = 0
         self.now = float("-inf")
         self.out: list[Effect] = []
@@ -140,6 +143,17 @@ class State:
         self.stopping = False
         self.leaving = False
         """Whether the next daemon gets the memory: nothing is granted any more."""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether this step has left work for the next one."""
+        return bool(
+            self.allocator.unfinished
+            or self.promotions.going
+            or self.clears
+            or self.endings
+            or self.classes.kept.sweeping
+        )
 
     def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
         """Add an effect that sends a message."""

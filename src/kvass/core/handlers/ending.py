@@ -1,5 +1,7 @@
 """The end of a client's session: its rows are the next to be evicted.
 
+A session with many rows ends in several steps. The reply comes when all its rows have joined.
+
 Law of this file: nothing stops matching. A session that goes on after its end finds what is left.
 """
 
@@ -7,18 +9,44 @@ from __future__ import annotations
 
 from kvass.core.clients.registry import ClientSession
 from kvass.core.handlers.checks import scheduler_of
+from kvass.core.rows.session_end import SessionEnd
 from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import EndSession, SessionEnded
 
 
-def end_session(state: State, session: ClientSession, msg: EndSession) -> SessionEnded:
+def end_session(state: State, session: ClientSession, msg: EndSession) -> None:
     """End a client's session: from an engine's scheduler, or from a command."""
     if session.registered is not None:
         scheduler_of(state, session)
     if not msg.session:
         raise Refused("bad_value", "session: 0 is no session")
-    rows = state.rows.end_session(msg.session, state.tenants.payer(msg.tenant).id)
+    tags, payer = state.classes.tags, state.tenants.payer(msg.tenant).id
+    if tags.has_ended(msg.session, payer):
+        state.send(session.id, SessionEnded(seq=msg.seq))
+        return
+    tags.end(msg.session, payer)
     state.counters["sessions_ended"] += 1
-    state.counters["session_rows_ended"] += rows
-    return SessionEnded(rows=rows)
+    for older in [each for each in state.endings if each.tag == msg.session]:
+        _answer(state, older)  # the session has gone on since then
+    state.endings.append(SessionEnd((session.id, msg.seq), msg.session, payer))
+    _go_on(state, state.endings[-1])
+
+
+def end_more(state: State) -> None:
+    """Continue the oldest end of a session that is not done. There must be one."""
+    _go_on(state, state.endings[0])
+
+
+def _go_on(state: State, end: SessionEnd) -> None:
+    if end.go_on(state.rows):
+        _answer(state, end)
+
+
+def _answer(state: State, end: SessionEnd) -> None:
+    """Answer an ``EndSession``: no more rows join."""
+    state.endings.remove(end)
+    state.counters["session_rows_ended"] += end.rows
+    session, seq = state.sessions.get(end.asker[0]), end.asker[1]
+    if session is not None and not session.ending:
+        state.send(session.id, SessionEnded(seq=seq, rows=end.rows))

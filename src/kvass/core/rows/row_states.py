@@ -83,7 +83,7 @@ class RowStates:
             if self.classes.tags.any:
                 self.classes.tags.used(rows, session)
                 if self.classes.tags.has_ended(session):
-                    self._evict_first(rows[self.of_ended(rows)])
+                    self.evict_first(rows[self.of_ended(rows)])
 
     def touched_before(self, row_class: RowClass, rows: I64Array, stamps: I64Array) -> None:
         """Record that ``rows`` of ``row_class`` were used before all its other rows. ``stamps``:
@@ -104,23 +104,19 @@ class RowStates:
 
     # ------------------------------------------------------------ ended sessions
 
-    def end_session(self, session: int, tenant: int) -> int:
-        """The client's session with this tag ended. Its rows are the next to be evicted, if no
-        other session used them. ``tenant``: the id of the tenant that pays for its rows. Returns
-        how many rows these are."""
-        self.classes.tags.end(session, tenant)
-        rows = self.classes.tags.rows_of(session)
-        rows = rows[self.of_ended(rows)]
-        self._evict_first(rows)
-        return len(rows)
-
     def of_ended(self, rows: I64Array) -> npt.NDArray[np.bool_]:
         """Which of ``rows`` belong to sessions that have ended."""
-        return self.classes.tags.ended(rows, self._sets.tenant[self.table.set_of[rows]])
+        return self.classes.tags.ended(rows, self.payers(rows))
 
-    def _evict_first(self, rows: I64Array) -> None:
-        """Have ``rows`` evicted before all others of their classes, the least recently used
-        first."""
+    def payers(self, rows: I64Array) -> I64Array:
+        """The id of the tenant that pays for each of ``rows``."""
+        payers: I64Array = self._sets.tenant[self.table.set_of[rows]]
+        return payers
+
+    def evict_first(self, rows: I64Array) -> None:
+        """Have ``rows``, each named once, evicted before all others of their classes, the least
+        recently used first."""
+        rows = self.classes.tags.list_new(rows)
         self.classes.kept.drop(rows)
         owners = self._sets.owner[self.table.set_of[rows]]
         for owner in np.unique(owners).tolist():
