@@ -610,7 +610,8 @@ class EndSession(Message, tag="end_session"):
 
 
 class SessionEnded(Message, tag="session_ended"):
-    """Answer to ``EndSession``: how many rows these are."""
+    """Answer to ``EndSession``, when all its rows are among those that are evicted next: how many
+    rows these are. 0, too, if the session had ended already."""
 
     rows: int = 0
 

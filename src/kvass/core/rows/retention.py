@@ -28,8 +28,10 @@ SHORTEST_S: Final = 1.0
 LONGEST_S: Final = 86_400.0
 """Shorter and longer times become these."""
 _SWEEP_S: Final = 1.0
+_LOOK: Final = 1 << 16
+"""How many rows one ``sweep_more`` looks at: 0.1 ms of work."""
 _SLICE: Final = 8192
-"""How many rows one call looks at: 0.4 ms of work."""
+"""The most rows that it drops: 0.4 ms of work."""
 
 
 class Retention:
@@ -106,12 +108,14 @@ class Retention:
             self.sweep_more(now)
 
     def sweep_more(self, now: float) -> None:
-        """Drop those of the next ``_SLICE`` rows whose time is over."""
-        part = slice(self._next, self._next + _SLICE)
+        """Look at the next ``_LOOK`` rows, and drop at most ``_SLICE`` whose time is over."""
+        part = slice(self._next, self._next + _LOOK)
         over = (self._for_s[part] > 0) & (self._until[part] <= now)
-        if len(rows := self._next + np.flatnonzero(over)):
-            self._drop(rows)
-        self._next = part.stop if part.stop < len(self._for_s) else 0
+        rows = self._next + np.flatnonzero(over)
+        end = int(rows[_SLICE]) if len(rows) > _SLICE else part.stop
+        if len(rows):
+            self._drop(rows[:_SLICE])
+        self._next = end if end < len(self._for_s) else 0
 
     @property
     def sweeping(self) -> bool:
