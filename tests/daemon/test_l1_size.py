@@ -74,6 +74,21 @@ def test_more_than_is_available_is_refused_unless_it_is_forced(memory: Memory) -
     assert memory.gives("8GiB", force_l1_size=True) == "8"
 
 
+@pytest.mark.parametrize("left", [0, 1 << 19, (128 << 20) + (1 << 19)])
+def test_where_nearly_no_memory_is_available_none_is_taken_unless_it_is_forced(
+    memory: Memory, left: int
+) -> None:
+    memory.limited(8 * GIB, 8 * GIB - left)
+    for size in ("16GiB", "8GiB"):  # the default, and another
+        with pytest.raises(ConfigError) as caught:
+            memory.gives(size)
+        assert str(caught.value) == (
+            f"l1_size {size}: there are {Size(left).rounded()} of memory available, and the kernel "
+            "would kill a process: free memory, or say --force-l1-size yes"
+        )
+    assert memory.gives("8GiB", force_l1_size=True).startswith("8 l1_size 8GiB takes ")
+
+
 def test_a_default_that_is_not_available_becomes_smaller(memory: Memory) -> None:
     assert memory.gives("16GiB") == (
         "8 L1 has 8GiB: its default, 16GiB, is more than the 10GiB of memory available at the start"
@@ -148,6 +163,9 @@ def test_memory_that_engines_have_of_a_former_l1_is_waited_for(
     with pytest.raises(ConfigError):
         memory.gives("20GiB")
     assert sum(slept[30:]) == pytest.approx(15, abs=0.2), "somebody else's"
+    slept.clear()
+    assert memory.gives("16GiB").startswith("8 L1 has 8GiB: its default, 16GiB, is more than")
+    assert not slept, "a default becomes smaller"
 
 
 def test_a_daemon_that_is_to_leave_counts_as_gone_and_is_not_waited_for(memory: Memory) -> None:

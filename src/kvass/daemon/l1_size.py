@@ -36,7 +36,8 @@ class L1Size(NamedTuple):
 
 
 def l1_size(config: Config, leaving: int | None = None, root: Path = _ROOT) -> L1Size:
-    """The size of L1. Waits up to a minute for memory that engines have of a former daemon.
+    """The size of L1. Waits up to a minute for memory that engines have of a former daemon, unless
+    the size is the default.
 
     ``leaving``: the bytes that another daemon has, which is to be asked to leave; None: there is
     none, so what it had is free or about to be. Raises ``ConfigError`` if there is no memory.
@@ -58,7 +59,8 @@ def _fit(config: Config, leaving: int | None, root: Path) -> L1Size:
             f"l1_size {asked}: the kernel promises {Size(left).rounded()} more at most "
             "(vm.overcommit_memory=2): give less, or raise vm.overcommit_ratio"
         )
-    available, most = _available(wanted, leaving, root)
+    chosen = asked != default_l1_size()
+    available, most = _available(wanted, leaving, chosen, root)
     if wanted <= most:
         return L1Size(asked, "")
     there = f"{Size(available).rounded()} of memory available"
@@ -66,10 +68,11 @@ def _fit(config: Config, leaving: int | None, root: Path) -> L1Size:
         there += f" beside the {Size(held).rounded()} that it has in {config.arena}"
     safe = Size((held + most) >> 20 << 20)
     if wanted > available and not config.force_l1_size:
-        if asked != default_l1_size():
+        if chosen or not safe:
+            give = f"give {safe} or less, " if safe else ""
             raise ConfigError(
-                f"l1_size {asked}: there are {there}, and the kernel would kill a process: give "
-                f"{safe} or less, free memory, or say --force-l1-size yes"
+                f"l1_size {asked}: there are {there}, and the kernel would kill a process: "
+                f"{give}free memory, or say --force-l1-size yes"
             )
         check_quotas(replace(config, l1_size=safe))
         return L1Size(
@@ -77,14 +80,15 @@ def _fit(config: Config, leaving: int | None, root: Path) -> L1Size:
         )
     return L1Size(
         asked,
-        f"l1_size {asked} takes {wanted / available:.0%} of the {there} at the start: the daemon "
-        "or its neighbours may be killed; give it less, or give the container more",
+        f"l1_size {asked} takes {wanted / max(1, available):.0%} of the {there} at the start: the "
+        "daemon or its neighbours may be killed; give it less, or give the container more",
     )
 
 
-def _available(wanted: int, leaving: int | None, root: Path) -> tuple[int, int]:
+def _available(wanted: int, leaving: int | None, chosen: bool, root: Path) -> tuple[int, int]:
     """The memory that is available for ``wanted`` bytes, and how much of it an L1 may take without
-    a warning."""
+    a warning. Not waited for unless the size was ``chosen``: shared memory may be anybody's, and a
+    default that does not fit becomes smaller."""
     wait_s = min(_LONGEST_S, _UNMAP_S + _UNMAP_S_PER_GIB * wanted / (1 << 30))
     until = time.monotonic() + wait_s
     told = False
@@ -93,7 +97,7 @@ def _available(wanted: int, leaving: int | None, root: Path) -> tuple[int, int]:
         if now.available is None or now.safe is None:  # not known
             return wanted, wanted
         there = now.available + (leaving or 0)
-        may_come = leaving is None and wanted <= (now.with_shared or 0)
+        may_come = chosen and leaving is None and wanted <= (now.with_shared or 0)
         if wanted <= there or not may_come or time.monotonic() > until:
             return there, now.safe + (leaving or 0)
         if not told:
