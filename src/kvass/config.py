@@ -359,14 +359,25 @@ def load(
     for name, value in flags.items():
         if value is not None:
             take(name, value, _flag(name))
-    if wanted:
-        values.setdefault("l1_size", Size(0))  # its default would be computed
+    if wanted and "l1_size" not in wanted:
+        values["l1_size"] = Size(0)  # its default would be computed
     config = Config(**values)
     if "socket" in where:
         check_path(config.socket)
+    if not wanted or "l1_size" in wanted:
+        _check_page(config, where)
     if not wanted:
         _check(config, where)
     return config
+
+
+def _check_page(config: Config, where: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` if L1 would be smaller than one of its pages."""
+    page = page_bytes(config.huge_pages)
+    if config.l1_size < page:
+        size = f"{where.get('l1_size', 'l1_size')} {config.l1_size}"
+        what = "one row" if page == PAGE else f"a page of {config.huge_pages}"
+        raise ConfigError(f"{size}: smaller than {what}; use {Size(page)} or more")
 
 
 def _check(config: Config, where: Mapping[str, str]) -> None:
@@ -378,13 +389,10 @@ def _check(config: Config, where: Mapping[str, str]) -> None:
                 f"allow_uid and socket_group need a socket that others can reach; {path} is "
                 "in a folder of this user alone: choose another --socket"
             )
-    size = f"{where.get('l1_size', 'l1_size')} {config.l1_size}"
-    page = page_bytes(config.huge_pages)
-    if config.l1_size < page:
-        what = "one row" if page == PAGE else f"a page of {config.huge_pages}"
-        raise ConfigError(f"{size}: smaller than {what}; use {Size(page)} or more")
-    have = physical_bytes() if page > PAGE else memory_bytes()  # limits do not count reserved pages
+    reserved = page_bytes(config.huge_pages) > PAGE  # limits do not count such pages
+    have = physical_bytes() if reserved else memory_bytes()
     if config.l1_size > have:
+        size = f"{where.get('l1_size', 'l1_size')} {config.l1_size}"
         raise ConfigError(f"{size}: more than the {Size(have).rounded()} there are")
     try:
         for url in config.tier:

@@ -185,6 +185,14 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
         GROUP | {"l1_bytes": 17 * GIB},
         *("memory", "error", "limit 16 GiB; than the container may use; killed; --l1-size 8GiB"),
     ),
+    (
+        {"l1_bytes": 65 * GIB, "l1_chosen": False, "daemon": {}},
+        *("memory", "error", "l1_size 65 GiB is more than the machine has; --l1-size 32GiB"),
+    ),
+    (
+        {"l1_bytes": 65 * GIB, f"{CGROUP}/pod/memory.max": f"{100 * GIB}"},
+        *("memory", "error", "is more than the machine has"),
+    ),
     ({"proc/meminfo": "MemTotal: 67108864 kB"}, "memory", "note", "unknown available"),
     ({f"{CGROUP}/cgroup.controllers": ""}, "memory", "ok", "limit unknown"),
     (
@@ -627,6 +635,17 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert "can serve here" in done.stdout.splitlines()[-1]
 
 
+def test_the_environment_of_a_daemon_elsewhere_ends_no_check(tmp_path: Path) -> None:
+    """An engine's container may have less memory, and none of the daemon's files."""
+    flags = ("--json", "--socket", str(tmp_path / "kvass.sock"))
+    there = {"KVASS_TIER": f"redis://h?password_file={tmp_path}/none", "KVASS_QUOTA": "a=:9EiB"}
+    done = command(*flags, before=ALONE, KVASS_L1_SIZE="9999GiB", **there)
+    assert done.returncode == 1, done.stderr
+    assert levels(done).keys() == CHECKS.keys()
+    assert levels(done)["memory"] == "error"
+    assert "l1_size 9.8 TiB is more than" in done.stdout
+
+
 def test_the_command_beside_a_daemon(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "16MiB") as daemon:
         done = command("--json", "--socket", daemon.socket)
@@ -657,6 +676,6 @@ def test_limits_of_the_process_are_seen(tmp_path: Path) -> None:
 
 
 def test_a_wrong_flag_is_the_callers_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--l1-size", "much"], ["--l1-size", "9999GiB"], ["--tier", "disk:/x"]):
+    for flags in (["--l1-size", "much"], ["--l1-size", "1"], ["--tier", "disk:/x"]):
         assert main(["doctor", *flags]) == 2
         assert capsys.readouterr().err.startswith("kvass: ")

@@ -11,19 +11,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Final
 
 from kvass._version import __version__
 from kvass.cli.daemon import add_daemon
 from kvass.cli.doctor.checks import CHECKS
 from kvass.cli.doctor.finding import Finding
 from kvass.cli.doctor.machine import examine
-from kvass.config import Parser, add_flags, load
+from kvass.config import CONNECTION, Parser, add_flags, load
 from kvass.wire.places import likely_socket
+
+USED: Final = (*CONNECTION, "l1_size", "force_l1_size", "huge_pages", "arena")
+"""The options that are looked at. The environment may be that of a daemon elsewhere."""
 
 
 def run(argv: list[str]) -> int:
-    """Examine the machine, and print the findings. Raises ``ConfigError`` for options that ``kvass
-    serve`` refuses."""
+    """Examine the machine, and print the findings. Raises ``ConfigError`` for options of no
+    meaning."""
     parser = Parser(
         prog="kvass doctor",
         description="Check what this machine can serve. Run it as the user, in the container and "
@@ -40,7 +44,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = vars(parser.parse_args(argv))
     as_json, model = options.pop("json"), options.pop("model")
-    config = load(options, os.environ)
+    config = load(options, os.environ, wanted=USED)
     path = config.socket or likely_socket()
     machine = examine(config, path, os.environ, model)
     findings = {name: check(machine) for name, check in CHECKS.items()}

@@ -76,6 +76,12 @@ def memory(m: Machine) -> Finding:
     )
     if m.huge_pages != "transparent":
         return ok(found, f"an arena of {size}, of huge pages that are reserved, not of these")
+    if total is not None and m.l1_bytes > total < (limit or math.inf):
+        return error(
+            f"{found}: l1_size {size} is more than the machine has",
+            NOTHING,
+            do=f"kvass serve --l1-size {_half(total)}",
+        )
     if limit is not None and m.l1_bytes > limit:
         return error(
             f"{found}: l1_size {size} is more than the container may use",
