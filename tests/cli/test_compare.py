@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from bench.rows import Rows
-from kvass.cli.compare import lines
+from kvass.cli import compare
+from kvass.cli.compare import lines, namespace_of
 from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
 
 Captured = pytest.CaptureFixture[str]
 
 
-def test_the_fields_in_which_engines_differ(tmp_path: Path, capsys: Captured) -> None:
+def test_the_fields_in_which_engines_differ(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running_daemon(tmp_path, "16MiB") as daemon, ExitStack() as ending:
 
         def said(*names: str) -> tuple[int, list[str]]:
@@ -45,6 +48,19 @@ def test_the_fields_in_which_engines_differ(tmp_path: Path, capsys: Captured) ->
             f"kvass: 'x' names no namespace; there are: {first}, {second}",
         )
         assert "names several namespaces" in said("mine", "")[1][0]
+        Rows(daemon.socket, "third", 256 << 10, ending)
+        monkeypatch.setattr(compare, "_MOST", 2)
+        assert said() == (0, [*told, "and 1 more"])
+
+
+def test_the_id_of_an_engine_comes_before_what_begins_with_it() -> None:
+    one, other = "ab" * 32, "cd" * 32
+    ids = {"ab": other, "ab-2": one, "cd": ""}
+    engines = [{"instance": name, "namespace": ns} for name, ns in ids.items()]
+    fields = {"namespaces": [{"namespace": one}, {"namespace": other}], "engines": engines}
+    assert [namespace_of(fields, name) for name in ("ab", "ab-", "aba", "cd")] == [
+        *(other, one, one, other)
+    ]
 
 
 def test_namespaces_whose_fields_are_equal_differ_in_the_layout() -> None:

@@ -15,7 +15,7 @@ Terms = Mapping[str, str]
 _CHARS: Final = 8
 """How many characters of a namespace are printed, as in ``kvass status``."""
 _MOST: Final = 16
-"""How many namespaces are compared with the first one."""
+"""How many namespaces are compared, the first one included."""
 _ABOUT: Final = """Show in which fields the namespaces of engines differ. Engines share KV if all
 fields are equal. Without names, compare those of the connected engines. With one name, show all
 fields."""
@@ -37,7 +37,8 @@ def run(argv: list[str]) -> int:
     with daemon.client(options) as client:
         fields = client.status()
         chosen = [namespace_of(fields, name) for name in names]
-        chosen = list(dict.fromkeys(chosen or _connected(fields)))[:_MOST]
+        every = list(dict.fromkeys(chosen or _connected(fields)))
+        chosen = every[:_MOST]
         shown = client.status(terms_of=chosen)["namespaces"] if chosen else []
     terms = {ns["namespace"]: ns["terms"] for ns in shown if "terms" in ns}
     if len(terms) < len(chosen):
@@ -49,6 +50,8 @@ def run(argv: list[str]) -> int:
     else:
         text = (line for other in chosen[1:] for line in lines(chosen[0], other, terms))
     print("\n".join(map(printable, text)) or "no engine is connected")
+    if left_out := len(every) - len(chosen):
+        print(f"and {left_out:,} more")
     return 0
 
 
@@ -58,8 +61,11 @@ def _connected(fields: Mapping[str, Any]) -> list[str]:
 
 
 def namespace_of(fields: Mapping[str, Any], name: str) -> str:
-    """The digest of the one namespace whose digest, or an engine's id, begins with ``name``. Raises
-    ``UnknownName``."""
+    """The digest of the namespace of the engine whose id is ``name``, else of the one namespace
+    whose digest, or an engine's id, begins with ``name``. Raises ``UnknownName``."""
+    for engine in fields["engines"]:
+        if engine["instance"] == name and engine["namespace"]:
+            return str(engine["namespace"])
     known = [ns["namespace"] for ns in fields["namespaces"]]
     found = {each for each in known if each.startswith(name)}
     engines = [engine for engine in fields["engines"] if engine["instance"].startswith(name)]
