@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 from typing import Final
 
+import pytest
+
+from tests.support import systemd_process
 from tests.support.systemd_process import ENGINE, Systemd, system_manager, version
 from tests.support.waiting import eventually
 
@@ -48,3 +51,26 @@ def test_the_service_serves_engines_and_keeps_its_rows(tmp_path: Path) -> None:
         systemd.ctl("stop", "kvass")
         systemd.ctl("start", "kvass")
         assert rows(systemd) == ("12" if version() >= 254 else "0"), "stopped and started"
+
+
+def test_a_sandbox_that_does_not_run_is_no_skip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(systemd_process, "_WITHIN", "echo no such mount >&2; exit 32")
+    with (
+        pytest.raises(pytest.fail.Exception, match="no such mount"),
+        system_manager(tmp_path, "", ""),
+    ):
+        pass
+
+
+def test_namespaces_that_the_kernel_refuses_are_a_skip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "unshare: unshare failed: Operation not permitted"
+    monkeypatch.setattr(systemd_process, "_UNSHARE", "false")
+    assert systemd_process._refused() == "", "another failure"
+    (tmp_path / "unshare").write_text(f"#!/bin/sh\necho {said} >&2\nexit 1\n")
+    (tmp_path / "unshare").chmod(0o755)
+    monkeypatch.setattr(systemd_process, "_UNSHARE", str(tmp_path / "unshare"))
+    assert systemd_process._refused() == said

@@ -6,8 +6,8 @@ but the folders that it needs is read-only.
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,10 +28,11 @@ ROOT: Final = Path(__file__).parents[2]
 USER: Final = 64_300
 ENGINE: Final = 64_301
 """The users ``kvass``, of the unit, and ``engine``, a member of its group."""
+_UNSHARE: Final = "unshare --mount --pid --fork --kill-child --cgroup --ipc --uts --net"
 _BEGIN: Final = """
 set -e
 for group in $GROUPS_OF_TEST; do mkdir $group; echo $$ > $group/cgroup.procs; done
-exec unshare --mount --pid --fork --kill-child --cgroup --ipc --uts --net sh -c "$WITHIN"
+exec $UNSHARE sh -c "$WITHIN"
 """
 _WITHIN: Final = """
 set -e
@@ -80,6 +81,13 @@ def version() -> int:
     return int(said.split()[1])
 
 
+def _refused() -> str:
+    """What ``unshare`` says if the kernel does not permit namespaces; empty if it does."""
+    command = [*_UNSHARE.split(), "true"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
+    return ran.stderr.strip() if os.strerror(errno.EPERM) in ran.stderr else ""
+
+
 class Systemd:
     """A running one. ``pid``: its process, as this machine numbers it."""
 
@@ -102,9 +110,12 @@ class Systemd:
 @contextmanager
 def system_manager(folder: Path, unit: str, drop_in: str) -> Iterator[Systemd]:
     """A running systemd with the unit ``kvass.service`` and a drop-in for it; ``/opt/kvass`` has
-    this tree, with this Python. Skips the test where none can run."""
-    if os.geteuid() or not PROGRAM.exists() or not shutil.which("unshare"):
+    this tree, with this Python. Skips the test for who is not root, and where there is no systemd
+    or the kernel refuses namespaces; fails it if systemd does not run otherwise."""
+    if os.geteuid() or not PROGRAM.exists():
         pytest.skip("there is no systemd that this user can start")
+    if refused := _refused():
+        pytest.skip(f"the kernel refuses namespaces: {refused}")
     own = folder / "units/kvass.service.d"
     own.mkdir(parents=True)
     (folder / "opt").mkdir()
@@ -119,6 +130,7 @@ def system_manager(folder: Path, unit: str, drop_in: str) -> Iterator[Systemd]:
     groups = [_GROUPS / part for part in ("systemd", "unified") if (_GROUPS / part).is_dir()]
     groups = [group / f"kvass-test-{os.getpid()}" for group in groups or [_GROUPS]]
     env = {
+        "UNSHARE": _UNSHARE,
         "WITHIN": _WITHIN,
         "FOLDER_OF_TEST": str(folder),
         "GROUPS_OF_TEST": " ".join(map(str, groups)),
@@ -131,7 +143,7 @@ def system_manager(folder: Path, unit: str, drop_in: str) -> Iterator[Systemd]:
 
     def ready() -> bool:
         if outer.poll() is not None:
-            pytest.skip(f"systemd does not run here: {(folder / 'systemd.log').read_text()}")
+            pytest.fail(f"systemd does not run: {(folder / 'systemd.log').read_text()}")
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
         if not children:
             return False
@@ -141,7 +153,7 @@ def system_manager(folder: Path, unit: str, drop_in: str) -> Iterator[Systemd]:
     systemd = Systemd(0)
     try:
         if not eventually(ready, 10):
-            pytest.skip("systemd does not answer here")
+            pytest.fail(f"systemd does not answer: {(folder / 'systemd.log').read_text()}")
         yield systemd
     finally:
         outer.kill()
