@@ -100,7 +100,11 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/failure-modes.md", "Blocks to be stored are held for {} s at most", (LATE_S,)),
     ("docs/failure-modes.md", "it answers late, within {} s", (LATE_S,)),
     ("docs/failure-modes.md", "for `--stop-s` ({} s) at most", (DEFAULT["stop_s"],)),
-    ("docs/failure-modes.md", "warns of an L1 above {} % of the available", (100 * SAFE_SHARE,)),
+    (
+        "docs/failure-modes.md",
+        "warns of an L1 above {} % of the machine's available",
+        (100 * SAFE_SHARE,),
+    ),
     ("docs/failure-modes.md", "it asks again every {} s", (daemon_connection.BACKOFF_LASTING_S,)),
     ("docs/failure-modes.md", "the last {} events", (last_events.MAX_EVENTS,)),
     ("docs/failure-modes.md", "they end {} at a time", (CORE.slice_ends,)),
@@ -205,7 +209,7 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/operating.md", "{} in all, {} per user", (LIMITS.sessions, LIMITS.sessions_per_uid)),
     (
         "docs/operating.md",
-        "It warns of one above {} % of the available memory",
+        "It warns of one above {} % of the machine's available memory",
         (100 * SAFE_SHARE,),
     ),
     (
@@ -225,7 +229,11 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
         "It waits for torch {} s at most, for a daemon {} s",
         (devices.TORCH_S, machine.DAEMON_S),
     ),
-    ("docs/doctor.md", "a warning above {} % of what is available", (100 * SAFE_SHARE,)),
+    (
+        "docs/doctor.md",
+        "a warning above {} % of the machine's available memory",
+        (100 * SAFE_SHARE,),
+    ),
     (
         "docs/doctor.md",
         "and {} GiB; or without that variable {} % of all memory",
