@@ -163,9 +163,6 @@ def test_memory_that_engines_have_of_a_former_l1_is_waited_for(
     with pytest.raises(ConfigError):
         memory.gives("20GiB")
     assert sum(slept[30:]) == pytest.approx(15, abs=0.2), "somebody else's"
-    slept.clear()
-    assert memory.gives("16GiB").startswith("8 L1 has 8GiB: its default, 16GiB, is more than")
-    assert not slept, "a default becomes smaller"
 
 
 def test_a_daemon_that_is_to_leave_counts_as_gone_and_is_not_waited_for(memory: Memory) -> None:

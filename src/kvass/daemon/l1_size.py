@@ -36,8 +36,7 @@ class L1Size(NamedTuple):
 
 
 def l1_size(config: Config, leaving: int | None = None, root: Path = _ROOT) -> L1Size:
-    """The size of L1. Waits up to a minute for memory that engines have of a former daemon, unless
-    the size is the default.
+    """The size of L1. Waits up to a minute for memory that engines have of a former daemon.
 
     ``leaving``: the bytes that another daemon has, which is to be asked to leave; None: there is
     none, so what it had is free or about to be. Raises ``ConfigError`` if there is no memory.
@@ -60,7 +59,7 @@ def _fit(config: Config, leaving: int | None, root: Path) -> L1Size:
             "(vm.overcommit_memory=2): give less, or raise vm.overcommit_ratio"
         )
     chosen = asked != default_l1_size()
-    available, most = _available(wanted, leaving, chosen, root)
+    available, most = _available(wanted, leaving, root)
     if wanted <= most:
         return L1Size(asked, "")
     there = f"{Size(available).rounded()} of memory available"
@@ -85,10 +84,10 @@ def _fit(config: Config, leaving: int | None, root: Path) -> L1Size:
     )
 
 
-def _available(wanted: int, leaving: int | None, chosen: bool, root: Path) -> tuple[int, int]:
+def _available(wanted: int, leaving: int | None, root: Path) -> tuple[int, int]:
     """The memory that is available for ``wanted`` bytes, and how much of it an L1 may take without
-    a warning. Not waited for unless the size was ``chosen``: shared memory may be anybody's, and a
-    default that does not fit becomes smaller."""
+    a warning. Shared memory may be anybody's, so the wait may be in vain. Without it a daemon that
+    is restarted would have a smaller L1 for as long as it lives."""
     wait_s = min(_LONGEST_S, _UNMAP_S + _UNMAP_S_PER_GIB * wanted / (1 << 30))
     until = time.monotonic() + wait_s
     told = False
@@ -97,7 +96,7 @@ def _available(wanted: int, leaving: int | None, chosen: bool, root: Path) -> tu
         if now.available is None or now.safe is None:  # not known
             return wanted, wanted
         there = now.available + (leaving or 0)
-        may_come = chosen and leaving is None and wanted <= (now.with_shared or 0)
+        may_come = leaving is None and wanted <= (now.with_shared or 0)
         if wanted <= there or not may_come or time.monotonic() > until:
             return there, now.safe + (leaving or 0)
         if not told:
