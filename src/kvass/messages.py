@@ -413,6 +413,9 @@ class Grant(msgspec.Struct, omit_defaults=True):
     those after the last of ``refused`` were not decided. None: the daemon is older than this field.
 
     ``kept``: how many first chunks are retained (``ReserveItem.keep_s``).
+
+    ``error``: why the daemon refused the item, and always will; empty if it did not. Nothing of
+    such an item was decided.
     """
 
     reservation: int = 0
@@ -422,6 +425,7 @@ class Grant(msgspec.Struct, omit_defaults=True):
     later: int = -1
     refused: tuple[int, ...] | None = None
     kept: int = 0
+    error: str = ""
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """The granted chunks of each group of the mask, parallel to ``slots``."""

@@ -261,6 +261,33 @@ def session_tag(
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") or 1
 
 
+SHORT_NAME: Final = 256
+"""The most characters of a ``short_name``."""
+_DIGEST: Final = 32
+"""The characters of the digest in a ``short_name``."""
+
+
+def short_name(name: str) -> str:
+    """The name of a request in messages, spans and logs. It is ``name`` itself, or, if that is
+    long or not printable, its beginning (``short_of``), ``~`` and a digest. Different names have
+    different short names. Clients of an engine choose ``name``: it may be no valid Unicode.
+    """
+    if 0 < len(name) <= SHORT_NAME and name.isprintable() and short_of(name) is None:
+        return name
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=_DIGEST // 2)
+    return f"{printable(name[: SHORT_NAME - _DIGEST - 1])}~{digest.hexdigest()}"
+
+
+def short_of(name: str) -> str | None:
+    """The beginning of the name of which ``name`` is the short one; None: it is its own."""
+    return name[: -_DIGEST - 1] if name[-_DIGEST - 1 : -_DIGEST] == "~" else None
+
+
+def printable(text: str) -> str:
+    """``text`` with ``?`` for all that is not printable."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
 def is_tenant_name(name: str) -> bool:
     """Whether ``name`` can be the name of a tenant."""
     return _TENANT.fullmatch(name) is not None

@@ -46,11 +46,19 @@ def test_only_a_scheduler_adds_and_only_what_is_possible(rig: Rig) -> None:
     notes = m.LookupNotes(boot=BOOT, notes=(m.LookupNote(request="r", why="x"),))
     assert rig.code(rig.open(), notes) == "not_registered"
     assert rig.code(e.workers[0], notes) == "bad_rank"
-    for wrong in ({"request": ""}, {"request": "r" * 600}, {"local_tokens": -1}):
-        (error,) = note(e, "x", **wrong)
+    for wrong in ("", "r" * 600):
+        (error,) = note(e, "x", wrong)
         assert error.code == "bad_value"
     assert rig.code(e.scheduler, m.LookupNotes(boot=b"another", notes=notes.notes)) == "wrong_boot"
     assert entries(rig) == []
+
+
+def test_a_note_that_is_refused_leaves_the_others(rig: Rig) -> None:
+    e = rig.engine()
+    notes = tuple(m.LookupNote(request=name, why="x") for name in ("a", "b" * 600, "c"))
+    assert rig.say(e.scheduler, m.LookupNotes(boot=BOOT, notes=notes)) == []
+    assert [entry["request"] for entry in entries(rig)] == ["a", "c"]
+    assert rig.count("refused_bad_value") == 1
 
 
 def test_a_question_is_bounded(rig: Rig) -> None:

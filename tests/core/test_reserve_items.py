@@ -18,23 +18,37 @@ def test_keys_of_all_items_of_a_message_are_limited() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "code"),
+    ("wrong", "text"),
     [
-        ({"groups": 0}, "bad_value"),
-        ({"groups": -1}, "bad_value"),
-        ({"groups": 2}, "bad_value"),
-        ({"first": 9}, "bad_value"),
-        ({"request": ""}, "bad_value"),
+        ({"groups": 0}, "groups: mask 0"),
+        ({"groups": -1}, "groups: mask -1"),
+        ({"groups": 2}, "groups: mask 2"),
+        ({"first": 9}, "first: 9"),
+        ({"digests": b"no multiple"}, "digests: 11 bytes"),
+        ({"request": ""}, "request: "),
+        ({"request": "r" * 513}, "request: "),
     ],
 )
-def test_a_reserve_that_makes_no_sense_is_refused_whole(
-    rig: Rig, wrong: dict[str, object], code: str
+def test_an_item_that_makes_no_sense_is_refused_and_the_others_are_granted(
+    rig: Rig, wrong: dict[str, object], text: str
 ) -> None:
     e = rig.engine(ranks=2)
-    good = {"request": "r", "digests": digests("a")}
-    items = [m.ReserveItem(**good), m.ReserveItem(**{**good, **wrong})]  # type: ignore[arg-type]
-    assert rig.code(e.scheduler, m.Reserve(seq=3, items=items, width=WIDTH)) == code
-    assert rig.gauge("reservations", "quarantined_bytes") == (0, 0)
+    bad: dict[str, object] = {"request": "bad", "digests": digests("a", "b"), **wrong}
+    grants = e.reserve_items(
+        m.ReserveItem(request="r", digests=digests("a")),
+        m.ReserveItem(**bad),  # type: ignore[arg-type]
+        m.ReserveItem(request="s", digests=digests("a", "c")),
+    )
+    assert [g.chunks for g in grants] == [(0,), (), (1,)]
+    assert [bool(g.error) for g in grants] == [False, True, False]
+    assert grants[1].error.startswith(text)
+    assert (grants[1].reservation, grants[1].later, grants[1].refused) == (0, -1, None)
+    assert rig.count("refused_bad_value") == 1
+    assert rig.gauge("reservations", "quarantined_bytes") == (2, 0)
+    e.hand_over(reservations=(grants[0].reservation, grants[2].reservation))
+    for grant in (grants[0], grants[2]):
+        assert e.commit(grant.reservation, 0) == e.commit(grant.reservation, 1) == []
+    assert (e.holds("a", "c"), e.holds("a", "b")) == (2, 1)
 
 
 def test_a_reserve_that_would_take_long_is_decided_in_parts(

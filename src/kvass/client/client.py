@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from kvass.client.endpoint import Endpoint
 from kvass.client.explanation import is_request, sentence, users_id
-from kvass.errors import Incompatible, Refused, TimedOut, UnknownName
+from kvass.errors import Incompatible, Refused, TimedOut, UnknownName, UsageError
 from kvass.messages import (
     CLEAR_TENANT,
     END_SESSION,
@@ -29,7 +29,17 @@ from kvass.messages import (
     StatusReply,
     TakeOver,
 )
-from kvass.types import MOST_SECONDS, Quota, session_tag
+from kvass.types import (
+    DEFAULT_TENANT,
+    MOST_SECONDS,
+    Quota,
+    is_tenant_name,
+    printable,
+    session_tag,
+)
+
+_QUERY: Final = 128
+"""The most characters of a name that ``Explain`` looks for. Any short name keeps more of it."""
 
 
 def bounded(value: float) -> float:
@@ -74,7 +84,9 @@ class Client(Endpoint):
         if "explain" not in self.connect(timeout_s).features:
             raise Incompatible("the daemon is older than this command: restart it")
         most = MOST_EXPLAINED if request else limit
-        reply = self.call(Explain(engine=engine, request=request, limit=most), timeout_s)
+        message = Explain(engine=printable(engine[:_QUERY]), request=printable(request[:_QUERY]))
+        message.limit = most
+        reply = self.call(message, timeout_s)
         assert isinstance(reply, Explained)
         found = [
             {**one, "request": users_id(one["request"]), "text": sentence(one)}
@@ -142,8 +154,11 @@ class Client(Endpoint):
         that it alone used are the next to be evicted. Returns how many these are; 0 also if the
         daemon knows no such session.
 
-        Raises what ``call`` raises; ``Incompatible`` if the daemon is older than this message.
+        Raises what ``call`` raises; ``UsageError`` if there can be no such tenant;
+        ``Incompatible`` if the daemon is older than this message.
         """
+        if not is_tenant_name(tenant or DEFAULT_TENANT):
+            raise UsageError(f"tenant {tenant[:64]!r}: no tenant can have this name")
         self._require(END_SESSION, "end a session")
         message = EndSession(session=session_tag(session, tenant), tenant=tenant)
         reply = self.call(message, timeout_s)

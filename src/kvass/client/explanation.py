@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from kvass.types import printable, short_of
+
 INTERNAL: Final = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}")
 """vLLM's internal id of a request. It adds a prefix to the user's id if the request has several
 outputs, and a random suffix."""
@@ -78,7 +80,12 @@ def users_id(request: str) -> str:
 
 def is_request(request: str, wanted: str) -> bool:
     """Whether ``wanted`` is the id of ``request``: its own, its user's, or the user's id of the
-    completion of which it is one prompt."""
+    completion of which it is one prompt. Of a request that is known by its short name
+    (``types.short_name``), the beginning counts."""
+    if (begin := short_of(request)) is not None:
+        if request == wanted or printable(wanted).startswith(re.sub(r"^\d+_", "", begin)):
+            return True
+        request, wanted = begin, printable(wanted)
     return re.fullmatch(rf"(\d+_)?{re.escape(wanted)}(-\d+)?(-[0-9a-f]{{8}})?", request) is not None
 
 

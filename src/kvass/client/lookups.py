@@ -172,10 +172,12 @@ class Lookups:
         self._chunk_tokens = chunk_tokens
         self._of: dict[str, RequestLookup] = {}
 
-    def match(self, message: Lookup, blocks: BlockHashes | None) -> Match | Pending | None:
+    def match(
+        self, request: str, message: Lookup, blocks: BlockHashes | None
+    ) -> Match | Pending | None:
         """Do what ``SchedulerClient.match`` says. ``message`` says what to look up."""
         client, wait_s = self._client, 0.0
-        lookup = self._of.setdefault(message.request, RequestLookup())
+        lookup = self._of.setdefault(request, RequestLookup())
         if lookup.first != message.first or self._lapsing(lookup):
             self._void(lookup)
         if lookup.match is None and not lookup.in_flight:

@@ -184,7 +184,7 @@ class PageClient:
                 self._scheduler.new_step()
                 granted = self._scheduler.granted(reserving)
                 if not isinstance(granted, Pending):
-                    return None if granted is None else self._to_write(granted)
+                    return self._to_write(granted) if isinstance(granted, Granted) else None
                 if time.monotonic() >= deadline_s:
                     self._scheduler.give_up(reserving)
                     return None

@@ -56,7 +56,7 @@ from kvass.messages import (
     ReserveItem,
     ShadowReport,
 )
-from kvass.types import MAX_PATIENCE_S
+from kvass.types import MAX_PATIENCE_S, short_name
 
 LATE_S: Final = 2.0
 """How long an answer to a reserve may take, and how long a silent daemon still gets reserves.
@@ -72,6 +72,13 @@ class Reserving:
     items: int
     asked_s: float
     wait_s: float
+
+
+class Refusal:
+    """The daemon refused a whole reserve for something in it. Test with ``isinstance``."""
+
+
+REFUSAL: Final = Refusal()
 
 
 class SchedulerClient(Endpoint):
@@ -172,13 +179,14 @@ class SchedulerClient(Endpoint):
         """
         if self._reset.pending:
             return None
-        message = Lookup(request=request, digests=digests, width=width, first=first, tenant=tenant)
+        name = short_name(request)
+        message = Lookup(request=name, digests=digests, width=width, first=first, tenant=tenant)
         message.session, message.keep_s = use.session, use.keep_s
         message.prefill_tokens_s = bounded(prefill_tokens_s)
         message.prompt_tokens, message.local_tokens = facts.prompt_tokens, facts.local_tokens
         message.if_absent, message.absent_chunk = facts.if_absent, facts.absent_chunk
         message.reported = reported and self._reports
-        return self.lookups.match(message, blocks)
+        return self.lookups.match(request, message, blocks)
 
     def ended_by(self, request: str) -> str:
         """Why the last answer to ``match`` was no longer match (docs/explain.md). Empty if nothing
@@ -284,8 +292,9 @@ class SchedulerClient(Endpoint):
         seq = self.submit(Reserve(items=list(items), width=width))
         return Reserving(seq, len(items), time.monotonic(), wait_s) if seq else None
 
-    def granted(self, reserving: Reserving) -> Granted | Pending | None:
+    def granted(self, reserving: Reserving) -> Granted | Refusal | Pending | None:
         """The grants of a reserve. ``PENDING``: call again in a later step. None: store nothing.
+        ``REFUSAL``: something in it is refused whenever it is sent, so send its items apart.
 
         Only the first call waits, if ``begin_reserve`` said that it may and the daemon owes no
         other answer. ``grants`` is parallel to the items.
@@ -304,12 +313,15 @@ class SchedulerClient(Endpoint):
             return None
         if isinstance(reply, Error):
             self.refused(reply)
-            return None
+            return REFUSAL if reply.code in ("bad_value", "limit") else None
         assert isinstance(reply, Granted)
         assert session is not None
         if reply.boot != session.boot or len(reply.grants) != reserving.items:
             self.fault(session, "a grant of what was not asked for")
             return None
+        for grant in reply.grants:
+            if grant.error:
+                self.refused(Error(code="bad_value", text=grant.error))
         self._giver = self._giver or session
         return reply
 
@@ -326,8 +338,7 @@ class SchedulerClient(Endpoint):
         reply = self.granted(reserving)
         if isinstance(reply, Pending):
             self.give_up(reserving)
-            return None
-        return reply
+        return reply if isinstance(reply, Granted) else None
 
     def abort(self, boot: bytes, reservation: int) -> None:
         """Give back a granted reservation that was not handed over."""

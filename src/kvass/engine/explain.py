@@ -84,7 +84,7 @@ class Explainer:
         tokens = request.first_tokens(count)
         if not tokens:
             return None
-        adapter, salt = request.adapter, self._hash(request.salt.encode())
+        adapter, salt = request.adapter, self._hash(request.salt.encode(errors="surrogatepass"))
         own = salt, "" if adapter is None else adapter.text
         spaces = self._spaces.setdefault(beginning := self._hash(tokens), [])
         self._spaces.move_to_end(beginning)
@@ -156,7 +156,7 @@ class Explainer:
         state.missed_because = why
         if why in CLIENTS:
             self.note(state, local, why)
-        log.debug("%s: %d tokens match, ended by %s", state.request.name, hit, why or "the prompt")
+        log.debug("%s: %d tokens match, ended by %s", state.short_name, hit, why or "the prompt")
         return why
 
     def load_failed(self, state: RequestState) -> None:
@@ -171,7 +171,7 @@ class Explainer:
         if state.noted == why:
             return
         state.noted = state.missed_because = why
-        name, tokens = state.request.name, state.request.known_tokens
+        name, tokens = state.short_name, state.request.known_tokens
         self._notes.pop(name, None)
         self._notes[name] = LookupNote(name, why, time.monotonic(), tokens, local)
         if len(self._notes) > MOST_NOTES:

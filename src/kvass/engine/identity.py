@@ -43,7 +43,7 @@ def digest(parts: Iterable[str]) -> str:
     different digests."""
     state = hashlib.sha256()
     for part in parts:
-        raw = part.encode()
+        raw = part.encode(errors="surrogatepass")
         state.update(len(raw).to_bytes(8, "little") + raw)
     return state.hexdigest()
 

@@ -194,7 +194,7 @@ class OfferMaker:
         """The offers of one request, and the width of a hash in bytes. There is one offer for each
         run of chunks of which the same groups can be stored (``Spans.runs``). If the first
         ``tail`` blocks end inside chunk ``ready``, the last offer has that tail, too."""
-        name, since, each = state.request.name, state.offered.chunks, self._setup.chunk_blocks
+        name, since, each = state.short_name, state.offered.chunks, self._setup.chunk_blocks
         salt = b"" if named is None else named.salt
         ready = min(ready, self._spans.covered(table))
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvass.engine.adapters import NamedAdapter
 from kvass.engine.protocols import Request
+from kvass.types import short_name
 
 
 class LoadState(Enum):
@@ -180,6 +181,13 @@ class RequestState:
     """How many of its first chunks the daemon retains, as it said last."""
     loaded_tokens: int = 0
     """How many tokens its load brings or has brought."""
+    _short_name: str = ""
+
+    @property
+    def short_name(self) -> str:
+        """The request's name for all that leaves the engine (``types.short_name``)."""
+        self._short_name = self._short_name or short_name(self.request.name)
+        return self._short_name
 
     @property
     def may_load(self) -> bool:
@@ -221,7 +229,7 @@ class RequestState:
     def begin_load(self) -> None:
         """The engine allocated blocks to load into."""
         if self.state is not LoadState.STALE:
-            assert self.may_load, f"{self.request.name} has begun its load"
+            assert self.may_load, f"{self.short_name} has begun its load"
             self._move(LoadState.LOADING)
 
     def load_failed(self) -> None:
@@ -261,7 +269,7 @@ class RequestState:
 
     def _move(self, to: LoadState) -> None:
         if to is not self.state:
-            assert (self.state, to) in LOAD_TRANSITIONS, (self.request.name, self.state, to)
+            assert (self.state, to) in LOAD_TRANSITIONS, (self.short_name, self.state, to)
             self.state = to
 
 

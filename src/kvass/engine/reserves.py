@@ -5,7 +5,8 @@ Laws of this file:
 - If the answer does not come at once, all blocks of the offers are held until the answer comes or
   the reserve is given up.
 - A granted store is planned, also if its request has ended meanwhile.
-- The chunks of a reserve that is given up are offered again.
+- The chunks of a reserve that is given up are offered again. So are those of a reserve that was
+  refused for the sake of another request's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from kvass.client.lookups import Pending
-from kvass.client.scheduler import Reserving, SchedulerClient
+from kvass.client.scheduler import Refusal, Reserving, SchedulerClient
 from kvass.engine.granted_stores import GrantedStores
 from kvass.engine.held_blocks import excess
 from kvass.engine.offers import Offer, StepOffers
@@ -112,7 +113,7 @@ class Reserves:
         items = [offer.item for offer in offers]
         reserving = self._client.begin_reserve(items, width, wait=not work.computes)
         if reserving is None:
-            self.count_unstored(offer.state for offer in offers)
+            self._offer_again(offers)
             self._refused()
             return
         for offer in offers:
@@ -170,8 +171,13 @@ class Reserves:
                 for state in ended.values():
                     self._when_unstored(state)
 
-    def _answered(self, reserve: PendingReserve, granted: Granted | None, work: StepWork) -> None:
+    def _answered(
+        self, reserve: PendingReserve, granted: Granted | Refusal | None, work: StepWork
+    ) -> None:
         """Add the granted stores to ``work``. ``granted`` is None if the reserve failed."""
+        if isinstance(granted, Refusal):
+            self._send_apart(reserve, work)
+            return
         if granted is None:
             self._offer_again(reserve.offers)
             self._refused()
@@ -210,6 +216,16 @@ class Reserves:
             self._send(left, reserve.width, reserve.number, work)
         else:
             self._offer_again(left)
+
+    def _send_apart(self, reserve: PendingReserve, work: StepWork) -> None:
+        """The daemon refused all offers for the sake of one. Reserve each half of them again. An
+        offer that was refused alone is not offered again."""
+        offers, half = reserve.offers, len(reserve.offers) // 2
+        if not half:
+            self.count_unstored(offer.state for offer in offers)
+            return
+        for part in (offers[:half], offers[half:]):
+            self._send(part, reserve.width, reserve.number, work)
 
     def _later(self, item: ReserveItem, first: int, width: int) -> ReserveItem:
         """The part of ``item`` from chunk ``first`` on."""

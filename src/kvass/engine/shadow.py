@@ -26,6 +26,7 @@ from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Compared, GroupCompared, StepWork
 from kvass.layout.spans import Table
 from kvass.messages import Register, Registered, ShadowGroup, ShadowReport
+from kvass.types import short_name
 
 REPORT_S: Final = 1.0
 """The shortest time between two reports to the daemon while requests run."""
@@ -307,8 +308,8 @@ class Shadow:
         return (
             f"shadow mode: loaded KV differs from computed KV by up to {difference:.3g}, at a "
             f"value of {value:.3g}: namespace {self._namespace() or 'unknown'}, group {number} "
-            f"({self._setup.groups[number].kind}), chunk {chunk} of request {result.request}, "
-            f"rank {result.rank}"
+            f"({self._setup.groups[number].kind}), chunk {chunk} of request "
+            f"{short_name(result.request)}, rank {result.rank}"
         )
 
     def _namespace(self) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvass.client.explanation import users_id
 from kvass.engine.boundary import log
 from kvass.engine.step_work import Load, Store
+from kvass.types import short_name
 
 if TYPE_CHECKING:
     from kvass.engine.protocols import Request
@@ -129,7 +130,7 @@ class Tracing:
         or a ``traceparent`` header, which may be empty."""
         if isinstance(parent, str):
             parent = self._parent.extract({"traceparent": parent})
-        request = users_id(request)  # as in vLLM's own spans
+        request = users_id(short_name(request))  # as in vLLM's own spans
         span = self._tracer.start_span(
             name, context=parent, start_time=began, attributes={REQUEST: request, **figures}
         )

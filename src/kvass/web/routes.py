@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 from kvass.client.health import tier_state, tier_trouble, used_tiers
 from kvass.errors import Refused, UnknownName
 from kvass.messages import MOST_EXPLAINED
-from kvass.types import NO_CAP, Quota, Size
+from kvass.types import DEFAULT_TENANT, NO_CAP, Quota, Size, is_tenant_name
 from kvass.web.access import Need
 from kvass.web.metrics import exposition
 from kvass.web.source import Source
@@ -155,8 +155,8 @@ def _forget(source: Source, fields: dict[str, Any]) -> HttpReply:
     _no_more(fields)
     if not isinstance(session, str) or not session:
         raise ValueError("session: give the name that its requests have")
-    if not isinstance(tenant, str):
-        raise ValueError("tenant: give a name")
+    if not isinstance(tenant, str) or not is_tenant_name(tenant or DEFAULT_TENANT):
+        raise ValueError("tenant: give the name that its requests have")
     with source.new_client() as client:
         rows = client.end_session(session, tenant)
     return HttpReply(HTTPStatus.OK, {"rows": rows})

@@ -28,7 +28,7 @@ from kvass.engine.boundary import Boundary, log
 from kvass.engine.setup import choose_chunk_tokens
 from kvass.engine.ttl import ttl_seconds
 from kvass.errors import ConfigError, UsageError
-from kvass.types import MAX_BLOCKS, session_tag
+from kvass.types import DEFAULT_TENANT, MAX_BLOCKS, is_tenant_name, session_tag
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Cached:
 
 
 def _use(session: str, ttl: str | float | None, tenant: str) -> Use:
-    """What a call says of its KV. Raises ``UsageError`` for a wrong ``ttl``."""
+    """What a call says of its KV. Raises ``UsageError`` for a wrong ``ttl`` or ``tenant``."""
+    if not is_tenant_name(tenant or DEFAULT_TENANT):
+        raise UsageError(f"tenant {tenant[:64]!r}: use 1 to 64 letters, digits, '.', '_', '-'")
     seconds = ttl_seconds(ttl)
     if seconds is None and ttl is not None:
         raise UsageError(f"ttl {ttl!r}: 0, seconds up to 86400, or a text like 5m or 1h")
@@ -158,7 +160,7 @@ class CachedModel:
         Prompts of another ``salt`` share nothing. ``tenant`` pays for what is stored. ``blend`` as
         of ``connect``, for this call; empty: none. ``session`` names the client's session; ``ttl``
         says that it ends (0) or for how long the rows stay (docs/hints.md). Raises ``UsageError``
-        for arguments with which a prefix cannot be reused, and for a wrong ``ttl``.
+        for arguments with which a prefix cannot be reused, and for a wrong ``ttl`` or ``tenant``.
         """
         models.check_call(self.model, input_ids, arguments)
         use = _use(session, ttl, tenant)

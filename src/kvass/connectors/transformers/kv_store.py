@@ -46,7 +46,7 @@ class Hashed:
     def __init__(self, tokens: list[int], salt: str) -> None:
         self.tokens: U32Array = np.asarray(tokens, "<u4")
         raw, size = self.tokens.tobytes(), 4 * BLOCK
-        last = hashlib.sha256(salt.encode()).digest()
+        last = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
         self._blocks: list[bytes] = []
         for at in range(0, len(raw) // size * size, size):
             last = hashlib.sha256(last + raw[at : at + size]).digest()

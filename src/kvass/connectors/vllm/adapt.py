@@ -27,7 +27,6 @@ Facts relied on:
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -72,6 +71,8 @@ __all__ = [
 
 TO_COMPUTE: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """The states of a request that waits to be computed."""
+MOST_TRACE: Final = 256
+"""The most characters of a ``traceparent``. A client chooses it; a valid one has 55."""
 
 
 @dataclass
@@ -151,7 +152,7 @@ class VllmRequest:
         if self.hints.tenant:
             return self.hints.tenant
         salt = self._request.cache_salt
-        return f"salt-{hashlib.sha256(salt.encode()).hexdigest()[:16]}" if salt else ""
+        return f"salt-{content.text_digest(salt).hex()[:16]}" if salt else ""
 
     def _use(self) -> Use:
         """``Request.use``. A request that ends no session and has none has no tag."""
@@ -165,7 +166,7 @@ class VllmRequest:
 
     @property
     def trace(self) -> str:
-        return str((self._request.trace_headers or {}).get("traceparent", ""))
+        return str((self._request.trace_headers or {}).get("traceparent", ""))[:MOST_TRACE]
 
     @property
     def salt(self) -> str:

@@ -42,7 +42,7 @@ class HashedTexts:
         text, meaning = self._text_and_meaning(request)
         if not text:
             return
-        digest = _digest(text)
+        digest = text_digest(text)
         known = self._meanings.setdefault(digest, meaning) if self._has_room(digest) else meaning
         if known not in (meaning, ""):
             self._meanings[digest] = ""
@@ -52,7 +52,7 @@ class HashedTexts:
     def ambiguous(self, request: Any) -> bool:
         """Whether requests with different content may have the block hashes of ``request``."""
         text, meaning = self._text_and_meaning(request)
-        return bool(text) and self._meanings.get(_digest(text)) != meaning
+        return bool(text) and self._meanings.get(text_digest(text)) != meaning
 
     def _has_room(self, digest: bytes) -> bool:
         return digest in self._meanings or len(self._meanings) < MAX_TEXTS
@@ -63,7 +63,7 @@ class HashedTexts:
         return request.cache_salt or "", "a salt"
 
 
-def _digest(text: str) -> bytes:
+def text_digest(text: str) -> bytes:
     """A client chooses the text, so it may be long, or no valid Unicode."""
     return sha256(text.encode(errors="surrogatepass")).digest()
 

@@ -57,9 +57,14 @@ def known_ranks(field: str, ranks: tuple[int, ...], instance: Instance) -> set[i
     return named
 
 
+def is_request(request: str, limits: Limits) -> bool:
+    """Whether a request's id is not empty (law 2) and not too long (law 12)."""
+    return 0 < len(request) <= limits.request_id_bytes
+
+
 def check_request(request: str, limits: Limits) -> None:
-    """Check that a request's id is not empty (law 2) and not too long (law 12)."""
-    if not request or len(request) > limits.request_id_bytes:
+    """Raise ``Refused`` unless ``is_request``."""
+    if not is_request(request, limits):
         most = limits.request_id_bytes
         raise Refused("bad_value", f"request: give a non-empty id of at most {most} characters")
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvass.core.clients.lookup_log import TEXT, LookupEntry
 from kvass.core.clients.registry import ClientSession
-from kvass.core.handlers.checks import check_boot, check_request, scheduler_of
+from kvass.core.handlers.checks import check_boot, check_request, is_request, scheduler_of
 from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import MOST_EXPLAINED, Explain, Explained, LookupNotes
@@ -20,15 +20,16 @@ _WHY: Final = 64
 
 def lookup_notes(state: State, session: ClientSession, msg: LookupNotes) -> None:
     """Add an engine's notes to its log. A note of a request that the daemon has answered just
-    before, such as of a load that failed, changes the entry of that answer."""
+    before, such as of a load that failed, changes the entry of that answer. A note that is refused
+    is left out. Only if all are, the message is refused."""
     instance = scheduler_of(state, session)
     check_boot(state, msg.boot)
-    for each in msg.notes:
-        check_request(each.request, state.config.limits)
-        if min(each.prompt_tokens, each.local_tokens) < 0:
-            raise Refused("bad_value", "notes: a number of tokens is negative")
+    notes = [each for each in msg.notes if is_request(each.request, state.config.limits)]
+    if not notes and msg.notes:
+        check_request(msg.notes[0].request, state.config.limits)
+    state.counters["refused_bad_value"] += len(msg.notes) - len(notes)
     log = state.log.of(instance)
-    for each in msg.notes:
+    for each in notes:
         when, why = min(each.when_s, state.now), each.why[:_WHY]
         if why == "load_failed_here" and log.load_failed(each.request, each.detail[:TEXT]):
             continue

@@ -43,6 +43,14 @@ class Item(NamedTuple):
     tail: int = 0
 
 
+def checked(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item | Refused:
+    """``check_item``, whose ``Refused`` is returned: the other items may be granted."""
+    try:
+        return check_item(state, ns, item, width)
+    except Refused as refused:
+        return refused
+
+
 def check_item(state: State, ns: Namespace, item: ReserveItem, width: int) -> Item:
     """Check one item of a ``Reserve``. ``width``: bytes per digest. Raises ``Refused``."""
     check_request(item.request, state.config.limits)

@@ -10,7 +10,7 @@ from kvass.core import results
 from kvass.core.clients.registry import ClientSession
 from kvass.core.handlers import granting
 from kvass.core.handlers.checks import open_lease, open_reservation, own_rank, scheduler_of
-from kvass.core.handlers.reserve_items import check_item, items_of_a_step, items_of_one_payer
+from kvass.core.handlers.reserve_items import checked, items_of_a_step, items_of_one_payer
 from kvass.core.state import State
 from kvass.core.tiers import flush
 from kvass.errors import Refused
@@ -19,7 +19,8 @@ from kvass.types import SCHEDULER
 
 
 def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
-    """Grant slots for the chunks of one scheduler step that have no row yet."""
+    """Grant slots for the chunks of one scheduler step that have no row yet. An item that is
+    refused changes nothing, for the other items neither."""
     instance = scheduler_of(state, session)
     if state.leaving:
         raise Refused("shutting_down", "the daemon stops: reserve from the next one")
@@ -32,11 +33,17 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     now = min(
         items_of_a_step(msg.items, sizes, len(ns.classes)), items_of_one_payer(state, msg.items)
     )
-    items = [check_item(state, ns, item, msg.width) for item in msg.items[:now]]
+    items = [checked(state, ns, item, msg.width) for item in msg.items[:now]]
     protect = state.rows.table.clock
-    used = [granting.touch(state, ns, item) for item in items]  # before a grant evicts rows
+    used = [  # before a grant evicts rows
+        [] if isinstance(item, Refused) else granting.touch(state, ns, item) for item in items
+    ]
     grants = list[Grant]()
     for asked, item, found in zip(msg.items[:now], items, used, strict=True):
+        if isinstance(item, Refused):
+            state.counters[f"refused_{item.code}"] += 1
+            grants.append(Grant(error=item.text))
+            continue
         if grants:  # an item before it may have been granted some of the same rows
             found = granting.find(ns, item)
         grants.append(granting.grant(state, instance, ns, item, protect, found))
