@@ -21,6 +21,7 @@ from kvass.core.metrics import MISSES
 from kvass.core.rows import left
 from kvass.engine.explain import CLIENTS
 from kvass.testing.daemon import running_daemon
+from kvass.types import SHORT_NAME, short_name
 
 Captured = pytest.CaptureFixture[str]
 DOCS = Path(__file__).parents[2] / "docs"
@@ -94,6 +95,18 @@ def test_ids_of_requests() -> None:
     assert [span(s) for s in (0.005, 59, 90, 7200, 200_000)] == [
         *("5 ms", "59 s", "1.5 min", "2 h", "2.31 d"),
     ]
+
+
+def test_ids_that_are_long() -> None:
+    """They are known by their beginning and a digest, from the engine on."""
+    name = "2_cmpl-" + "x" * 600 + "-0-aabbccdd"
+    short = short_name(name)
+    assert (len(short), users_id(short)) == (SHORT_NAME, short)
+    for wanted in ("cmpl-" + "x" * 600, short, users_id(name)):
+        assert is_request(short, wanted)
+    for other in ("cmpl-x", "cmpl-" + "y" * 600, ""):
+        assert not is_request(short, other)
+    assert is_request(short_name("cmpl-a\nb-0-aabbccdd"), "cmpl-a\nb")
 
 
 def test_lines_of_a_lookup() -> None:

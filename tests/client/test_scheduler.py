@@ -13,13 +13,15 @@ import pytest
 
 from kvass.client.lookups import PENDING, Match
 from kvass.client.requests import MAX_UNANSWERED
-from kvass.client.scheduler import Reserving, SchedulerClient
+from kvass.client.scheduler import REFUSAL, Reserving, SchedulerClient
 from kvass.client.session import DaemonSession
+from kvass.errors import ErrorCode
 from kvass.messages import (
     Abort,
     Error,
     FromClient,
     FromDaemon,
+    Grant,
     Granted,
     HandedOver,
     Lookup,
@@ -30,6 +32,7 @@ from kvass.messages import (
     Reserve,
     ReserveItem,
 )
+from kvass.types import SHORT_NAME, short_name
 from tests.support.waiting import eventually
 from tests.support.wire.scripted_daemon import Answer, ScriptedDaemon
 
@@ -69,6 +72,17 @@ def held(client: SchedulerClient, request: str = "r", first: int = 0) -> Match:
 def sync(client: SchedulerClient, daemon: ScriptedDaemon) -> None:
     """Everything sent so far has reached the daemon."""
     client.call(Ping())
+
+
+def test_short_names_are_short_printable_and_differ() -> None:
+    longer = ["x" * (SHORT_NAME + 1), "x" * (SHORT_NAME + 2), "", "\n", "\ud800", "\udfff" * 999]
+    short = [*map(short_name, longer)]
+    assert all(0 < len(one) <= SHORT_NAME and one.isprintable() for one in short)
+    assert short[0].startswith("x" * 223 + "~")
+    again = [*map(short_name, short)]  # a client may choose one that is a short name of another
+    assert len({*longer, *short, *again}) == 3 * len(longer)
+    for same in ("a", "x" * SHORT_NAME, "chatcmpl-~\u00e4\U0001f600"):
+        assert short_name(same) == same
 
 
 def test_a_step_reads_the_socket_only_if_an_answer_is_owed(
@@ -398,6 +412,47 @@ def test_a_late_grant_is_aborted_and_nothing_reserved_meanwhile(
     daemon.answers[Reserve] = daemon.grant
     scheduler._reserve_wait_s = 5
     assert scheduler.reserve(ITEMS, WIDTH) is not None  # it answers again
+
+
+def refusing(code: ErrorCode) -> Answer:
+    """The answer of a daemon that refuses with this code."""
+    return lambda message: [Error(seq=message.seq, code=code, text="no")]
+
+
+def test_a_refused_reserve_says_whether_its_items_may_be_sent_apart(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    codes: dict[ErrorCode, object] = {"bad_value": REFUSAL, "limit": REFUSAL}
+    for code, answer in {**codes, "not_registered": None}.items():
+        daemon.answers[Reserve] = refusing(code)
+        reserving = scheduler.begin_reserve(ITEMS, WIDTH)
+        assert reserving is not None
+        assert scheduler.granted(reserving) is answer
+        assert scheduler.reserve(ITEMS, WIDTH) is None
+
+
+def test_a_refused_item_is_counted_and_logged_once(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(message: FromClient) -> list[FromDaemon]:
+        grants = [Grant(reservation=1, chunks=(0,)), Grant(error="request: too long")]
+        return [Granted(seq=message.seq, boot=daemon.boot, grants=grants)]
+
+    daemon.answers[Reserve] = answer
+    for _ in range(2):
+        assert scheduler.reserve(ITEMS, WIDTH) is not None
+    assert scheduler.counters["refused_bad_value"] == 2
+    assert len([r for r in caplog.records if "request: too long" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("name", ["x" * 5_000, "\ud800", ""])
+def test_a_request_of_any_name_is_looked_up_under_a_short_one(
+    daemon: ScriptedDaemon, scheduler: SchedulerClient, name: str
+) -> None:
+    daemon.answers[Lookup] = daemon.hit
+    found = held(scheduler, name)
+    assert daemon.got(Lookup)[0].request == short_name(name) != name
+    assert scheduler.take(name) is found
 
 
 def test_grants_that_come_in_a_later_step_are_handed_over(

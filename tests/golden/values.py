@@ -250,6 +250,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         seq=5, items=[m.ReserveItem(request="r-1", digests=b"", keep_s=86_400.0)]
     ),
     "granted.kept": m.Granted(seq=5, grants=[m.Grant(kept=4)]),
+    "granted.error": m.Granted(seq=5, grants=[m.Grant(error="request: too long")]),
     "reserve.session": m.Reserve(
         seq=5, items=[m.ReserveItem(request="r-1", digests=b"", session=(1 << 32) - 1)]
     ),

@@ -212,7 +212,9 @@ def test_a_session_is_forgotten(web: WebServer, daemon: Daemon) -> None:
             assert ask(web, "POST", "/api/v1/forget", body, **WRITE) == (200, {"rows": found})
         assert rows.find(keys).chunks == 2
         assert ask(web, "POST", "/api/v1/forget", body)[0] == 401
-    for wrong in ({}, {"session": 1}, {"session": "s", "tenant": 1}, {"session": "s", "x": 1}):
+    tenants = (1, "t" * 65, "t" * 5_000, "\ud800", "a b")
+    wrongs = ({}, {"session": 1}, {"session": "s", "x": 1})
+    for wrong in (*wrongs, *({"session": "s", "tenant": tenant} for tenant in tenants)):
         assert ask(web, "POST", "/api/v1/forget", json.dumps(wrong).encode(), **WRITE)[0] == 400
 
 
@@ -223,6 +225,8 @@ def test_a_session_is_forgotten(web: WebServer, daemon: Daemon) -> None:
         ({"tenant": "defalt"}, "no such tenant; the nearest: default"),
         ({"tenant": "other"}, "other has no quota, so its rows count for 'default'"),
         ({"tenant": 1}, "give the name of one of them"),
+        ({"tenant": "t" * 5_000}, "the daemon knows no such tenant"),
+        ({"model": "\ud800"}, "the daemon knows no such model"),
         ({"model": "m", "tenant": "t"}, "give the name of one of them"),
         ({"model": "m", "tiers": True}, "unknown field 'tiers'"),
     ],

@@ -86,6 +86,8 @@ def is_request(request: str, wanted: str) -> bool:
         if request == wanted or printable(wanted).startswith(re.sub(r"^\d+_", "", begin)):
             return True
         request, wanted = begin, printable(wanted)
+    if len(wanted) > len(request):
+        return False
     return re.fullmatch(rf"(\d+_)?{re.escape(wanted)}(-\d+)?(-[0-9a-f]{{8}})?", request) is not None
 
 

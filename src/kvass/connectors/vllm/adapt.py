@@ -122,6 +122,7 @@ class VllmRequest:
         self.exact_blocks: int | None = None
         """The number of blocks with exact KV (``blend_planner.py``); None: all."""
         self.hints = read_hints(request.kv_transfer_params)
+        self.tenant = self._tenant()
         self.use = self._use()
         if texts is not None:
             texts.note(request)
@@ -147,8 +148,8 @@ class VllmRequest:
         )
         return Adapter(lora.lora_int_id, str(lora.lora_path), text, bool(lora.load_inplace))
 
-    @property
-    def tenant(self) -> str:
+    def _tenant(self) -> str:
+        """``Request.tenant``. A salt may be long: it is hashed once."""
         if self.hints.tenant:
             return self.hints.tenant
         salt = self._request.cache_salt
