@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -37,13 +37,23 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, s
         yield daemon, url
 
 
-def ask(url: str, prompt: list[int], session: str = "", **hints: Any) -> dict[str, Any]:
-    """What kvass did for a prompt."""
+def ask(
+    url: str,
+    prompt: list[int],
+    session: str = "",
+    named: Mapping[str, str] | None = None,
+    header: str = "",
+    **hints: Any,
+) -> dict[str, Any]:
+    """What kvass did for a prompt. ``named``: more fields of the body. ``header``: its id."""
     vllms = {name: hints.pop(name) for name in ("max_offload_tokens",) if name in hints}
     params = {f"kvass.{name}": value for name, value in {**hints, "report": True}.items()} | vllms
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
     body |= {"session_id": session} if session else {}
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=100, trust_env=False)
+    body |= named or {}
+    headers = {"X-Request-Id": header} if header else {}
+    where = f"{url}/v1/completions"
+    reply = httpx.post(where, json=body, headers=headers, timeout=100, trust_env=False)
     did: dict[str, Any] = reply.raise_for_status().json()["kv_transfer_params"]["kvass"]
     return did
 
@@ -123,3 +133,37 @@ def test_the_daemon_counts_what_the_engine_counts(served: tuple[Daemon, str]) ->
     assert 10 <= now[0] - before[0] <= 20, "its own cache has some"
     assert now[1] - before[1] <= 20 * 576
     assert now[2] - before[2] == sum(one["hit_tokens"] for one in did) > 576
+
+
+def stored_tokens(daemon: Daemon) -> int:
+    (ns,) = daemon.status()["namespaces"]
+    return int(ns["stored_tokens"])
+
+
+def test_a_requests_id_of_any_length_costs_no_request_its_store(
+    served: tuple[Daemon, str],
+) -> None:
+    """Six others while it runs, for 64 tokens."""
+    daemon, url = served
+    before = counters(daemon)
+    names: list[dict[str, Any]] = [
+        *(
+            {"named": {"request_id": "x" * size, "max_tokens": 64}}
+            for size in (600, 5_000, 100_000, 3_000_000)
+        ),
+        *({"header": "y" * size} for size in (600, 5_000)),
+        {"named": {"request_id": "\u4e2d\n\U0001f600" * 400}},
+    ]
+    for number, name in enumerate(names):
+        stored = stored_tokens(daemon)
+        prompts = [some_prompt(257, seed=9_500 + 7 * number + i) for i in range(7)]
+        with ThreadPoolExecutor(1) as pool:  # L1 is small: one engine may write three rows at once
+            running = pool.submit(ask, url, prompts[0], **name)
+            for other in prompts[1:]:
+                ask(url, other)
+            assert running.result()["hit_tokens"] == 0
+        due = stored + 7 * 256
+        assert eventually(lambda: stored_tokens(daemon) == due), f"name {number}"  # noqa: B023
+    now = counters(daemon)
+    changed = {name for name in now if now[name] != before.get(name, 0)}
+    assert not [name for name in changed if name.startswith(("refused_", "sessions_lost"))]
