@@ -13,7 +13,7 @@ import pytest
 
 from kvass.client.lookups import PENDING, Match
 from kvass.client.requests import MAX_UNANSWERED
-from kvass.client.scheduler import REFUSAL, Reserving, SchedulerClient
+from kvass.client.scheduler import SEND_APART, Reserving, SchedulerClient
 from kvass.client.session import DaemonSession
 from kvass.errors import ErrorCode
 from kvass.messages import (
@@ -422,7 +422,7 @@ def refusing(code: ErrorCode) -> Answer:
 def test_a_refused_reserve_says_whether_its_items_may_be_sent_apart(
     daemon: ScriptedDaemon, scheduler: SchedulerClient
 ) -> None:
-    codes: dict[ErrorCode, object] = {"bad_value": REFUSAL, "limit": REFUSAL}
+    codes: dict[ErrorCode, object] = {"bad_value": SEND_APART, "limit": SEND_APART}
     for code, answer in {**codes, "not_registered": None}.items():
         daemon.answers[Reserve] = refusing(code)
         reserving = scheduler.begin_reserve(ITEMS, WIDTH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -167,3 +168,7 @@ def test_a_requests_id_of_any_length_costs_no_request_its_store(
     now = counters(daemon)
     changed = {name for name in now if now[name] != before.get(name, 0)}
     assert not [name for name in changed if name.startswith(("refused_", "sessions_lost"))]
+    (log,) = Path(daemon.socket).parent.glob("vllm*.log")
+    said = log.read_text()
+    assert "the daemon refused" not in said
+    assert "connection lost" not in said

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvass.client.client import Client
-from kvass.client.scheduler import REFUSAL
+from kvass.client.scheduler import SEND_APART
 from kvass.messages import ReserveItem
 from kvass.testing.daemon import Daemon
 from kvass.types import SHORT_NAME
@@ -76,7 +76,7 @@ def test_what_is_refused_for_anothers_sake_is_reserved_without_it() -> None:
         items: list[ReserveItem] = client.reserves[reserving.seq - 1]
         if any(item.request == "bad" for item in items):
             client.awaited.remove(reserving)
-            return REFUSAL
+            return SEND_APART
         return granted(reserving)
 
     client.granted = refusing  # type: ignore[method-assign]

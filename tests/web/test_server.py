@@ -213,8 +213,8 @@ def test_a_session_is_forgotten(web: WebServer, daemon: Daemon) -> None:
         assert rows.find(keys).chunks == 2
         assert ask(web, "POST", "/api/v1/forget", body)[0] == 401
     tenants = (1, "t" * 65, "t" * 5_000, "\ud800", "a b")
-    wrongs = ({}, {"session": 1}, {"session": "s", "x": 1})
-    for wrong in (*wrongs, *({"session": "s", "tenant": tenant} for tenant in tenants)):
+    named: list[dict[str, object]] = [{"session": "s", "tenant": tenant} for tenant in tenants]
+    for wrong in ({}, {"session": 1}, {"session": "s", "x": 1}, *named):
         assert ask(web, "POST", "/api/v1/forget", json.dumps(wrong).encode(), **WRITE)[0] == 400
 
 

@@ -74,11 +74,11 @@ class Reserving:
     wait_s: float
 
 
-class Refusal:
+class SendApart:
     """The daemon refused a whole reserve for something in it. Test with ``isinstance``."""
 
 
-REFUSAL: Final = Refusal()
+SEND_APART: Final = SendApart()
 
 
 class SchedulerClient(Endpoint):
@@ -292,9 +292,9 @@ class SchedulerClient(Endpoint):
         seq = self.submit(Reserve(items=list(items), width=width))
         return Reserving(seq, len(items), time.monotonic(), wait_s) if seq else None
 
-    def granted(self, reserving: Reserving) -> Granted | Refusal | Pending | None:
+    def granted(self, reserving: Reserving) -> Granted | SendApart | Pending | None:
         """The grants of a reserve. ``PENDING``: call again in a later step. None: store nothing.
-        ``REFUSAL``: something in it is refused whenever it is sent, so send its items apart.
+        ``SEND_APART``: something in it is refused whenever it is sent, so send its items apart.
 
         Only the first call waits, if ``begin_reserve`` said that it may and the daemon owes no
         other answer. ``grants`` is parallel to the items.
@@ -313,7 +313,7 @@ class SchedulerClient(Endpoint):
             return None
         if isinstance(reply, Error):
             self.refused(reply)
-            return REFUSAL if reply.code in ("bad_value", "limit") else None
+            return SEND_APART if reply.code in ("bad_value", "limit") else None
         assert isinstance(reply, Granted)
         assert session is not None
         if reply.boot != session.boot or len(reply.grants) != reserving.items:

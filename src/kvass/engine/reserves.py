@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from kvass.client.lookups import Pending
-from kvass.client.scheduler import Refusal, Reserving, SchedulerClient
+from kvass.client.scheduler import Reserving, SchedulerClient, SendApart
 from kvass.engine.granted_stores import GrantedStores
 from kvass.engine.held_blocks import excess
 from kvass.engine.offers import Offer, StepOffers
@@ -172,10 +172,10 @@ class Reserves:
                     self._when_unstored(state)
 
     def _answered(
-        self, reserve: PendingReserve, granted: Granted | Refusal | None, work: StepWork
+        self, reserve: PendingReserve, granted: Granted | SendApart | None, work: StepWork
     ) -> None:
         """Add the granted stores to ``work``. ``granted`` is None if the reserve failed."""
-        if isinstance(granted, Refusal):
+        if isinstance(granted, SendApart):
             self._send_apart(reserve, work)
             return
         if granted is None:
