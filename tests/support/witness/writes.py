@@ -35,6 +35,8 @@ class WriteWitness:
             raise BrokenLawError("a grant list that is not parallel to its items")
         easy = state.roomy or not (state.busy(state.now) or state.config.quotas)
         for item, grant in zip(msg.items, reply.grants, strict=True):
+            if grant.later != item.first or not item.digests:  # it was decided
+                self._check_error(instance, item, grant, msg.width)
             if grant.chunks:
                 self._grant(instance, msg.width, item, grant, reply.deadline_s)
         held = sum(w.bytes for w in state.open_reservations(instance))
@@ -93,6 +95,24 @@ class WriteWitness:
                 state.writer[page] = granted
         state.reservations[granted.id] = granted
 
+    def _check_error(
+        self, instance: Instance, item: m.ReserveItem, grant: m.Grant, width: int
+    ) -> None:
+        """Law 11: an item that makes no sense is refused, no other is, and nothing is granted."""
+        namespace, limits = instance.namespace, self.state.config.limits
+        if namespace is None:
+            return
+        keys, rest = divmod(len(item.digests), width)
+        blocks, more = divmod(len(item.blocks), width)
+        sense = 0 < len(item.request) <= limits.request_id_bytes and not rest
+        sense = sense and 0 <= item.first <= keys and 0 < item.groups < 1 << namespace.groups
+        count, most = namespace.chunk_blocks, self.state.most_keys(namespace)
+        if sense and item.blocks and count and item.first <= most:
+            sense = not more and blocks <= limits.keys_per_message
+            sense = sense and blocks // count == keys - item.first
+        if sense != (not grant.error) or (grant.error and grant.reservation):
+            raise BrokenLawError(f"law 11: {item} was answered with {grant}")
+
     def _check_refusals(
         self, instance: Instance, namespace: Namespace, msg: m.Reserve, reply: m.Granted
     ) -> None:
@@ -108,6 +128,8 @@ class WriteWitness:
         later = {k for g in reply.grants if g.reservation for k in self._keys_of(g)}
         taken = state.being_written() | state.being_loaded() | later
         for item, grant in zip(msg.items, reply.grants, strict=True):
+            if grant.error:
+                continue
             if grant.reservation:
                 later -= self._keys_of(grant)
             held = taken - later  # items are answered in order

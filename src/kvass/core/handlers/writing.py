@@ -27,7 +27,9 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     ns = state.namespace_of(instance)
     if ns is None:  # nothing was decided: the engine reserves again
         raise Refused("not_registered", f"ranks {instance.missing} are missing: reserve later")
-    sizes = [len(item.digests) // max(msg.width, 1) for item in msg.items]
+    if not 8 <= msg.width <= 32:
+        raise Refused("bad_value", f"width: {msg.width} is not in 8..32")
+    sizes = [len(item.digests) // msg.width for item in msg.items]
     if sum(sizes) > state.config.limits.keys_per_message:
         raise Refused("limit", f"at most {state.config.limits.keys_per_message} keys a message")
     now = min(
