@@ -114,7 +114,7 @@ def test_without_a_daemon_notes_wait_and_the_oldest_go() -> None:
     world.add("waits", PROMPT)
     state = world.connector._planner._requests["waits"]
     for number in range(2 * MOST_NOTES):
-        state.request.vllm.request_id, state.noted = f"r{number}", ""
+        state.request.vllm.request_id, state._short_name, state.noted = f"r{number}", "", ""
         explainer.note(state, 0, "no_daemon")
     assert next(iter(explainer._notes)) == f"r{MOST_NOTES}"
     assert len(explainer._notes) == MOST_NOTES
