@@ -108,3 +108,14 @@ def test_a_daemon_that_counts_answers_gets_none(
     assert client.handed_over([7], [], daemon.boot)
     assert [m.results for m in got(daemon, client)] == [()]
     client.close()
+
+
+def test_a_result_of_a_former_run_of_the_daemon_costs_those_of_this_one_nothing(
+    daemon: ScriptedDaemon, registration: Register
+) -> None:
+    daemon.welcome = knows_results
+    client = connected(daemon, registration, reports=True)
+    client.report(ONE, client.counting_boot)
+    client.report(OTHER, b"the boot before")
+    client.report_all()
+    assert [each.results for each in got(daemon, client)] == [(ONE,)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvass.core.rows.eviction import UseLog
-from kvass.core.rows.row_table import LOADING, NEVER, RowTable
+from kvass.core.rows.row_table import LOADING, NEVER, READY, RowTable
 from tests.core.rows import Rows, ready_table, spec
 
 
@@ -104,6 +104,22 @@ def test_rows_that_are_not_retained_any_more_come_back_some_at_a_time() -> None:
         assert oldest == [*every[: len(oldest) - 5], *every[-5:]]
         seen = len(oldest)
     assert seen == len(every)
+
+
+def test_a_retained_row_stays_while_behind_many_there_is_one_that_is_retained_no_more() -> None:
+    """The control: without it a retained row goes, because nothing else can."""
+    rows = Rows(12_000, 12_000 // 16)
+    row_class, kept = rows.classes.add(spec(), namespace=0), rows.classes.kept
+    kept.share = 1.0
+    held = rows.store(row_class, *range(1, 12_001))
+    kept.keep(held, 60, now=0.0)
+    assert len(row_class.log.oldest(1, rows.rows.table.clock)) == 0, "all are passed over"
+    kept.drop(held[:1])  # the one that was used last
+    assert len(rows.store(row_class, 20_001)) == 1
+    assert rows.counters["evicted_kept"] == 0
+    kept.keep(np.flatnonzero(rows.rows.table.state == READY), 60, now=0.0)
+    assert len(rows.store(row_class, 20_002)) == 1
+    assert rows.counters["evicted_kept"] == 1
 
 
 def test_the_newest_rows_are_readable_and_in_order() -> None:

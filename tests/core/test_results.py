@@ -125,3 +125,7 @@ def test_an_entry_for_each_result_and_none_for_repeats() -> None:
     first, second = entries(rig)
     assert (first["why"], first["hit_tokens"]) == ("", 16)
     assert (second["why"], second["hit_tokens"], second["times"]) == ("load_failed_here", 0, 1)
+    e.lookup("a", **told)
+    say(e, result(16, why="not_loaded"))
+    third = entries(rig)[-1]
+    assert (third["why"], third["hit_tokens"]) == ("not_loaded", 0)

@@ -309,6 +309,16 @@ def test_more_connections_than_places_that_say_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.parametrize("pings", [2000, 4000])
+def test_what_follows_the_message_that_ended_a_session_is_not_looked_at(
+    shared: Daemon, bystander: RawSession, pings: int
+) -> None:
+    """It takes longer than one turn."""
+    with RawSession(shared.socket) as peer:
+        peer.raw(b"".join(framing.encode(Ping(seq=n + 1)) for n in range(pings)))
+        assert [type(each) for each in peer.rest()] == [Error]
+
+
 def test_a_session_that_asks_much_at_once_does_not_hold_up_the_others(shared: Daemon) -> None:
     """Between the messages that one read brought, other sessions have their turn."""
     many = 1500

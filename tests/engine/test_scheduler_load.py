@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvass.engine import planner
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import (
     CHUNK,
@@ -439,3 +440,23 @@ def test_a_load_that_vllm_defers_begins_when_it_says_so(end: str) -> None:
     world.finish(output, received=[load.request for load in work.loads])
     world.run(client)
     settled(client, world)
+
+
+def test_a_miss_is_looked_up_again_when_blocks_came_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the request waits for them, another engine stores what it needs."""
+    monkeypatch.setattr(planner, "ASK_AGAIN_S", 1e9)
+    client, _ = stored()
+    rows = set(client.rows)
+    small = SchedulerHarness(client, blocks=9)
+    small.add("a", range(1000, 1100), max_tokens=20)
+    small.step()
+    client.rows.clear()
+    asked = len(client.lookups)
+    small.add("b", PROMPT)
+    for _ in range(5):
+        small.step()
+    assert len(client.lookups) == asked + 1, "its miss stays one"
+    client.rows |= rows
+    small.abort("a")
+    _, work = small.schedule()
+    assert [load.request for load in work.loads] == ["b"]

@@ -38,6 +38,9 @@ class Results:
 
     def add(self, result: LookupResult, boot: bytes) -> None:
         """Add a result of a lookup that the run ``boot`` of the daemon answered."""
+        session = self._client.session
+        if session is not None and boot != session.boot:
+            return
         if boot != self._boot:
             self._kept, self._boot, self._told_tokens_s = [], boot, 0.0
         if not self._kept:

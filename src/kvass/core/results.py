@@ -29,7 +29,7 @@ def reported(
     ns = state.namespace_of(instance)
     log = state.log.of(instance)
     for result in results:
-        log.ended(result.request, result.failed)
+        log.ended(result.request, "load_failed_here" if result.failed else result.why)
         result.lookup_tokens = min(result.lookup_tokens, MOST_TOKENS)
         result.hit_tokens = min(result.hit_tokens, result.lookup_tokens)
         count(state, instance, ns, result)

@@ -268,6 +268,8 @@ class Server:
             for message in messages:
                 event = effects.Received(connection.session, message)
                 self._step(event, connection.decoder.size)
+                if not self._is_heard(connection):
+                    return
                 if time.monotonic() >= end or connection.unsent > TURN_BYTES:
                     connection.pause()
                     self._loop.call_soon(self._go_on, connection, messages)
@@ -277,12 +279,16 @@ class Server:
 
     def _go_on(self, connection: Connection, messages: Iterator[FromClient]) -> None:
         """Begin another turn of a session that was not done in its last one."""
-        if self._connections.get(connection.session) is not connection:
-            return
-        connection.resume()
-        if not connection.ignoring:
+        if self._connections.get(connection.session) is connection:
+            connection.resume()
+        if self._is_heard(connection):
             self._take(connection, messages)
             self._finish_turn()
+
+    def _is_heard(self, connection: Connection) -> bool:
+        """Whether the session goes on. If not, its socket may be closed already."""
+        there = self._connections.get(connection.session) is connection
+        return there and not connection.ignoring
 
     def _at_eof(self, connection: Connection) -> None:
         session = connection.session

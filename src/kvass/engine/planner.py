@@ -41,8 +41,8 @@ from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, Table
 
 ASK_AGAIN_S: Final = 0.1
-"""How long a miss stays one while the request waits for blocks. Only then may others have stored
-what it needs, and the engine may ask in every step."""
+"""How long a miss stays one while the request waits for blocks: the engine may ask in every step.
+After blocks came free it is looked up again, because another may have stored what it needs."""
 CLEAR_TIMEOUT_S: Final = 0.2
 """How long the engine may wait for a clear. Without an answer by then, later steps continue it."""
 
@@ -77,6 +77,8 @@ class Planner:
         )
         self._loads: list[Load] = []
         self._emptied = False
+        self._freed_s = 0.0
+        """CLOCK_MONOTONIC at which blocks last came free."""
         self.off = False
         """Whether a copy was wrong, so that the engine runs uncached until it ends."""
         self._speed = PrefillSpeed()
@@ -129,6 +131,7 @@ class Planner:
         """A request ended: it finished or was aborted. ``table``: the blocks that it still has.
         Blocks that are being stored, or are to be stored, stay held."""
         state = self._requests.pop(name, None)
+        self._freed_s = time.monotonic()
         self._client.give_back(name)
         if self._head_of_line is not None:
             self._head_of_line.ended(name)
@@ -180,7 +183,8 @@ class Planner:
                 self._explain.note(state, local, "loads_off")
             return 0
         if state is not None:
-            if self._client.connected and state.missed_since(local, time.monotonic() - ASK_AGAIN_S):
+            since_s = max(self._freed_s, time.monotonic() - ASK_AGAIN_S)
+            if self._client.connected and state.missed_since(local, since_s):
                 return 0
             state.fresh = False
         if not self._setup.loads or state is None or not state.may_load:
@@ -416,6 +420,8 @@ class Planner:
         requests whose load failed; all their chunks are offered for storing again. ``loaded``:
         all requests whose load ended."""
         self._stores.reported(steps)
+        if steps:
+            self._freed_s = time.monotonic()
         failed, loaded = set(failed), set(loaded)
         self.results.loads_ended(failed, loaded)
         if self._head_of_line is not None:

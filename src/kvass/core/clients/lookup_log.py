@@ -116,11 +116,14 @@ class EngineLog:
                 del self._waiting[dropped.request]
         self.entries.append(entry)
 
-    def ended(self, request: str, failed: bool) -> None:
-        """The result of a request's last lookup was reported. ``failed``: its load failed."""
-        self._waiting.pop(request, None)
-        if failed:
+    def ended(self, request: str, why: str) -> None:
+        """The result of a request's last lookup was reported. ``why``: of its misses. In shadow
+        mode nothing is loaded, and the entry says what would have been."""
+        waiting = self._waiting.pop(request, None)
+        if why == "load_failed_here":
             self.load_failed(request)
+        elif why == "not_loaded" and waiting is not None and not self.shadow:
+            waiting.why, waiting.hit_tokens, waiting.end_token = why, 0, waiting.local_tokens
 
     def load_failed(self, request: str, detail: str = "") -> bool:
         """The load of a request failed, so its last lookup hit nothing. False: it has no entry."""

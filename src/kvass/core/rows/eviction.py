@@ -107,6 +107,12 @@ class UseLog(Entries):
                 break
         return np.concatenate(found)
 
+    @property
+    def unseen(self) -> bool:
+        """Whether ``oldest`` may find more if it is called again: it has not looked through all
+        rows that it passed over."""
+        return self._unseen > 0
+
     def oldest(self, count: int, protect: int) -> I64Array:
         """At most ``count`` evictable rows with a stamp below ``protect``; the oldest is first.
         Retained rows are passed over. They are in ``passed`` then."""

@@ -13,6 +13,8 @@ to another tenant.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +28,9 @@ from kvass.core.rows.row_table import FREE, NOBODY, READY, WRITING
 from kvass.core.rows.saving import saved_set
 from kvass.core.rows.sets import CLEARED
 from kvass.types import I64Array, U64Array
+
+_MOST_LOOKS: Final = 16
+"""How often one call looks for rows that are not retained any more: 5 ms of work."""
 
 
 class RowAllocator:
@@ -116,8 +121,10 @@ class RowAllocator:
     # ------------------------------------------------------------ room
 
     def _make_room(self, row_class: RowClass, count: int, protect: int) -> None:
-        """Make ``count`` slots of a class free, or as many as possible."""
+        """Make ``count`` slots of a class free, or as many as possible. Fewer, too, if among the
+        retained rows there are many that may be none any more: the next call goes on."""
         self._classes.kept.sweep(self._rows.uses.now)
+        looks = 0
         while (lacking := count - len(row_class.free)) > 0:
             if self._add_set(row_class):
                 continue
@@ -125,6 +132,10 @@ class RowAllocator:
                 self._evict(row_class, ended, "ended", not row_class.within_cap)
                 continue
             victims = row_class.log.oldest(lacking, protect)
+            if not len(victims) and row_class.log.unseen:
+                if (looks := looks + 1) > _MOST_LOOKS:
+                    return
+                continue
             oldest = int(self._table.stamp[victims[0]]) if len(victims) else protect
             if self._take_over(row_class, lacking, oldest, protect):
                 continue
