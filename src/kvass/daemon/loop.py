@@ -43,7 +43,7 @@ from kvass.daemon.session_log import LOGGED, SessionLog
 from kvass.daemon.tier_process.supervisor import task
 from kvass.daemon.tier_set import TierSet
 from kvass.errors import ConfigError, FrameError
-from kvass.messages import Error, FromClient, Lookup, StatusReply, Welcome
+from kvass.messages import Error, FromClient, Granted, Lookup, Reserve, StatusReply, Welcome
 from kvass.types import Size
 from kvass.wire import framing
 from kvass.wire.channel import peer_of
@@ -352,9 +352,11 @@ class Server:
         if type(event) is effects.Received:
             if type(event.message) is Lookup:
                 self._times["lookup_core_seconds"].observe(time.monotonic() - now)
-            if self._recorder is not None and not _refused(todo):
-                namespace = self._machine.namespace(event.session)
-                self._recorder.take(now, namespace, event.message)
+            if self._recorder is not None:
+                accepted = _accepted(event.message, todo)
+                if accepted is not None:
+                    namespace = self._machine.namespace(event.session)
+                    self._recorder.take(now, namespace, accepted)
         for effect in todo:
             self._carry_out(effect)
 
@@ -436,6 +438,14 @@ class Server:
         self._handle(effects.Tick())
 
 
-def _refused(todo: list[effects.Effect]) -> bool:
-    """Whether the message that led to ``todo`` was refused."""
-    return any(type(e) is effects.Send and type(e.message) is Error for e in todo)
+def _accepted(message: FromClient, todo: list[effects.Effect]) -> FromClient | None:
+    """The message that led to ``todo``, without the items that were refused; None if all of it
+    was."""
+    for reply in [each.message for each in todo if type(each) is effects.Send]:
+        if type(reply) is Error:
+            return None
+        if type(message) is Reserve and type(reply) is Granted:
+            both = zip(message.items, reply.grants, strict=True)
+            good = [item for item, grant in both if not grant.error]
+            return Reserve(items=good, width=message.width) if good else None
+    return message
