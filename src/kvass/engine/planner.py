@@ -215,18 +215,17 @@ class Planner:
         speed, tenant = self._speed.tokens_s, state.request.tenant
         if self._tracing is not None and state.state is not LoadState.ANSWERED:
             self._tracing.lookup_began(name)
-        facts = self._explain.facts(state, local, chunks)
-        use = state.request.use
+        facts, use = self._explain.facts(state, local, chunks), state.request.use
         found = self._client.match(name, hashes, width, first, speed, tenant, blocks, facts, use)
         if isinstance(found, Pending):
             if self._tracing is not None and self._client.promoting(name):
                 self._tracing.promotion_began(name)
             return None
-        hit, ended_by, tiers = 0, self._client.ended_by(name), () if found is None else found.tiers
+        ended_by, tiers = self._client.ended_by(name), () if found is None else found.tiers
         state.kept_chunks = max(state.kept_chunks, self._client.kept(name))
+        hit = 0
         if found is not None:
-            hit_end = min(end, self._limits.tokens(found.chunks, found.blocks))
-            hit = max(0, (hit_end if most is None else min(hit_end, most)) - local)
+            hit = self._hit(found, local, end if most is None else min(end, most))
             if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
                 self._client.give_back(name)
         why = self._explain.answered(state, local, hit, ended_by)
@@ -235,6 +234,10 @@ class Planner:
         if state.answered(answer) and self._tracing is not None:
             self._tracing.lookup_ended(state.request, end - local, hit, why)
         return hit
+
+    def _hit(self, found: Match, local: int, end: int) -> int:
+        """How many tokens after the ``local`` ones ``found`` has, up to token ``end``."""
+        return max(0, min(end, self._limits.tokens(found.chunks, found.blocks)) - local)
 
     def _adapter_to_match(self, state: RequestState) -> NamedAdapter | NoSalt | None:
         """The adapter whose salt is mixed into the hashes of a lookup. None: the request has no
