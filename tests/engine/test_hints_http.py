@@ -22,6 +22,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.engine
 
 L1 = 12 << 20
+CHUNK = 256
 FIGURES = ("lookups", "lookup_tokens", "hit_tokens")
 
 
@@ -102,7 +103,7 @@ def test_the_rows_of_a_session_that_ended_are_the_next_to_go(served: tuple[Daemo
     ended = counters(daemon)["session_rows_ended"] - before["session_rows_ended"]
     assert ended >= 3, "more than 256 + 5 * 132 tokens, in chunks of 256"
     evicted = counters(daemon)["evicted_ended"]
-    ask(url, some_prompt(512, seed=9999))
+    ask(url, some_prompt(1000, seed=9999))  # 4 rows: tails that were replaced left 2 free at most
     assert eventually(lambda: counters(daemon)["evicted_ended"] > evicted), "they go first"
 
 
@@ -120,20 +121,23 @@ def daemon_figures(daemon: Daemon) -> list[float]:
 
 
 def test_the_daemon_counts_what_the_engine_counts(served: tuple[Daemon, str]) -> None:
-    """To the token: 20 prompts at once of which 10 are stored, and blocks for seven. They store
-    nothing themselves, so that what is stored stays."""
+    """To the token: 20 prompts at once, and blocks for seven. L1 has a chunk of each of eight, the
+    engine's cache has none. They store nothing themselves, so that what is stored stays."""
     daemon, url = served
-    prompts = [some_prompt(600, seed=9000 + number) for number in range(20)]
-    for tokens in prompts[::2]:
-        ask(url, tokens)
+    prompts = [some_prompt(600, seed=6000 + number) for number in range(20)]
+    stored = prompts[:16:2]
+    for tokens in stored:
+        ask(url, tokens[: CHUNK + 8])
+    for number in range(8):
+        ask(url, some_prompt(600, seed=6100 + number), max_offload_tokens=0)
     before = daemon_figures(daemon)
     with ThreadPoolExecutor(20) as pool:
         did = [*pool.map(partial(ask, url, max_offload_tokens=0), prompts)]
     assert eventually(lambda: daemon_figures(daemon) == engine_figures(url)), "its only engine"
     now = daemon_figures(daemon)
-    assert 10 <= now[0] - before[0] <= 20, "its own cache has some"
+    assert 10 <= now[0] - before[0] <= 20, "its own cache may have some"
     assert now[1] - before[1] <= 20 * 576
-    assert now[2] - before[2] == sum(one["hit_tokens"] for one in did) > 576
+    assert now[2] - before[2] == sum(one["hit_tokens"] for one in did) >= len(stored) * CHUNK
 
 
 def stored_tokens(daemon: Daemon) -> int:
