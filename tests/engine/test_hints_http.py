@@ -164,10 +164,12 @@ def test_a_requests_id_of_any_length_costs_no_request_its_store(
         prompts = [some_prompt(257, seed=9_500 + 7 * number + i) for i in range(7)]
         with ThreadPoolExecutor(1) as pool:  # L1 is small: one engine may write three rows at once
             running = pool.submit(ask, url, prompts[0], **name)
-            for other in prompts[1:]:
+            for count, other in enumerate(prompts[1:], 1):
                 ask(url, other)
+                least = stored + count * CHUNK
+                assert eventually(lambda: stored_tokens(daemon) >= least), f"{number}: {count}"  # noqa: B023
             assert running.result()["hit_tokens"] == 0
-        due = stored + 7 * 256
+        due = stored + 7 * CHUNK
         assert eventually(lambda: stored_tokens(daemon) == due), f"name {number}"  # noqa: B023
     now = counters(daemon)
     changed = {name for name in now if now[name] != before.get(name, 0)}
