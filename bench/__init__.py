@@ -19,7 +19,6 @@ From the root of the repository, with what ``make setup`` installs:
     python -m bench.largest_messages        what the largest message of each kind costs the daemon
     python -m bench.big_machine             what requests of 8 engines of 8 ranks cost the daemon
     python -m bench.restart                 a daemon's first hit after a restart, with 1 M rows
-    python -m bench.warm_start disk:FOLDER  what --warm-start brings and costs
     python -m bench.huge_pages              what pages of 2 MiB and 1 GiB are worth
     python -m bench.blend_quality           how right answers are with blend; a small trained model
 

@@ -120,7 +120,6 @@ def test_every_option_comes_from_every_source(tmp_path: Path) -> None:
         "flush": "on_evict",
         "keep_loaded": "no",
         "skip_slow_loads": "no",
-        "warm_start": "0.25",
         "keep_share": "0.5",
         "stop_s": "5",
         "quota": "a=1GiB:1KiB",

@@ -170,15 +170,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="keep rows that were loaded from a tier in L1 after they were read"),
     ] = True
-    warm_start: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="part of L1 that is filled from the first tier after a start, with what "
-            "was used last; 0: none",
-        ),
-    ] = 0.0
     skip_slow_loads: Annotated[
         bool,
         Meta(description="do not load from a tier what the engine computes sooner"),

@@ -158,14 +158,6 @@ def test_where_l1_lies_on_several_nodes(own_fields: dict[str, Any]) -> None:
     assert not [line for line in report(own_fields) if "nodes" in line]
 
 
-def test_what_a_warm_start_has_loaded(own_fields: dict[str, Any]) -> None:
-    own_fields["tiers"] = [broken(up=True, store_failures=0, stored_rows=0)]
-    own_fields |= {"warm_start_planned_bytes": 40 << 20, "warm_start_left_bytes": 10 << 20}
-    assert "warming  30.0 MiB of 40.0 MiB loaded from disk:/d" in list(report(own_fields))
-    own_fields["warm_start_planned_bytes"] = 0
-    assert not [line for line in report(own_fields) if "warming" in line]
-
-
 def test_what_rests_since_the_last_daemon(own_fields: dict[str, Any]) -> None:
     rests = {"place": "/dev/shm/k", "started_empty": "", "adopted_rows": 3, "adopted_bytes": 4096}
     rests |= {"resting_bytes": 5 << 20, "resting_s": 43.0, "resting_pids": []}

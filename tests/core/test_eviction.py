@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvass.core.rows.eviction import UseLog
-from kvass.core.rows.row_table import LOADING, NEVER, READY, RowTable
+from kvass.core.rows.row_table import READY, RowTable
 from tests.core.rows import Rows, ready_table, spec
 
 
@@ -71,20 +71,6 @@ def test_a_log_of_many_rows_stays_short_and_in_order() -> None:
     assert log.oldest(40_000, table.clock).tolist() == oldest_first.tolist()
 
 
-def test_what_was_used_before_all_others_is_evicted_first() -> None:
-    table = ready_table(9000)
-    stamps = np.arange(8000)
-    table.clock = 8000  # reserved for them
-    log = log_of(table, 8500)
-    for end in range(8000, 0, -40):  # the last used come first
-        rows = np.arange(end - 40, end)
-        table.stamp[rows] = stamps[rows]
-        log.touched_before(rows, stamps[rows])
-    assert len(log._segments) <= 3
-    assert log.oldest(9000, table.clock).tolist() == [*range(8000), 8500]
-    assert log.oldest(9000, 7000).tolist() == [*range(7000)]
-
-
 def test_rows_that_are_not_retained_any_more_come_back_some_at_a_time() -> None:
     """In the order of their last use, before all that the log has."""
     rows = Rows(20_000, 20_000 // 16)
@@ -120,17 +106,3 @@ def test_a_retained_row_stays_while_behind_many_there_is_one_that_is_retained_no
     kept.keep(np.flatnonzero(rows.rows.table.state == READY), 60, now=0.0)
     assert len(rows.store(row_class, 20_002)) == 1
     assert rows.counters["evicted_kept"] == 1
-
-
-def test_the_newest_rows_are_readable_and_in_order() -> None:
-    table = ready_table(6000)
-    log = log_of(table)
-    assert (log.last_stamp, log.newest(3).tolist()) == (NEVER, [])
-    rows = np.arange(6000)
-    log.touched(rows, table.stamp_rows(rows))
-    again = np.array([7, 5])
-    log.touched(again, table.stamp_rows(again))
-    table.state[5999] = LOADING
-    assert log.last_stamp == 6001
-    assert log.newest(4).tolist() == [5, 7, 5998, 5997]
-    assert len(set(log.newest(9000).tolist())) == 5999

@@ -14,29 +14,22 @@ from kvass.core.effects import (
     Event,
     Loaded,
     Probed,
-    Recalled,
     Records,
-    Remembered,
     Send,
     Stored,
     TierClear,
     TierEpoch,
     TierLoad,
     TierProbe,
-    TierRecall,
-    TierRemember,
     TierStore,
     ToTier,
 )
 from kvass.core.tiers.epochs import to_note
-from kvass.types import U64Array
 from tests.core.rig import WIDTH, Engine, Rig, digests
 
 BUDGET_S = 0.1
 """How long a lookup waits if it does not say how long."""
-Asked = TypeVar(
-    "Asked", TierProbe, TierLoad, TierStore, TierEpoch, TierClear, TierRemember, TierRecall
-)
+Asked = TypeVar("Asked", TierProbe, TierLoad, TierStore, TierEpoch, TierClear)
 Record = tuple[bytes, int, int, bytes]
 
 
@@ -48,7 +41,6 @@ class TierRig(Rig):
         super().__init__(*args, **{**options, "core": core})
         self.shelves: list[set[Record]] = [set() for _ in range(tiers)]
         self.notes: list[dict[bytes, int]] = [{} for _ in range(tiers)]
-        self.lists: list[dict[tuple[bytes, int, int], U64Array]] = [{} for _ in range(tiers)]
         self.asked: list[ToTier] = []
         self.said: list[tuple[int, Any]] = []
         """All messages that were sent, with their sessions."""
@@ -96,12 +88,6 @@ class TierRig(Rig):
             good = self._bools(which, names(op.records), lambda one: True)
             shelf |= {one for one, ok in zip(names(op.records), good, strict=True) if ok}
             self.step(Stored(op.op, good, down=self.down))
-        elif isinstance(op, TierRemember):
-            self.lists[op.tier][_class_of(op.records)] = op.records.keys
-            self.step(Remembered(op.op, True))
-        elif isinstance(op, TierRecall):
-            keys = self.lists[op.tier].get(_class_of(op.records), op.records.keys)
-            self.step(Recalled(op.op, keys))
         elif isinstance(op, TierLoad):
             good = self._bools(which, names(op.records), shelf.__contains__)
             self.step(Loaded(op.op, good))
@@ -156,10 +142,6 @@ class TierRig(Rig):
 def prefetch(engine: Engine, *chunks: object) -> m.Prefetch:
     """A prefetch by whoever is no engine."""
     return m.Prefetch("p", digests(*chunks), WIDTH, namespace=engine.namespace, seq=5)
-
-
-def _class_of(records: Records) -> tuple[bytes, int, int]:
-    return records.namespace, records.epoch, records.group
 
 
 def names(records: Records) -> list[Record]:

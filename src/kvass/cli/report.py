@@ -41,9 +41,6 @@ def _report(fields: dict[str, Any]) -> Iterator[str]:
         f"memory   {size(used)} of {size(capacity)} used ({percent(used, capacity)}), "
         f"{fields['rows']:,} rows, {evicted:,} evicted{populating}"
     )
-    if planned := fields.get("warm_start_planned_bytes"):
-        loaded = planned - fields["warm_start_left_bytes"]
-        yield f"warming  {size(loaded)} of {size(planned)} loaded from {fields['tiers'][0]['tier']}"
     if len(nodes := fields.get("l1_node_bytes", {})) > 1:
         yield f"on nodes {', '.join(f'{node}: {size(n)}' for node, n in nodes.items())}"
     yield from _arena(fields.get("arena", {}))

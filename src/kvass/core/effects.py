@@ -154,20 +154,6 @@ class Emptied(msgspec.Struct, frozen=True, tag=True):
     done: bool
 
 
-class Remembered(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierRemember``. ``done``: the tier has the list."""
-
-    op: int
-    done: bool
-
-
-class Recalled(msgspec.Struct, frozen=True, tag=True):
-    """The end of a ``TierRecall``. ``keys``: as ``Records.keys``; none if there is no list."""
-
-    op: int
-    keys: npt.NDArray[np.uint64]
-
-
 class TierReport(msgspec.Struct, frozen=True, tag=True):
     """The state of a tier: JSON-able fields for ``kvass status``. It ends no operation."""
 
@@ -175,7 +161,7 @@ class TierReport(msgspec.Struct, frozen=True, tag=True):
     fields: dict[str, Any]
 
 
-FromTier = Probed | Loaded | Stored | EpochIs | Emptied | Remembered | Recalled
+FromTier = Probed | Loaded | Stored | EpochIs | Emptied
 FromSession = Opened | Received | Faulted | Lost | ProcessEnded | FormerEnded
 Instruction = QuotasAre | TiersAre | Stopping
 Event = FromSession | PopulatedTo | Instruction | Tick | TierReport | FromTier
@@ -292,27 +278,6 @@ class TierClear(msgspec.Struct, frozen=True, tag=True):
     op: int
 
 
-class TierRemember(msgspec.Struct, frozen=True, tag=True):
-    """Have the tier keep the keys of ``records`` in their order, as the *list* of their row class
-    (``core.tiers.warm_start``). It replaces the list before. ``Remembered`` ends it.
-
-    The list is a record of the size of a row, with the shards of ``shard_bytes``."""
-
-    tier: int
-    op: int
-    records: Records
-    shard_bytes: tuple[int, ...]
-
-
-class TierRecall(msgspec.Struct, frozen=True, tag=True):
-    """Ask the tier for the list of a row class. ``records`` has no keys. ``Recalled`` ends it."""
-
-    tier: int
-    op: int
-    records: Records
-    shard_bytes: tuple[int, ...]
-
-
 ToSession = Send | Close | HalfClose
-ToTier = TierProbe | TierLoad | TierStore | TierEpoch | TierClear | TierRemember | TierRecall
+ToTier = TierProbe | TierLoad | TierStore | TierEpoch | TierClear
 Effect = ToSession | Watch | Leave | ToTier

@@ -31,11 +31,11 @@ from kvass.core.handlers import (
     writing,
 )
 from kvass.core.pending.ledger import soonest
-from kvass.core.pending.tier_operations import Looking, NotingEpoch, Remembering
+from kvass.core.pending.tier_operations import Looking, NotingEpoch
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.saved.index_file import SavedIndex
 from kvass.core.state import CoreConfig, State
-from kvass.core.tiers import epochs, flush, presence, probe, promote, tier_changes, warm_start
+from kvass.core.tiers import epochs, flush, presence, probe, promote, tier_changes
 from kvass.errors import Refused
 from kvass.messages import Error, FromDaemon, Hello, Pong, Register, StatusReply
 from kvass.types import Quota, small_l1
@@ -97,7 +97,6 @@ def _tick(state: State, event: effects.Tick) -> None:
     sessions.end_silent(state)
     former.sweep(state)
     epochs.read_again(state)
-    warm_start.remember_due(state)
     if state.clears:
         clearing.clear_more(state)
     elif state.endings:
@@ -111,12 +110,9 @@ def _tick(state: State, event: effects.Tick) -> None:
 
 
 def _epoch_is(state: State, event: effects.EpochIs) -> None:
-    asked = state.tiers.ops[event.op]
     tier = state.tiers.all[epochs.epoch_answered(state, event)]
     if event.epoch is not None:
         flush.store_next(state, tier, len(tier.queue))
-        assert isinstance(asked, NotingEpoch), "epoch_answered would have noticed"
-        warm_start.begin(state, asked.namespace)
     promote.epoch_known(state)
 
 
@@ -149,8 +145,6 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Stored: flush.stored,
     effects.EpochIs: _epoch_is,
     effects.Emptied: epochs.emptied,
-    effects.Remembered: warm_start.remembered,
-    effects.Recalled: warm_start.recalled,
     effects.TierReport: _tier_report,
     effects.QuotasAre: lambda state, event: clearing.replace_quotas(state, event.quotas),
     effects.TiersAre: tier_changes.change,
@@ -190,8 +184,6 @@ class CacheMachine:
         if state.settlement.first_hits:
             flush.queue_first_hits(state)
         flush.retry_due(state)
-        if state.warm.all:
-            warm_start.go_on(state)
         return state.out
 
     def end(self) -> None:
@@ -246,12 +238,11 @@ class CacheMachine:
 
     @property
     def flushing(self) -> bool:
-        """Whether a tier is storing rows or lists, or will store queued rows when it answers with
+        """Whether a tier is storing rows, or will store queued rows when it answers with
         its epoch."""
         tiers, ops = self.state.tiers.all, self.state.tiers.ops.values()
         return any(tier.storing_bytes for tier in tiers) or any(
-            isinstance(op, Remembering) or (isinstance(op, NotingEpoch) and tiers[op.tier].queue)
-            for op in ops
+            isinstance(op, NotingEpoch) and tiers[op.tier].queue for op in ops
         )
 
     @property

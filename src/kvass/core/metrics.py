@@ -26,8 +26,6 @@ COUNTERS: Final[dict[str, str]] = {
     "prefetches": "Prefetches that were not refused.",
     "lookups_await_stores": "Lookups that waited for rows that an engine was storing.",
     "lookups_not_waited": "Lookups and prefetches that did not wait: too many waited.",
-    "warm_start_rows": "Rows that warm starts loaded (`--warm-start`).",
-    "warm_start_bytes": "Bytes of these rows.",
     "promotions_late": "Lookups and prefetches that timed out before tiers or stores were done.",
     "promotions_cut": "Loads from tiers that were shortened because L1 had no room.",
     "promotions_not_worth_it": "Loads from tiers not begun because computing the tokens is faster.",
@@ -107,8 +105,6 @@ GAUGES: Final[dict[str, str]] = {
     "indexed_chunks": "Chunks that are indexed by their tokens.",
     "indexed_bytes": "Memory of these in the daemon.",
     "promotions": "Lookups and prefetches that wait for a tier or a store.",
-    "warm_start_planned_bytes": "What the warm start that runs is to load; 0: none runs.",
-    "warm_start_left_bytes": "What it has still to load.",
     "lease_oldest_s": "Age of the oldest lease.",
     "reservation_oldest_s": "Age of the oldest reservation.",
 }

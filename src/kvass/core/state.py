@@ -23,7 +23,6 @@ from kvass.core.pending.promotion import Promotions
 from kvass.core.pending.settlement import Settlement
 from kvass.core.pending.tier_operations import Clearing
 from kvass.core.pending.tier_state import FlushMode, Tiers
-from kvass.core.pending.warm_starts import WarmStarts
 from kvass.core.rows.row_allocator import RowAllocator
 from kvass.core.rows.row_classes import Namespace, RowClasses
 from kvass.core.rows.row_states import RowStates
@@ -64,8 +63,6 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Whether promoted rows stay in L1 after their last unpin."""
     keep_share: float = 0.25
     """The part of a tenant's share of L1 that its retained rows may take."""
-    warm_share: float = 0.0
-    """The part of L1 that warm starts may fill; 0: there are none."""
     weigh_loads: bool = True
     """Whether a promotion is skipped if computing the tokens is faster."""
     quotas: tuple[Quota, ...] = ()
@@ -139,7 +136,6 @@ class State:
         """The effects of the step in progress."""
         self.tiers = Tiers(config.tiers, config.boot)
         self.promotions = Promotions()
-        self.warm = WarmStarts(int(config.warm_share * config.arena_bytes))
         self.stopping = False
         self.leaving = False
         """Whether the next daemon gets the memory: nothing is granted any more."""

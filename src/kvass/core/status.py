@@ -61,8 +61,6 @@ def status(state: State, terms_of: Collection[bytes] = ()) -> dict[str, Any]:
         "indexed_chunks": sum(m.count for m in matchers),
         "indexed_bytes": sum(m.count * entry_bytes(m.chunk_tokens) for m in matchers),
         "promotions": len(state.promotions.all),
-        "warm_start_planned_bytes": state.warm.planned_bytes,
-        "warm_start_left_bytes": state.warm.left_bytes,
         "lease_oldest_s": _age(state, state.leases.oldest, timing.lease_s),
         "reservation_oldest_s": _age(state, state.reservations.oldest, timing.reserve_s),
         "engines": [_engine(state, instance) for instance in state.instances.values()],

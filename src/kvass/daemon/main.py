@@ -159,7 +159,6 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         flush=config.flush,
         retain_promoted=config.keep_loaded,
         keep_share=config.keep_share,
-        warm_share=config.warm_start if config.keep_loaded else 0.0,
         weigh_loads=config.skip_slow_loads,
         quotas=quotas(config),
     )

@@ -75,10 +75,6 @@ class SimulatedTier:
                 return end, effects.Loaded(effect.op, np.array(held, np.bool_))
             case effects.TierEpoch():
                 return now, effects.EpochIs(effect.op, 1)
-            case effects.TierRemember():
-                return now, effects.Remembered(effect.op, False)
-            case effects.TierRecall():
-                return now, effects.Recalled(effect.op, np.empty((0, 4), np.uint64))
             case effects.TierClear():
                 self._store.clear()
                 return now, effects.Emptied(effect.op, True)

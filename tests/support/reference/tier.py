@@ -37,10 +37,6 @@ class ReferenceTier:
             epoch = to_note(effect, self._notes.get(effect.namespace), 0.0)
             self._notes[effect.namespace] = epoch
             return fx.EpochIs(effect.op, epoch)
-        if isinstance(effect, fx.TierRemember):
-            return fx.Remembered(effect.op, False)
-        if isinstance(effect, fx.TierRecall):
-            return fx.Recalled(effect.op, effect.records.keys)
         self._records.clear()
         return fx.Emptied(effect.op, True)
 

@@ -35,9 +35,9 @@ from kvass.core.event_lines import line, parse
 from kvass.core.machine import CacheMachine, CoreConfig
 from tests.support.reference.engine import run_reference
 from tests.support.simulation.clients import ClientConnection, Process, SimulatedEngine, some
+from tests.support.simulation.earlier_daemon import fill_tiers, put_back_tiers
 from tests.support.simulation.faults import inject_fault
 from tests.support.simulation.starvation import check_no_starvation
-from tests.support.simulation.warm_start import put_back_tiers, warm_tiers
 from tests.support.simulation.world import World
 from tests.support.witness.records import BrokenLawError
 from tests.support.witness.witness import Witness
@@ -51,16 +51,16 @@ class Simulation(World):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        if self.tiers.names and self.warm:
-            self._warm_up()
+        if self.tiers.names and self.filled:
+            self._fill_tiers()
         self.boot()
 
-    def _warm_up(self) -> None:
+    def _fill_tiers(self) -> None:
         """An earlier daemon, with a large arena and ``write_through``, fills the tiers."""
         flush, self.flush = self.flush, "write_through"
         arena_bytes, self.arena_bytes = self.arena_bytes, 5_000 * self.chunk_bytes
         self.boot()
-        warm_tiers(self)
+        fill_tiers(self)
         if not self.tiers.healthy and self.rng.random() < 0.3:
             put_back_tiers(self)
         self.flush, self.arena_bytes = flush, arena_bytes

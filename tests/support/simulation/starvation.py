@@ -12,8 +12,8 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.core.effects import Received
 from kvass.types import PAGE
 from tests.support.simulation.clients import SimulatedEngine
+from tests.support.simulation.earlier_daemon import ask, register, store
 from tests.support.simulation.random_models import WIDTH, even_model
-from tests.support.simulation.warm_start import ask, register, store
 from tests.support.simulation.world import World
 from tests.support.witness.records import BrokenLawError
 

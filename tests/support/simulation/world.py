@@ -83,7 +83,7 @@ class World:
         modes: list[FlushMode] = ["write_through", "write_through", "on_evict", "none"]
         self.tiers = SimTiers(self, seed, rng.choice([0, 1, 1, 2]), rng.random() < 0.4)
         self.flush: FlushMode = rng.choice(modes)
-        self.warm = rng.random() < 0.8
+        self.filled = rng.random() < 0.8
         """Whether an earlier daemon has filled the tiers."""
         self.retain, self.weigh = rng.random() < 0.7, rng.random() < 0.5
         self.reboots = rng.choice([0.0, 0.002, 0.01]) if self.tiers.names else 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 
 from kvass.core import effects as fx
@@ -35,8 +34,6 @@ _ENDS: dict[type[fx.ToTier], type[fx.FromTier]] = {
     fx.TierStore: fx.Stored,
     fx.TierEpoch: fx.EpochIs,
     fx.TierClear: fx.Emptied,
-    fx.TierRemember: fx.Remembered,
-    fx.TierRecall: fx.Recalled,
 }
 
 
@@ -72,8 +69,6 @@ class TierWitness:
         elif isinstance(effect, fx.TierProbe):
             for batch in effect.batches:
                 self._check_named(effect.tier, batch)
-        elif isinstance(effect, fx.TierRemember | fx.TierRecall):
-            self._check_named(effect.tier, effect.records)
         elif isinstance(effect, fx.TierClear):
             self.emptied = True
         elif isinstance(effect, fx.TierEpoch):
@@ -110,9 +105,6 @@ class TierWitness:
                 for row in self._rows(batch)
             )
             self._held.update(row for row, yes in zip(rows, event.held, strict=True) if yes)
-        elif isinstance(event, fx.Recalled) and isinstance(effect, fx.TierRecall):
-            named = msgspec.structs.replace(effect.records, keys=event.keys)
-            self._held.update((effect.tier, named.epoch, row) for row in self._rows(named))
         elif isinstance(event, fx.EpochIs) and isinstance(effect, fx.TierEpoch):
             clears = state.archive.clears[state.by_digest[effect.namespace].key]
             if event.epoch is not None and self._clears.pop(event.op) == clears:

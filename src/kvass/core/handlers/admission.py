@@ -30,7 +30,7 @@ from kvass.core.pending.settlement import MOVED
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import NEVER
 from kvass.core.state import State
-from kvass.core.tiers import epochs, promote, warm_start
+from kvass.core.tiers import epochs, promote
 from kvass.errors import Refused
 from kvass.messages import Register, Registered
 from kvass.types import MAX_GROUPS, SCHEDULER, RankLayout
@@ -155,7 +155,6 @@ def _namespace_for(state: State, instance: Instance) -> int:
     )
     state.by_digest[digest] = new
     state.classes.saving.put(state.namespaces[new].saved)
-    warm_start.announce(state, state.namespaces[new])
     epochs.namespace_added(state, state.namespaces[new])
     return new
 

@@ -93,8 +93,6 @@ def clear_tenant(state: State, session: ClientSession, msg: ClearTenant) -> None
     sets = np.flatnonzero(_of_tenant(state, tenant.id))
     clearing = Clearing(session.id, msg.seq, [], False, tenant=tenant.id, sets=sets)
     state.clears.append(clearing)
-    if tenant is state.tenants.default:
-        state.warm.all.clear()  # it pays for the rows of warm starts
     state.classes.table.void(sets)
     _clear_some_sets(state, clearing)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from kvass.core.clients.registry import ClientSession
 from kvass.core.effects import Leave
 from kvass.core.state import State
-from kvass.core.tiers import flush, warm_start
+from kvass.core.tiers import flush
 from kvass.errors import Refused
 from kvass.messages import Leaving, TakeOver
 
@@ -31,4 +31,3 @@ def stop(state: State) -> None:
     """The daemon stops: flush, and let what is being written become complete if it lasts."""
     state.leaving |= bool(state.config.place)
     flush.stop(state)
-    warm_start.stop(state)

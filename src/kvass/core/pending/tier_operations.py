@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from kvass.core.matching.coverage import BoolArray
-from kvass.core.pending.warm_starts import WarmStart
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import ClassRows
 from kvass.types import I64Array, U64Array
@@ -50,8 +49,6 @@ class Loading(msgspec.Struct):
     part: ClassRows
     size_bytes: int
     waiters: set[int]
-    warm_start: bool = False
-    """It was begun by a warm start, and not by a promotion."""
 
 
 class Flushing(msgspec.Struct):
@@ -74,20 +71,6 @@ class NotingEpoch(msgspec.Struct):
     epoch: int
     renew: bool
     clearing: Clearing | None
-
-
-class Remembering(msgspec.Struct):
-    """A ``TierRemember``."""
-
-    tier: int
-
-
-class Recalling(msgspec.Struct):
-    """A ``TierRecall`` for a warm start. ``group``: the layer group whose list it is."""
-
-    tier: int
-    warm_start: WarmStart
-    group: int
 
 
 class Emptying(msgspec.Struct):
@@ -119,7 +102,5 @@ class Clearing(msgspec.Struct, eq=False):
     sets: I64Array = msgspec.field(default_factory=lambda: np.empty(0, np.int64))
 
 
-Op = Probing | Looking | Loading | Flushing | NotingEpoch | Emptying | Remembering | Recalling
-OneOp = TypeVar(
-    "OneOp", Probing, Looking, Loading, Flushing, NotingEpoch, Emptying, Remembering, Recalling
-)
+Op = Probing | Looking | Loading | Flushing | NotingEpoch | Emptying
+OneOp = TypeVar("OneOp", Probing, Looking, Loading, Flushing, NotingEpoch, Emptying)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvass.core.rows.retention import Retention
 from kvass.core.rows.row_list import Entries, RowList, Segment, parts_of
-from kvass.core.rows.row_table import NEVER, READY, RowTable
+from kvass.core.rows.row_table import NEVER, RowTable
 from kvass.types import I64Array
 
 _SEGMENT: Final = 4096
@@ -76,36 +76,6 @@ class UseLog(Entries):
             for at in range(0, whole, _SEGMENT)
         ]
         self.touched(rows[whole:], stamps[whole:])
-
-    def touched_before(self, rows: I64Array, stamps: I64Array) -> None:
-        """Record that ``rows`` were used before all others of the log. ``stamps``: their stamps in
-        the table, ascending."""
-        if self._segments and len(self._segments[0][0]) + len(rows) <= _SEGMENT:
-            after = self._segments[0]
-            both = np.concatenate([rows, after[0]]), np.concatenate([stamps, after[1]])
-            self._segments[0] = both
-        else:
-            self._segments.insert(0, (rows.copy(), stamps.copy()))
-            self._tidied += 1
-
-    @property
-    def last_stamp(self) -> int:
-        """A number that grows with every use of a row."""
-        if self._used:
-            return int(self._stamps[self._used - 1])
-        return int(self._segments[-1][1][-1]) if self._segments else NEVER
-
-    def newest(self, count: int) -> I64Array:
-        """At most ``count`` readable rows; the one that was used last is first."""
-        found, missing = [np.empty(0, np.int64)], count
-        last = self._rows[: self._used], self._stamps[: self._used]
-        for rows, stamps in (last, *reversed(self._segments)):
-            live = (self._table.stamp[rows] == stamps) & (self._table.state[rows] >= READY)
-            found.append(rows[live][::-1][:missing])
-            missing -= len(found[-1])
-            if not missing:
-                break
-        return np.concatenate(found)
 
     @property
     def unseen(self) -> bool:

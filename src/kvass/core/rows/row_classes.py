@@ -107,8 +107,6 @@ class Namespace(msgspec.Struct):
     epoch; infinity while the answer is awaited.
     ``private``: only one engine uses it, in one generation (``messages.Register``). Its rows are in
     L1 only, no tier is asked for an epoch, and ``tier_epochs`` and ``asked_s`` are empty.
-    ``warm_stamp``: the first of the stamps that are reserved for the rows of its warm start;
-    ``None``: it has begun, or there is none.
     ``like``: the digest of the most similar older namespace of the same model. ``differs_in``: the
     fields in which this one differs from it, for display.
     """
@@ -126,7 +124,6 @@ class Namespace(msgspec.Struct):
     epoch: int = 0
     tier_epochs: list[int | None] = []
     asked_s: list[float] = []
-    warm_stamp: int | None = None
     traffic: Traffic = msgspec.field(default_factory=Traffic)
 
     @property

@@ -85,13 +85,6 @@ class RowStates:
                 if self.classes.tags.has_ended(session):
                     self.evict_first(rows[self.of_ended(rows)])
 
-    def touched_before(self, row_class: RowClass, rows: I64Array, stamps: I64Array) -> None:
-        """Record that ``rows`` of ``row_class`` were used before all its other rows. ``stamps``:
-        descending."""
-        self.table.stamp[rows] = stamps
-        row_class.log.touched_before(rows[::-1], stamps[::-1])
-        np.maximum.at(self._sets.newest, self._sets_of(rows), stamps)
-
     def _touch_each(self, rows: I64Array, stamps: I64Array) -> None:
         """Record the use of ``rows`` of several tenants in the log of each tenant's class."""
         owners = self._sets.owner[self.table.set_of[rows]]

@@ -46,21 +46,18 @@ def load(
         for tier in np.unique(home[w]).tolist():
             of_tier = taken[home[w] == tier]
             for at in range(0, len(of_tier), step):
-                load_rows(state, promotion.namespace, c, tier, of_tier[at : at + step])
+                _load_rows(state, promotion.namespace, c, tier, of_tier[at : at + step])
     return upto
 
 
-def load_rows(
-    state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Array, warm_start: bool = False
-) -> int:
-    """Ask a tier to fill LOADING rows of a class. Returns the number of the operation."""
+def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Array) -> None:
+    """Ask a tier to fill LOADING rows of a class."""
     size = len(rows) * c.spec.row_bytes
-    op = state.tiers.begin(Loading(tier, state.now, ClassRows(c.id, rows), size, set(), warm_start))
+    op = state.tiers.begin(Loading(tier, state.now, ClassRows(c.id, rows), size, set()))
     state.rows.table.loader[rows] = op
     state.tiers.all[tier].speed.begin(size, state.now)
     records = epochs.records(ns, tier, c, state.rows.table.keys_of(rows))
     state.out.append(TierLoad(tier, op, records, state.rows.slots(rows), c.spec.shard_bytes))
-    return op
 
 
 def loaded(state: State, event: Loaded) -> list[Promotion]:
@@ -70,11 +67,7 @@ def loaded(state: State, event: Loaded) -> list[Promotion]:
     good, failed = op.part.rows[event.which], op.part.rows[~event.which]
     size = len(good) * (op.size_bytes // len(op.part.rows))
     tier = state.tiers.all[op.tier]
-    # A warm start's loads come one at a time, so they do not show how fast the tier is.
-    tier.speed.end(op.size_bytes, 0 if op.warm_start else size, state.now)
-    if op.warm_start:
-        state.counters["warm_start_rows"] += len(good)
-        state.counters["warm_start_bytes"] += size
+    tier.speed.end(op.size_bytes, size, state.now)
     tier.histograms["load_seconds"].observe(state.now - op.begun)
     tier.counters["loaded_rows"] += len(good)
     tier.counters["loaded_bytes"] += size

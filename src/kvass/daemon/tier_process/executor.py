@@ -88,8 +88,6 @@ class Executor:
             effects.TierLoad: load,
             effects.TierStore: store,
             effects.TierClear: store,
-            effects.TierRemember: store,
-            effects.TierRecall: load,
         }
         self._lock = threading.Lock()
         """Guards the fields below and all queues. It is never held during a call of the tier."""

@@ -18,16 +18,12 @@ from kvass.core.tiers.epochs import to_note
 from kvass.errors import TierDown
 from kvass.tiers.base import Buffer, DividedTier, Shards, Tier
 from kvass.tiers.codec import record_key
-from kvass.types import Slots, U64Array
+from kvass.types import Slots
 
 _NOTE: Final = "epoch2."
 """The prefix of the names of epoch notes. Notes with the older prefix ``epoch.`` are ignored: their
 values were not ordered."""
 _EPOCH_BYTES: Final = 8
-_LIST: Final = b"lastused"
-"""In the key of a list, in the place of the chunk's hash."""
-_CHUNK_BYTES: Final = 32
-_NO_KEYS: Final = np.empty((0, _CHUNK_BYTES // 8), np.uint64)
 _MEET_S: Final = 0.2
 """Seconds between writing a new note and reading it again. Several daemons may find no note at
 about the same time, and each write one. All then use the epoch that was written last."""
@@ -47,10 +43,6 @@ def perform(effect: effects.ToTier, tier: Tier, arena: Buffer) -> effects.FromTi
         return effects.Stored(effect.op, _store(effect, tier, arena))
     if isinstance(effect, effects.TierEpoch):
         return effects.EpochIs(effect.op, _epoch(effect, tier))
-    if isinstance(effect, effects.TierRemember):
-        return effects.Remembered(effect.op, _remember(effect, tier))
-    if isinstance(effect, effects.TierRecall):
-        return effects.Recalled(effect.op, _recall(effect, tier))
     tier.clear()
     return effects.Emptied(effect.op, True)
 
@@ -65,10 +57,6 @@ def failed_result(effect: effects.ToTier) -> effects.FromTier:
         return effects.Stored(effect.op, _none(len(effect.records.keys)), down=True)
     if isinstance(effect, effects.TierEpoch):
         return effects.EpochIs(effect.op, None)
-    if isinstance(effect, effects.TierRemember):
-        return effects.Remembered(effect.op, False)
-    if isinstance(effect, effects.TierRecall):
-        return effects.Recalled(effect.op, _NO_KEYS)
     assert isinstance(effect, effects.TierClear)
     return effects.Emptied(effect.op, False)
 
@@ -108,35 +96,6 @@ def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[
         done = store([keys[i] for i in missing], [data[i] for i in missing])
         held[missing] = _flags(done, len(missing))
     return held
-
-
-def _remember(effect: effects.TierRemember, tier: Tier) -> bool:
-    """Store the list of a class: the keys one after another, then zeros."""
-    data = np.zeros(sum(effect.shard_bytes), np.uint8)
-    raw = np.ascontiguousarray(effect.records.keys).view(np.uint8).ravel()[: len(data)]
-    data[: len(raw)] = raw
-    return bool(tier.store([_list_key(effect.records)], [_shards_of(data, effect.shard_bytes)])[0])
-
-
-def _recall(effect: effects.TierRecall, tier: Tier) -> U64Array:
-    """Load the list of a class; no keys if the tier has none."""
-    data = np.zeros(sum(effect.shard_bytes), np.uint8)
-    if not tier.load([_list_key(effect.records)], [_shards_of(data, effect.shard_bytes)])[0]:
-        return _NO_KEYS
-    whole = len(data) // _CHUNK_BYTES * _CHUNK_BYTES
-    keys = data[:whole].view(np.uint64).reshape(-1, _NO_KEYS.shape[1])
-    ends = np.flatnonzero(~keys.any(axis=1))
-    return keys[: ends[0]] if len(ends) else keys
-
-
-def _list_key(records: effects.Records) -> bytes:
-    """The key of the list of a class. It is shorter than that of any row."""
-    return record_key(records.namespace, records.epoch, records.group, _LIST)
-
-
-def _shards_of(data: Buffer, shard_bytes: tuple[int, ...]) -> Shards:
-    ends = np.cumsum(shard_bytes).tolist()
-    return [data[end - size : end] for end, size in zip(ends, shard_bytes, strict=True)]
 
 
 def _epoch(effect: effects.TierEpoch, tier: Tier) -> int | None:

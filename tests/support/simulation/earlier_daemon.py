@@ -12,7 +12,7 @@ from tests.support.simulation.world import World
 from tests.support.witness.records import list_places
 
 
-def warm_tiers(sim: World) -> None:
+def fill_tiers(sim: World) -> None:
     """Store the prompts of every model once, and flush them; what is not granted is skipped."""
     seen = set[int]()
     for engine in sim.engines:
