@@ -20,6 +20,7 @@ the fields declare (``types.py``); a message outside of them ends the session (`
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -62,11 +63,69 @@ FEATURES: Final[tuple[str, ...]] = (
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
 ``clear_tenant``: ``ClearTenant``. ``present``: ``Present``. ``end_session``: ``EndSession``.
-``take_over``: ``TakeOver``. ``drained``: ``Drained``. ``results``: ``Lookup.reported``."""
+``take_over``: ``TakeOver``. ``drained``: ``Drained``. ``results``: ``RequestContext.reported``."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
-    """The base class of all messages. ``seq`` pairs a reply with its request."""
+    """The base class of all messages but ``Lookup``. ``seq`` pairs a reply with its request."""
+
+    seq: Int64 = 0
+
+
+# ---------------------------------------------------------------- the context of a request
+
+
+class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request says of itself, and what its engine knows of it.
+
+    It is made once, where the engine's request enters, and handed on whole. ``Lookup`` and
+    ``ReserveItem`` have its fields, so they are contexts, too. A new hint is one more field here;
+    only who obeys it reads it.
+
+    ``tenant``: who pays for its rows, and in whose figures its lookups count; empty: the default
+    one. ``session``: the tag of the client's session (``types.session_tag``); 0: it is not known.
+    ``keep_s``: retain its rows for so many seconds, at most a day; 0: do not.
+
+    The other fields are of one lookup, and no ``ReserveItem`` says them. ``budget_ms``: how long
+    the answer may take; 0: the daemon's ``lookup_budget_ms``. ``prefill_tokens_s``: how many tokens
+    the engine computes per second; 0: not known. ``prompt_tokens``, ``local_tokens``: of the
+    request, and those of them that the engine's own cache has; for ``Explain`` only. ``if_absent``:
+    the reason that the engine knows in case that the match ends at chunk ``absent_chunk`` and the
+    daemon knows no other reason: ``other_salt``, ``other_adapter`` or ``engine_busy``.
+    ``reported``: the scheduler reports what comes of it (``LookupResult``), so do not count the
+    answer. Only to daemons with the feature ``RESULTS``.
+    """
+
+    budget_ms: Seconds = 0.0
+    prefill_tokens_s: Seconds = 0.0
+    tenant: Name = ""
+    prompt_tokens: Count = 0
+    local_tokens: Count = 0
+    if_absent: Name = ""
+    absent_chunk: Int32 = 0
+    session: SessionTag = 0
+    keep_s: Seconds = 0.0
+    reported: bool = False
+
+    def carried(self) -> dict[str, Any]:
+        """The fields of the context, also of that of a message, to make another one with them."""
+        return dict(zip(_CONTEXT, _context_values(self), strict=True))
+
+
+_CONTEXT: Final = RequestContext.__struct_fields__
+_context_values: Final = attrgetter(*_CONTEXT)
+NO_CONTEXT: Final = RequestContext()
+
+
+def context_of(message: RequestContext) -> RequestContext:
+    """The context of a message, without the rest of it."""
+    return RequestContext(**message.carried())
+
+
+class _WithContext(  # type: ignore[misc]  # the context stays frozen for mypy
+    RequestContext, frozen=False, tag_field="t", kw_only=True, omit_defaults=True
+):
+    """A ``Message`` that has a context. A struct cannot have the fields of two others."""
 
     seq: Int64 = 0
 
@@ -155,37 +214,25 @@ class Registered(Message, tag="registered"):
 # ---------------------------------------------------------------- reading
 
 
-class Lookup(Message, tag="lookup"):
+class Lookup(_WithContext, tag="lookup"):  # type: ignore[misc]  # as there
     """Touch chunks ``[0, first)`` and pin the longest run of READY rows from ``first``.
 
     ``readers`` are the ranks that will each send one ``Release``; missing means exactly rank 0.
     ``spare`` chunks after the match must be cached too; they are checked but not returned.
 
-    Rows that L1 lacks may be promoted from a tier. The answer then comes after the promotion, or
-    after ``budget_ms`` (0: the daemon's ``lookup_budget_ms``) with the rows that are READY by then.
-    If L1 has a part of the rows, the budget shrinks to the share of the others, but not below
-    ``lookup_budget_ms``. Rows that take longer to load than to compute at ``prefill_tokens_s``
-    (0: not known) are not promoted.
+    Rows that L1 lacks may be promoted from a tier, and ``tenant`` pays for them. The answer then
+    comes after the promotion, or after ``budget_ms`` with the rows that are READY by then. If L1
+    has a part of the rows, the budget shrinks to the share of the others, but not below
+    ``lookup_budget_ms``. Rows that take longer to load than to compute at ``prefill_tokens_s`` are
+    not promoted. ``keep_s`` retains the chunks of the match.
 
-    ``tenant``: who pays for promoted rows, and in whose figures the lookup counts; empty: the
-    default one. ``blocks``: hashes of the first blocks of the chunk after ``digests``, fewer than a
+    ``blocks``: hashes of the first blocks of the chunk after ``digests``, fewer than a
     chunk has. If all chunks of ``digests`` match, those blocks that a row of L1 has match too. Only
     where all groups are ``full`` with one block size. ``again``: the lookup of a prompt that was
     looked up just now, with the blocks of the chunk at which that match ended; it is not counted as
     another. ``first_blocks``: hashes of the first blocks of chunk ``first``, which ``digests`` has;
     those of them that some row of L1 has match if no chunk does. ``writing``: wait for rows that
     engines are writing, as for tiers, within the same budget.
-
-    ``prompt_tokens``, ``local_tokens``: of the request, and those of them that the engine's own
-    cache has; for ``Explain`` only. ``if_absent``: the reason that the engine knows in case that
-    the match ends at chunk ``absent_chunk`` and the daemon knows no other reason: ``other_salt``,
-    ``other_adapter`` or ``engine_busy``.
-
-    ``session``: the tag of the client's session (``types.session_tag``); 0: it is not known.
-    ``keep_s``: retain the chunks of the match for so many seconds, at most a day; 0: do not.
-
-    ``reported``: the scheduler reports what comes of it (``LookupResult``), so do not count the
-    answer. Only to daemons with the feature ``RESULTS``.
     """
 
     request: Name
@@ -194,20 +241,10 @@ class Lookup(Message, tag="lookup"):
     first: Int32 = 0
     readers: Ranks | None = None
     spare: Int32 = 0
-    budget_ms: Seconds = 0.0
-    prefill_tokens_s: Seconds = 0.0
-    tenant: Name = ""
     blocks: Digests = b""
     again: bool = False
     writing: bool = False
     first_blocks: Digests = b""
-    prompt_tokens: Count = 0
-    local_tokens: Count = 0
-    if_absent: Name = ""
-    absent_chunk: Int32 = 0
-    session: SessionTag = 0
-    keep_s: Seconds = 0.0
-    reported: bool = False
 
 
 class Promoting(Message, tag="promoting"):
@@ -219,7 +256,7 @@ class Prefetch(Message, tag="prefetch"):
     """Promote what a ``Lookup`` of these digests would promote, without a lease.
 
     ``namespace`` is empty from an engine's scheduler, which means its own. A session that only
-    looks gives the digest of one. ``budget_ms`` as in ``Lookup`` (0: a minute).
+    looks gives the digest of one. ``budget_ms``: how long the answer may take (0: a minute).
     """
 
     request: Name
@@ -250,7 +287,7 @@ class Matched(Message, tag="matched"):
     ``first``.
 
     ``why``: why no more matched; empty if all did, or to a lookup ``again``. docs/explain.md has
-    the reasons. ``kept``: how many first chunks of the prompt are retained (``Lookup.keep_s``).
+    the reasons. ``kept``: how many first chunks of the prompt are retained (``keep_s``).
     ``tiers``: how many tokens of the match each tier loaded for it; empty: none did.
     """
 
@@ -270,8 +307,8 @@ class Matched(Message, tag="matched"):
 
 class LookupNote(msgspec.Struct, omit_defaults=True):
     """What an engine tells of a request's lookup that the daemon cannot know. ``when_s``: when it
-    ended (CLOCK_MONOTONIC). ``prompt_tokens``, ``local_tokens`` as in ``Lookup``. ``why``: the
-    reason, as ``Matched.why``. ``detail``: more about the reason."""
+    ended (CLOCK_MONOTONIC). ``prompt_tokens``, ``local_tokens`` as in ``RequestContext``. ``why``:
+    the reason, as ``Matched.why``. ``detail``: more about the reason."""
 
     request: Name
     why: Name
@@ -366,27 +403,22 @@ class Segments(Message, tag="segments"):
 # ---------------------------------------------------------------- writing
 
 
-class ReserveItem(msgspec.Struct, omit_defaults=True):
+class ReserveItem(RequestContext, frozen=False):  # type: ignore[misc]  # as ``_WithContext``
     """Chunks ``[first, n)`` of one request to be stored; ``[0, first)`` are touched.
 
     ``groups`` is a bit mask of the groups whose rows are wanted. Every rank that registered as a
-    writer will send one ``Commit``. ``tenant``: who pays for them; empty: the default one.
+    writer will send one ``Commit``. ``keep_s`` retains all chunks of the item that have rows.
 
     ``blocks``: the block hashes of chunks ``[first, n)``, and those of the first blocks of chunk
     ``n`` if these are to be stored as a *tail*. The tail is chunk ``n`` of the grant, unless a row
     already has these blocks. Ignored where hits end with a chunk (``Lookup.blocks``).
-
-    ``session``, ``keep_s``: as in ``Lookup``. All chunks of the item that have rows are retained.
     """
 
     request: Name
     digests: Digests
     first: Int32 = 0
     groups: Int64 = 1
-    tenant: Name = ""
     blocks: Digests = b""
-    session: SessionTag = 0
-    keep_s: Seconds = 0.0
 
 
 class Reserve(Message, tag="reserve"):
@@ -412,7 +444,7 @@ class Grant(msgspec.Struct, omit_defaults=True):
     other chunks that were decided exist or are being written. If there was no room for any chunk,
     those after the last of ``refused`` were not decided. None: the daemon is older than this field.
 
-    ``kept``: how many first chunks are retained (``ReserveItem.keep_s``).
+    ``kept``: how many first chunks are retained (``keep_s``).
 
     ``error``: why the daemon refused the item, and always will; empty if it did not. Nothing of
     such an item was decided.
@@ -466,7 +498,7 @@ class LookupResult(msgspec.Struct, omit_defaults=True):
     has ended. Repeats of the lookup before that are part of it.
 
     ``lookup_tokens``: tokens that were looked up. ``hit_tokens``: those of them that were loaded.
-    ``failed``: a load of them failed. ``tenant``: as in ``Lookup``. ``why``: why no more were
+    ``failed``: a load of them failed. ``tenant``: the request's. ``why``: why no more were
     loaded, as ``Matched.why``. ``tiers``: as in ``Matched``.
     """
 
@@ -486,8 +518,8 @@ class HandedOver(Message, tag="handed_over"):
     """One-way, from the scheduler: from now on only the ranks settle these leases and
     reservations.
 
-    ``results``: of lookups that were ``Lookup.reported``; each is sent once. ``prefill_tokens_s``:
-    as in ``Lookup``.
+    ``results``: of lookups that were ``reported``; each is sent once. ``prefill_tokens_s``: as in
+    ``RequestContext``.
     """
 
     boot: ShortBytes
@@ -606,7 +638,7 @@ class QuotaSet(Message, tag="quota_set"):
 class EndSession(Message, tag="end_session"):
     """The client's session with the tag ``session`` ended. The rows that its requests stored and no
     other session used are the next to be evicted, and are not queued for tiers any more. They
-    match until then. ``tenant``: who pays for them, as in ``Lookup``. A later ``Lookup`` of the
+    match until then. ``tenant``: who pays for them. A later ``Lookup`` of the
     session revokes it for the rows that it uses. Feature ``END_SESSION``."""
 
     session: SessionTag
@@ -772,3 +804,4 @@ FromDaemon = (
     | Populated
     | Error
 )
+AnyMessage = FromClient | FromDaemon

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from kvass.client.lookups import PENDING, LookupFacts
+from kvass.client.lookups import PENDING
 from kvass.client.requests import MAX_UNANSWERED
 from kvass.client.scheduler import SchedulerClient
 from kvass.messages import (
@@ -20,7 +21,9 @@ from kvass.messages import (
     Matched,
     Ping,
     Register,
+    RequestContext,
     Welcome,
+    context_of,
 )
 from tests.client.test_scheduler import CHUNKS, DIGESTS, WIDTH, hasty, match
 from tests.support.waiting import eventually
@@ -61,11 +64,13 @@ def test_the_daemon_says_it(daemon: ScriptedDaemon, scheduler: SchedulerClient) 
     daemon.answers[Lookup] = missed
     assert match(scheduler) is None
     assert scheduler.ended_by("r") == "evicted"
-    facts = LookupFacts(1000, 32, "other_salt", 1)
-    scheduler.match("r", DIGESTS, WIDTH, 0, 0.0, "", None, facts)
-    asked = daemon.got(Lookup)[-1]
-    assert (asked.prompt_tokens, asked.local_tokens) == facts[:2]
-    assert (asked.if_absent, asked.absent_chunk) == facts[2:]
+    context = RequestContext(
+        prompt_tokens=1000, local_tokens=32, if_absent="other_salt", tenant="t"
+    )
+    scheduler.match("r", DIGESTS, WIDTH, 0, context)
+    asked = context_of(daemon.got(Lookup)[-1])
+    assert asked.budget_ms, "which the client adds"
+    assert asked == msgspec.structs.replace(context, budget_ms=asked.budget_ms)
     daemon.answers[Lookup] = daemon.hit
     match(scheduler, first=1)
     assert scheduler.ended_by("r") == ""

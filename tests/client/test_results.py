@@ -15,20 +15,18 @@ from kvass.messages import (
     LookupResult,
     Ping,
     Register,
+    RequestContext,
     Welcome,
 )
 from tests.client.test_scheduler import held, match
 from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 ONE, OTHER = LookupResult("r", 64, 48), LookupResult("s", 64)
+REPORTED = RequestContext(reported=True)
 
 
-def connected(
-    daemon: ScriptedDaemon, registration: Register, reports: bool = False
-) -> SchedulerClient:
-    client = SchedulerClient(
-        daemon.path, registration, lookup_budget_s=0.5, step_wait_s=5, reports=reports
-    )
+def connected(daemon: ScriptedDaemon, registration: Register) -> SchedulerClient:
+    client = SchedulerClient(daemon.path, registration, lookup_budget_s=0.5, step_wait_s=5)
     client.connect(5)
     daemon.answers[Lookup] = daemon.hit
     return client
@@ -47,7 +45,7 @@ def test_results_are_sent_with_the_next_message_and_once(
     daemon: ScriptedDaemon, registration: Register
 ) -> None:
     daemon.welcome = knows_results
-    client = connected(daemon, registration, reports=True)
+    client = connected(daemon, registration)
     for result in (ONE, OTHER):
         client.report(result, client.counting_boot)
     client.new_step()
@@ -55,7 +53,7 @@ def test_results_are_sent_with_the_next_message_and_once(
     assert not client.handed_over([7], [], daemon.boot), "of another connection"
     client.speed(9.5)
     for _ in range(2):
-        lease = held(client).lease
+        lease = held(client, context=REPORTED).lease
         assert client.take("r")
         assert client.handed_over([lease], [], daemon.boot)
     assert daemon.got(Lookup)[0].reported
@@ -69,7 +67,7 @@ def test_without_another_message_they_are_sent_a_little_later_or_at_once_if_aske
     daemon: ScriptedDaemon, registration: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon.welcome = knows_results
-    client = connected(daemon, registration, reports=True)
+    client = connected(daemon, registration)
     client.report(ONE, client.counting_boot)
     monkeypatch.setattr(results, "SEND_S", 0.0)
     client.new_step()
@@ -93,8 +91,8 @@ def test_a_daemon_that_counts_answers_gets_none(
     daemon: ScriptedDaemon, registration: Register
 ) -> None:
     """Nor does one that counts results, of lookups of another run or that are not reported."""
-    client = connected(daemon, registration, reports=True)
-    assert match(client)
+    client = connected(daemon, registration)
+    assert match(client, context=REPORTED)
     assert not daemon.got(Lookup)[0].reported
     assert client.counting_boot == b""
     client.close()
@@ -114,7 +112,7 @@ def test_a_result_of_a_former_run_of_the_daemon_costs_those_of_this_one_nothing(
     daemon: ScriptedDaemon, registration: Register
 ) -> None:
     daemon.welcome = knows_results
-    client = connected(daemon, registration, reports=True)
+    client = connected(daemon, registration)
     client.report(ONE, client.counting_boot)
     client.report(OTHER, b"the boot before")
     client.report_all()

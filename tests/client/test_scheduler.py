@@ -17,6 +17,7 @@ from kvass.client.scheduler import SEND_APART, Reserving, SchedulerClient
 from kvass.client.session import DaemonSession
 from kvass.errors import ErrorCode
 from kvass.messages import (
+    NO_CONTEXT,
     Abort,
     Error,
     FromClient,
@@ -29,6 +30,7 @@ from kvass.messages import (
     Ping,
     Register,
     Release,
+    RequestContext,
     Reserve,
     ReserveItem,
 )
@@ -59,12 +61,22 @@ def hasty(client: SchedulerClient, budget_s: float = 0.1) -> None:
     client.new_step()
 
 
-def match(client: SchedulerClient, request: str = "r", first: int = 0) -> object:
-    return client.match(request, DIGESTS, WIDTH, first)
+def match(
+    client: SchedulerClient,
+    request: str = "r",
+    first: int = 0,
+    context: RequestContext = NO_CONTEXT,
+) -> object:
+    return client.match(request, DIGESTS, WIDTH, first, context)
 
 
-def held(client: SchedulerClient, request: str = "r", first: int = 0) -> Match:
-    found = match(client, request, first)
+def held(
+    client: SchedulerClient,
+    request: str = "r",
+    first: int = 0,
+    context: RequestContext = NO_CONTEXT,
+) -> Match:
+    found = match(client, request, first, context)
     assert isinstance(found, Match)
     return found
 

@@ -22,6 +22,7 @@ from kvass.messages import (
     Promoting,
     Register,
     Release,
+    RequestContext,
     Reserve,
 )
 from kvass.types import MAX_PATIENCE_S, Timing
@@ -62,9 +63,9 @@ def later(daemon: ScriptedDaemon, lookup: Lookup) -> Matched:
 def test_the_daemon_is_told_how_long(tiers: ScriptedDaemon, scheduler: SchedulerClient) -> None:
     """As long as computing it would take; a little less, so that its answer comes in time."""
     scheduler.match("guess", DIGESTS, WIDTH, 0)
-    scheduler.match("fast", DIGESTS, WIDTH, 0, 100_000.0)
-    scheduler.match("slow", DIGESTS, WIDTH, 0, 1.0)
-    scheduler.match("rest", DIGESTS, WIDTH, CHUNKS - 1, 100.0)
+    scheduler.match("fast", DIGESTS, WIDTH, 0, RequestContext(prefill_tokens_s=100_000.0))
+    scheduler.match("slow", DIGESTS, WIDTH, 0, RequestContext(prefill_tokens_s=1.0))
+    scheduler.match("rest", DIGESTS, WIDTH, CHUNKS - 1, RequestContext(prefill_tokens_s=100.0))
     budgets = [(m.budget_ms / 1000, m.prefill_tokens_s) for m in tiers.got(Lookup, 4)]
     for (budget, speed), (most, told) in zip(
         budgets, [(WHOLE_S, 0), (0.1, 100_000), (MAX_PATIENCE_S, 1), (2.56, 100)], strict=True
@@ -79,7 +80,7 @@ def test_strange_budgets_and_speeds_end_no_session(
 ) -> None:
     client = SchedulerClient(tiers.path, registration, lookup_budget_s=strange)
     client.connect(5)
-    client.match("r", DIGESTS, WIDTH, 0, strange)
+    client.match("r", DIGESTS, WIDTH, 0, RequestContext(prefill_tokens_s=strange))
     assert client.prefetch(DIGESTS, WIDTH, strange)
     tiers.answers[Prefetch] = lambda m: [Prefetched(seq=m.seq)]
     with Client(tiers.path) as other:

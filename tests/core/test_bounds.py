@@ -32,7 +32,7 @@ FLOATS: Final = (
     *(0.0, -0.0, -1.0, 5e-324, 1e12, 1e308, -1e308),
     *(math.inf, -math.inf, math.nan, 2**63, -(2**63), 2**64 - 1),
 )
-KINDS: Final[tuple[type[m.Message], ...]] = get_args(m.FromClient)
+KINDS: Final[tuple[type[m.FromClient], ...]] = get_args(m.FromClient)
 HYBRID: Final = RankLayout(
     (
         GroupLayout("sliding_window", 16, ("a",), (PAGE,), 20),

@@ -15,7 +15,6 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from kvass.client.lookups import NO_USE, Use
 from kvass.client.parallel import ParallelStrategy
 from kvass.engine.boundary import Boundary
 from kvass.engine.copier import Copier
@@ -25,6 +24,7 @@ from kvass.engine.protocols import Adapter
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
+from kvass.messages import NO_CONTEXT, RequestContext
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.pages import RankMemory, WrongPageError
 from kvass.transfer.base import Job, Outcome
@@ -44,12 +44,12 @@ class Prompt:
     tokens: Sequence[int]
     computed_tokens: int = 0
     reads_cache: bool = True
-    tenant: str = ""
     trace: str = ""
     adapter: Adapter | None = None
     salt: str = ""
     most_stored_tokens: int | None = None
-    use: Use = NO_USE
+    context: RequestContext = NO_CONTEXT
+    ends_session: bool = False
     waits_with_blocks: bool = False
 
     def first_tokens(self, count: int) -> bytes:

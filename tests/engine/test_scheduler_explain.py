@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from kvass.client.lookups import LookupFacts, Match
+from kvass.client.lookups import Match
 from kvass.engine import explain
-from kvass.messages import MOST_NOTES
+from kvass.messages import MOST_NOTES, RequestContext
 from tests.engine.test_scheduler_changes import engine
 from tests.engine.test_scheduler_load import PROMPT, stored
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import SchedulerHarness, rig
 
 
-def asked(client: FakeClient, world: SchedulerHarness, name: str, **fields: Any) -> LookupFacts:
+def asked(client: FakeClient, world: SchedulerHarness, name: str, **fields: Any) -> RequestContext:
     """What the lookup of a request says of it."""
     tokens = fields.pop("tokens", PROMPT)
     world.add(name, tokens, max_tokens=1, **fields)
     world.run(client)
-    return client.facts[name]
+    return client.contexts[name]
 
 
 def noted(client: FakeClient) -> dict[str, str]:
@@ -39,8 +39,10 @@ def told(client: FakeClient, world: SchedulerHarness, tokens: Any, **fields: Any
 
 def test_a_prompt_that_was_seen_under_another_salt() -> None:
     client, world = rig()
-    assert asked(client, world, "a", salt="one") == LookupFacts(100, 0)
-    assert asked(client, world, "b", salt="two") == LookupFacts(100, 0, "other_salt", 0)
+    first, second = asked(client, world, "a", salt="one"), asked(client, world, "b", salt="two")
+    assert (first.prompt_tokens, first.local_tokens, first.if_absent) == (100, 0, "")
+    assert (second.prompt_tokens, second.local_tokens) == (100, 0)
+    assert (second.if_absent, second.absent_chunk) == ("other_salt", 0)
     assert world.scheduler.reset_prefix_cache()
     assert asked(client, world, "c", salt="two").if_absent == "", "now it was seen under this one"
     assert asked(client, world, "d").if_absent == "other_salt"
@@ -54,8 +56,7 @@ def test_a_prompt_that_was_seen_with_another_adapter(tmp_path: Path) -> None:
     assert asked(client, world, "a").if_absent == ""
     request = world.add("b", PROMPT, lora=tmp_path / "lora", max_tokens=1)
     planner = world.connector._planner
-    facts = explainer.facts(planner._requests["b"], 0, 3)
-    assert (facts.if_absent, facts.absent_chunk) == ("other_adapter", 0)
+    assert explainer.if_absent(planner._requests["b"], 3) == ("other_adapter", 0)
     assert request.lora_request is not None
 
 

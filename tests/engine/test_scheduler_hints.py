@@ -142,7 +142,7 @@ def test_what_is_read(params: dict[str, Any] | None, hints: Hints) -> None:
 def tags(client: FakeClient) -> set[int]:
     """Of all lookups and offers."""
     return {
-        *(use.session for use in client.uses),
+        *(context.session for context in client.contexts.values()),
         *(item.session for items in client.reserves for item in items),
     }
 
@@ -270,5 +270,5 @@ def test_the_answer_says_how_much_is_retained(chunks: int, tokens: int) -> None:
     planner.match("a", 0)
     assert planner.outcome("a")[1] == tokens
     world.run(client)
-    assert {use.keep_s for use in client.uses} == {300.0}
+    assert {context.keep_s for context in client.contexts.values()} == {300.0}
     assert {item.keep_s for items in client.reserves for item in items} == {300.0}

@@ -36,7 +36,7 @@ def test_whose_a_request_is(params: dict[str, Any] | None, salt: str | None, ten
     world.tolerant = True  # of a bad value
     world.add("a", range(100), max_tokens=1, params=params, salt=salt)
     world.run(client)
-    assert client.tenants == [tenant]
+    assert [context.tenant for context in client.contexts.values()] == [tenant]
     assert {item.tenant for items in client.reserves for item in items} == {tenant}
     assert not tenant or is_tenant_name(tenant)
 

@@ -17,7 +17,7 @@ from tests.golden.values import FROZEN, STRUCTS, VALUES, WORDS, defaults
 
 FROZEN_NOW: Final[dict[str, Any]] = json.loads(FROZEN.read_text())
 FRAMES: Final = {name: bytes.fromhex(text) for name, text in FROZEN_NOW["frames"].items()}
-KINDS: Final[dict[str, type[m.Message]]] = {
+KINDS: Final[dict[str, type[m.AnyMessage]]] = {
     kind.__struct_config__.tag: kind
     for union in (m.FromClient, m.FromDaemon)
     for kind in typing.get_args(union)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from kvass.errors import FrameError
 from kvass.messages import (
+    AnyMessage,
     Commit,
     Error,
     Hello,
     Lookup,
-    Message,
     Ping,
     Reserve,
     ReserveItem,
@@ -60,14 +60,14 @@ def decode(pieces: list[bytes], limit: int = 1 << 20) -> tuple[list[Any], FrameE
 
 
 @given(st.lists(MESSAGES, max_size=8), st.lists(st.integers(0, 40), max_size=60))
-def test_any_chunking_decodes_the_same(messages: list[Message], sizes: list[int]) -> None:
+def test_any_chunking_decodes_the_same(messages: list[AnyMessage], sizes: list[int]) -> None:
     stream = b"".join(map(framing.encode, messages))
     assert decode(cut(stream, sizes)) == (messages, None)
 
 
 @given(st.lists(MESSAGES, min_size=1, max_size=4), st.data())
 def test_truncated_stream_yields_whole_messages_only(
-    messages: list[Message], data: st.DataObject
+    messages: list[AnyMessage], data: st.DataObject
 ) -> None:
     frames = [framing.encode(m) for m in messages]
     keep = data.draw(st.integers(0, len(frames[-1]) - 1))
@@ -86,7 +86,7 @@ def test_garbage_is_a_frame_error_however_it_is_cut(garbage: bytes, sizes: list[
 
 @given(MESSAGES, st.data())
 def test_flipped_bytes_raise_nothing_but_a_frame_error(
-    message: Message, data: st.DataObject
+    message: AnyMessage, data: st.DataObject
 ) -> None:
     frame = bytearray(framing.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):

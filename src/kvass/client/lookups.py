@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from kvass.client.client import bounded
 from kvass.client.endpoint import Endpoint
@@ -32,31 +34,6 @@ the rows that the hit needs of group ``g``: those of its last ``len(slots[g])`` 
 BlockHashes = Callable[[int], bytes]
 """Takes a chunk's index. Returns the concatenated hashes of its first blocks, as far as a hit that
 ends inside this chunk may use them."""
-
-
-class LookupFacts(NamedTuple):
-    """What a lookup says of its request. The fields are those of ``messages.Lookup``."""
-
-    prompt_tokens: int = 0
-    local_tokens: int = 0
-    if_absent: str = ""
-    absent_chunk: int = 0
-
-
-NO_FACTS: Final = LookupFacts()
-
-
-class Use(NamedTuple):
-    """What a request's client says of the request's KV. ``session``: the tag of its session
-    (``types.session_tag``); 0: it has none. ``ends``: the session ends with the request.
-    ``keep_s``: retain the request's rows for so many seconds; 0: do not."""
-
-    session: int = 0
-    ends: bool = False
-    keep_s: float = 0.0
-
-
-NO_USE: Final = Use()
 
 
 class Pending:
@@ -286,9 +263,12 @@ class Lookups:
             lookup.why = lookup.why or "no_answer"
             return 0.0
         message.readers, message.spare, message.writing = self._readers, self._spare, True
-        message.reported = message.reported and counts_results(session)
         left_s = lookup.give_up_s - time.monotonic()
-        message.budget_ms = bounded(1000 * max(left_s - ANSWER_S, 0.001))
+        message = msgspec.structs.replace(
+            message,
+            budget_ms=bounded(1000 * max(left_s - ANSWER_S, 0.001)),
+            reported=message.reported and counts_results(session),
+        )
         seq = client.submit(message)
         lookup.first, lookup.session, lookup.chunks = message.first, session, chunks
         lookup.blocks = len(message.blocks) // max(1, width)

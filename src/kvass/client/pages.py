@@ -26,7 +26,7 @@ from kvass.client.lookups import Match, Pending
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.worker import ArenaLease, WorkerClient
-from kvass.messages import Granted, Ping, Pong, Presence, Present, ReserveItem
+from kvass.messages import Granted, Ping, Pong, Presence, Present, RequestContext, ReserveItem
 from kvass.types import RankLayout
 
 R = TypeVar("R")
@@ -94,24 +94,26 @@ class PageClient:
 
     # ------------------------------------------------------------ reading
 
-    def count(self, keys: Sequence[bytes], first: int, tenant: str, generation: int) -> int:
+    def count(
+        self, keys: Sequence[bytes], first: int, context: RequestContext, generation: int
+    ) -> int:
         """How many of ``keys`` from number ``first`` on have a row, promoted from tiers if need be.
         Those before ``first`` are marked as used, too. 0 if ``generation`` is over."""
-        match = self._match(keys, first, tenant, generation, self._given_back)
+        match = self._match(keys, first, context, generation, self._given_back)
         return 0 if match is None else match.chunks - match.first
 
     def read(
-        self, keys: Sequence[bytes], first: int, tenant: str, generation: int
+        self, keys: Sequence[bytes], first: int, context: RequestContext, generation: int
     ) -> tuple[Match, ArenaLease] | None:
         """The rows that ``count`` counts, and the arena in which they are. Leave it, and settle the
         match with ``end_read``. None: there are none, or they cannot be read now."""
-        return self._match(keys, first, tenant, generation, self._to_read)
+        return self._match(keys, first, context, generation, self._to_read)
 
     def _match(
         self,
         keys: Sequence[bytes],
         first: int,
-        tenant: str,
+        context: RequestContext,
         generation: int,
         take: Callable[[Match], R | None],
     ) -> R | None:
@@ -123,7 +125,7 @@ class PageClient:
                     if generation != self.generation:
                         return None
                     self._scheduler.new_step()
-                    found = self._scheduler.match(name, digests, width, first, tenant=tenant)
+                    found = self._scheduler.match(name, digests, width, first, context)
                     if not isinstance(found, Pending):
                         match = self._scheduler.take(name)
                         return None if match is None else take(match)
@@ -165,12 +167,13 @@ class PageClient:
     # ------------------------------------------------------------ writing
 
     def reserve(
-        self, keys: Sequence[bytes], first: int, tenant: str, generation: int
+        self, keys: Sequence[bytes], first: int, context: RequestContext, generation: int
     ) -> tuple[Granted, ArenaLease | None] | None:
         """Slots for those of ``keys`` from number ``first`` on that have no row, and the arena in
         which they are. Leave it, and settle the grant with ``end_write``. Without an arena nothing
         was granted. None: there is no answer, or ``generation`` is over."""
-        item = ReserveItem(f"{next(self._names)}", b"".join(keys), first, 1, tenant)
+        name = f"{next(self._names)}"
+        item = ReserveItem(name, b"".join(keys), first, **context.carried())
         deadline_s = time.monotonic() + ANSWER_S
         with self._lock:
             if generation != self.generation:

@@ -13,7 +13,7 @@ from kvass.errors import RemoteError, Unavailable
 MAX_UNANSWERED: Final = 256
 """The most open requests, without promoting ones. Further requests are not sent."""
 
-REPLY_TO: Final[dict[type[m.Message], type[m.FromDaemon]]] = {
+REPLY_TO: Final[dict[type[m.FromClient], type[m.FromDaemon]]] = {
     m.Hello: m.Welcome,
     m.Register: m.Registered,
     m.Lookup: m.Matched,

@@ -19,18 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from kvass.client.client import bounded
 from kvass.client.endpoint import Endpoint
 from kvass.client.lookups import (
-    NO_FACTS,
-    NO_USE,
     PENDING,
     BlockHashes,
-    LookupFacts,
     Lookups,
     Match,
     Pending,
-    Use,
 )
 from kvass.client.reset import NamespaceReset
 from kvass.client.results import Results, counts_results
@@ -39,6 +37,7 @@ from kvass.client.step_budget import StepBudget
 from kvass.errors import Unavailable
 from kvass.messages import (
     END_SESSION,
+    NO_CONTEXT,
     Abort,
     EndSession,
     Error,
@@ -52,6 +51,7 @@ from kvass.messages import (
     Prefetch,
     Register,
     Release,
+    RequestContext,
     Reserve,
     ReserveItem,
     ShadowReport,
@@ -88,7 +88,7 @@ class SchedulerClient(Endpoint):
     default all of the registration's. ``spare``: of every ``Lookup``. ``lookup_budget_s``: how long
     one request may get ``PENDING`` in all; None: as long as computing its tokens takes, but at
     least the daemon's ``lookup_budget_ms``. ``incomplete``, ``daemon_uid``: as in
-    ``Endpoint``. ``reports``: the caller reports the result of each lookup (``report``).
+    ``Endpoint``.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class SchedulerClient(Endpoint):
         step_wait_s: float = 0.002,
         incomplete: bool = False,
         daemon_uid: int | None = None,
-        reports: bool = False,
     ) -> None:
         super().__init__(socket, registration, incomplete=incomplete, daemon_uid=daemon_uid)
         self._reset = NamespaceReset(self, registration)
@@ -117,7 +116,6 @@ class SchedulerClient(Endpoint):
             chunk_tokens=registration.chunk_tokens,
             budget_s=lookup_budget_s,
         )
-        self._reports = reports
         self._results = Results(self)
         self._reserve_wait_s = reserve_wait_s
         self._giver: DaemonSession | None = None
@@ -158,34 +156,23 @@ class SchedulerClient(Endpoint):
         digests: bytes,
         width: int,
         first: int,
-        prefill_tokens_s: float = 0.0,
-        tenant: str = "",
+        context: RequestContext = NO_CONTEXT,
         blocks: BlockHashes | None = None,
-        facts: LookupFacts = NO_FACTS,
-        use: Use = NO_USE,
-        *,
-        reported: bool = True,
     ) -> Match | Pending | None:
         """The match of ``request`` from chunk ``first`` on. None: a miss. ``PENDING``: call again.
 
         ``digests``: all chunk hashes from chunk 0, ``width`` bytes each. A held match is returned
         again until ``take`` or ``give_back``. For another ``first``, or with less than half its
-        time left, it is released and looked up again. ``prefill_tokens_s``: what the engine
-        computes per second, or 0; loading has to be faster. With ``blocks`` a match may end inside
-        of a chunk. If it ends between chunk ``first`` and the last one, that takes a second lookup.
-        ``facts``: for the explanation of a miss. ``use``: what the request's client says of its KV.
-        ``reported``: False if no result of this lookup is reported, although the client
-        ``reports``.
+        time left, it is released and looked up again. ``context``: of the request. If it is
+        ``reported``, call ``report`` with what comes of the lookup. With ``blocks`` a match may end
+        inside of a chunk. If it ends between chunk ``first`` and the last one, that takes a second
+        lookup.
         """
         if self._reset.pending:
             return None
-        name = short_name(request)
-        message = Lookup(request=name, digests=digests, width=width, first=first, tenant=tenant)
-        message.session, message.keep_s = use.session, use.keep_s
-        message.prefill_tokens_s = bounded(prefill_tokens_s)
-        message.prompt_tokens, message.local_tokens = facts.prompt_tokens, facts.local_tokens
-        message.if_absent, message.absent_chunk = facts.if_absent, facts.absent_chunk
-        message.reported = reported and self._reports
+        speed = bounded(context.prefill_tokens_s)
+        fields = msgspec.structs.replace(context, prefill_tokens_s=speed).carried()
+        message = Lookup(short_name(request), digests, width, first, **fields)
         return self.lookups.match(request, message, blocks)
 
     def ended_by(self, request: str) -> str:
@@ -245,13 +232,13 @@ class SchedulerClient(Endpoint):
             self.discard(seq)
         return bool(seq)
 
-    def end_session(self, session: int, tenant: str = "") -> bool:
-        """Send that a client's session ended: the rows that it alone used are the next to be
-        evicted. False: there is no daemon, or it is older than this message."""
+    def end_session(self, context: RequestContext) -> bool:
+        """Send that the session of a client's request ended: the rows that it alone used are the
+        next to be evicted. False: there is no daemon, or it is older than this message."""
         connection = self.session
         if connection is None or END_SESSION not in connection.welcome.features:
             return False
-        if seq := self.submit(EndSession(session=session, tenant=tenant)):
+        if seq := self.submit(EndSession(session=context.session, tenant=context.tenant)):
             self.discard(seq)
         return bool(seq)
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 from itertools import islice
 from typing import Final, NamedTuple, get_args
 
-from kvass.core.clients.lookup_log import TEXT, About, LookupEntry
+from kvass.core.clients.lookup_log import TEXT, LookupEntry
 from kvass.core.clients.registry import Instance, differences, distance
 from kvass.core.matching.coverage import BoolArray
 from kvass.core.matching.prefix import Hit, PrefixView
 from kvass.core.rows.left import CAUSES
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
-from kvass.messages import Lookup
+from kvass.messages import RequestContext
 from kvass.types import GroupKind, U64Array
 
 HINTS: Final = ("other_salt", "other_adapter", "engine_busy")
-"""The reasons in ``messages.Lookup.if_absent``."""
+"""The reasons in ``RequestContext.if_absent``."""
 KEYS: Final = 4
 """How many missing keys are looked for in other namespaces. Their chunks may be longer."""
 NAMESPACES: Final = 8
@@ -50,7 +50,7 @@ def why_ended(
     there: list[BoolArray],
     hit: Hit,
     why: str,
-    about: About | Lookup,
+    context: RequestContext,
 ) -> Ending:
     """What ended the match ``hit`` of a prompt. ``there``: as for ``PrefixView.longest``.
 
@@ -72,8 +72,8 @@ def why_ended(
         return Ending(CAUSES[gone.cause], gone.cause, gone.when, kind)
     if len(state.namespaces) > 1 and (detail := _elsewhere(state, ns, after)):
         return Ending("other_namespace", kind=kind, detail=detail)
-    if about.if_absent in HINTS and about.absent_chunk == hit.chunks:
-        return Ending(about.if_absent, kind=kind)
+    if context.if_absent in HINTS and context.absent_chunk == hit.chunks:
+        return Ending(context.if_absent, kind=kind)
     return _ABSENT[kind]
 
 
@@ -96,7 +96,7 @@ def note(
     state: State,
     instance: Instance,
     request: str,
-    about: About | Lookup,
+    context: RequestContext,
     ending: Ending,
     asked: int = 0,
     hit: int = 0,
@@ -105,10 +105,10 @@ def note(
 ) -> None:
     """Record an answered lookup. ``asked``, ``hit``: tokens, as in ``LookupEntry``. ``end``: the
     token at which the match ended."""
-    prompt, local = max(0, about.prompt_tokens), max(0, about.local_tokens)
+    prompt, local = max(0, context.prompt_tokens), max(0, context.local_tokens)
     hit, end = max(0, min(hit, end - local)), max(end, local)
     entry = LookupEntry(request, state.now, prompt, local, asked, hit, end, *ending, waited_s)
-    state.log.of(instance).add(entry, about.reported)
+    state.log.of(instance).add(entry, context.reported)
 
 
 def note_again(state: State, instance: Instance, request: str, tokens: int) -> None:

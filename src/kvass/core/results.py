@@ -1,6 +1,6 @@
 """What came of lookups, in the figures of namespaces, tenants and engines.
 
-Law of this file: a lookup counts here and nowhere else, and once. One that is ``Lookup.reported``
+Law of this file: a lookup counts here and nowhere else, and once. One that is ``reported``
 counts when its scheduler has reported the result, any other when it is answered.
 """
 

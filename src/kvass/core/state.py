@@ -28,7 +28,7 @@ from kvass.core.rows.row_classes import Namespace, RowClasses
 from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.session_end import SessionEnd
 from kvass.core.saved.index_file import SavedIndex
-from kvass.messages import FromClient, FromDaemon, Matched
+from kvass.messages import FromClient, FromDaemon, Matched, RequestContext
 from kvass.types import Limits, Quota, Timing
 
 _MODELS: Final = 64
@@ -188,12 +188,13 @@ class State:
             blocks=hit.blocks,
         )
 
-    def keep(self, ns: Namespace, found: list[Found], seconds: float, tenant: str) -> int:
-        """Retain rows of a prompt, which a request of ``tenant`` asks for; not if ``seconds`` is 0.
-        Returns how many chunks are retained. ``found``: as of ``matching.keeping``."""
-        if not seconds:
+    def keep(self, ns: Namespace, found: list[Found], context: RequestContext) -> int:
+        """Retain rows of a prompt, if its request asks for that. Returns how many chunks are
+        retained. ``found``: as of ``matching.keeping``."""
+        if not (seconds := context.keep_s):
             return 0
-        kept, clipped = keeping.keep(self.rows, ns, found, seconds, self.tenants.payer(tenant))
+        payer = self.tenants.payer(context.tenant)
+        kept, clipped = keeping.keep(self.rows, ns, found, seconds, payer)
         self.counters["not_kept_chunks"] += clipped
         return kept
 

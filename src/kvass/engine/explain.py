@@ -16,7 +16,6 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import Final
 
-from kvass.client.lookups import LookupFacts
 from kvass.client.scheduler import SchedulerClient
 from kvass.engine.boundary import log
 from kvass.engine.protocols import Request
@@ -68,12 +67,11 @@ class Explainer:
 
     # ------------------------------------------------------------ before a lookup
 
-    def facts(self, state: RequestState, local: int, chunks: int) -> LookupFacts:
-        """What the lookup of a request's ``chunks`` chunks says of it. ``local``: tokens that the
-        engine's own cache has."""
+    def if_absent(self, state: RequestState, chunks: int) -> tuple[str, int]:
+        """``if_absent`` and ``absent_chunk`` of the lookups of a request's ``chunks`` chunks."""
         if state.hint is None:
             state.hint = self._other_space(state) or self._not_held(state, chunks) or ("", 0)
-        return LookupFacts(state.request.known_tokens, local, *state.hint)
+        return state.hint
 
     def _other_space(self, state: RequestState) -> tuple[str, int] | None:
         """The reason if the request's beginning was looked up only under another salt or adapter.

@@ -199,6 +199,7 @@ class OfferMaker:
         ready = min(ready, self._spans.covered(table))
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
+        context = state.request.context.carried()
         runs = self._spans.runs(table, states, since, ready)
         if not (tail > 0 and tail // each == ready and min(map(len, table)) >= tail):
             tail = 0
@@ -208,8 +209,7 @@ class OfferMaker:
                 runs.append((ready, ready, (1 << len(table)) - 1))
         offers = []
         for begin, end, mask in runs:
-            item = ReserveItem(name, hashes[: end * width], begin, mask, state.request.tenant)
-            item.session, _, item.keep_s = state.request.use
+            item = ReserveItem(name, hashes[: end * width], begin, mask, **context)
             last = 0
             if each and (end - begin) * each <= BLOCKS_PER_ITEM:
                 last = tail if end == ready else 0

@@ -32,7 +32,7 @@ from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.messages import PRESENT, Grant, Granted
+from kvass.messages import PRESENT, Grant, Granted, RequestContext
 from kvass.transfer.base import Kind, U8Array
 from kvass.transfer.page_rows import PageRows
 from kvass.types import GroupLayout, RankLayout, Slots
@@ -149,7 +149,7 @@ class PageStore:
         """Store ``pages`` under ``keys``; what became of each. What has a key already is not
         written again."""
         became = [Put.REFUSED] * len(keys)
-        self._boundary.run(None, self._put, keys, pages, before, tenant or self._tenant, became)
+        self._boundary.run(None, self._put, keys, pages, before, self._context(tenant), became)
         for each in became:
             self._count(each.name.lower())
         return became
@@ -164,7 +164,7 @@ class PageStore:
     ) -> int:
         """Load ``pages`` from ``keys``; how many from the first on were loaded whole, in time. The
         others may have any bytes. Each page may be named once."""
-        loaded = self._boundary.run(0, self._get, keys, pages, before, tenant or self._tenant)
+        loaded = self._boundary.run(0, self._get, keys, pages, before, self._context(tenant))
         self._count("loaded", loaded)
         self._count("missed", len(keys) - loaded)
         return loaded
@@ -172,7 +172,7 @@ class PageStore:
     def has(self, keys: Sequence[bytes], before: Sequence[bytes] = (), *, tenant: str = "") -> int:
         """How many of ``keys`` from the first on can be loaded. Those in tiers are loaded into
         shared memory meanwhile."""
-        return self._boundary.run(0, self._has, keys, before, tenant or self._tenant)
+        return self._boundary.run(0, self._has, keys, before, self._context(tenant))
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of ``keys`` the daemon has, in shared memory or in a tier. Nothing is loaded or
@@ -197,6 +197,9 @@ class PageStore:
 
     # ------------------------------------------------------------ inside
 
+    def _context(self, tenant: str) -> RequestContext:
+        return RequestContext(tenant=tenant or self._tenant)
+
     def _count(self, name: str, pages: int = 1) -> None:
         with self._counting:
             self._counters[name] += pages
@@ -214,12 +217,16 @@ class PageStore:
         return named, first, count
 
     def _get(
-        self, keys: Sequence[bytes], pages: Sequence[int], before: Sequence[bytes], tenant: str
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[int],
+        before: Sequence[bytes],
+        context: RequestContext,
     ) -> int:
         generation = self._client.generation
         self._check(keys, pages)
         named, first, count = self._named(keys, before)
-        given = self._client.read(named, first, tenant, generation) if count else None
+        given = self._client.read(named, first, context, generation) if count else None
         if given is None:
             return 0
         match, arena = given
@@ -234,11 +241,11 @@ class PageStore:
             return 0
         return found if generation == self._client.generation else 0
 
-    def _has(self, keys: Sequence[bytes], before: Sequence[bytes], tenant: str) -> int:
+    def _has(self, keys: Sequence[bytes], before: Sequence[bytes], context: RequestContext) -> int:
         generation, there = self._client.generation, 0
         while there < len(keys):
             named, first, count = self._named(keys[there:], () if there else before)
-            found = self._client.count(named, first, tenant, generation) if count else 0
+            found = self._client.count(named, first, context, generation) if count else 0
             there += found
             if found < count or not count:
                 break
@@ -246,7 +253,7 @@ class PageStore:
 
     def _present(self, keys: Sequence[bytes]) -> list[bool]:
         if PRESENT not in self._client.features:
-            there = self._has(keys, (), self._tenant)
+            there = self._has(keys, (), self._context(""))
             return [number < there for number in range(len(keys))]
         generation, held = self._client.generation, [False] * len(keys)
         for tiers in (False, True) if self._client.has_tiers else (False,):
@@ -265,7 +272,7 @@ class PageStore:
         keys: Sequence[bytes],
         pages: Sequence[int],
         before: Sequence[bytes],
-        tenant: str,
+        context: RequestContext,
         became: list[Put],
     ) -> None:
         """Store in pieces: a message has so many keys, and one engine may be writing a share of the
@@ -277,7 +284,7 @@ class PageStore:
             if not count:
                 return
             with self._writing:
-                given = self._client.reserve(named, skipped, tenant, generation)
+                given = self._client.reserve(named, skipped, context, generation)
                 if given is None:
                     return
                 granted, arena = given
@@ -289,7 +296,7 @@ class PageStore:
             if generation != self._client.generation or (stored and not written):
                 return
             end = first + count if grant.later < 0 else base + grant.later
-            for at in self._held(keys[:end], first, stored, grant, base, tenant):
+            for at in self._held(keys[:end], first, stored, grant, base, context):
                 became[at] = Put.HELD
             for at in stored:
                 became[at] = Put.STORED
@@ -304,11 +311,11 @@ class PageStore:
         stored: list[int],
         grant: Grant,
         base: int,
-        tenant: str,
+        context: RequestContext,
     ) -> set[int]:
         """The numbers from ``first`` on of the keys that the daemon had before the grant."""
         if grant.refused is None:  # an older daemon: what is not granted may be held or refused
-            end = first + self._has(keys[first:], keys[:first], tenant)
+            end = first + self._has(keys[first:], keys[:first], context)
             return set(range(first, end)).difference(stored)
         refused = {base + chunk for chunk in grant.refused}
         end = max(refused) + 1 if refused and not stored else len(keys)

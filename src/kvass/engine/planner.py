@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from kvass.client.lookups import Match, Pending
 from kvass.client.scheduler import SchedulerClient
 from kvass.engine import tracing
@@ -39,6 +41,7 @@ from kvass.engine.step_work import Check, Load, StepWork, comparable
 from kvass.engine.stores import StorePlanner
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Spans, Table
+from kvass.messages import RequestContext
 
 ASK_AGAIN_S: Final = 0.1
 """How long a miss stays one while the request waits for blocks: the engine may ask in every step.
@@ -68,7 +71,6 @@ class Planner:
             spare=setup.spare,
             incomplete=True,
             daemon_uid=setup.daemon_uid,
-            reports=True,
         )
         setup.when_named(self._client.complete)
         self._requests: dict[str, RequestState] = {}
@@ -139,8 +141,8 @@ class Planner:
             self._tracing.forget(name)
         if state is not None and table:
             self._stores.request_ended(state, table)
-        if state is not None and state.request.use.ends:
-            self._client.end_session(state.request.use.session, state.request.tenant)
+        if state is not None and state.request.ends_session:
+            self._client.end_session(state.request.context)
         if not self._requests:  # perhaps no step follows
             self._report_all()
 
@@ -212,11 +214,10 @@ class Planner:
             if self._limits.inside_chunks
             else None
         )
-        speed, tenant = self._speed.tokens_s, state.request.tenant
         if self._tracing is not None and state.state is not LoadState.ANSWERED:
             self._tracing.lookup_began(name)
-        facts, use = self._explain.facts(state, local, chunks), state.request.use
-        found = self._client.match(name, hashes, width, first, speed, tenant, blocks, facts, use)
+        context = self._context(state, local, chunks)
+        found = self._client.match(name, hashes, width, first, context, blocks)
         if isinstance(found, Pending):
             if self._tracing is not None and self._client.promoting(name):
                 self._tracing.promotion_began(name)
@@ -234,6 +235,20 @@ class Planner:
         if state.answered(answer) and self._tracing is not None:
             self._tracing.lookup_ended(state.request, end - local, hit, why)
         return hit
+
+    def _context(self, state: RequestState, local: int, chunks: int) -> RequestContext:
+        """The context of a lookup of the request's ``chunks`` chunks. ``local``: tokens that the
+        engine's own cache has."""
+        if_absent, absent_chunk = self._explain.if_absent(state, chunks)
+        return msgspec.structs.replace(
+            state.request.context,
+            prefill_tokens_s=self._speed.tokens_s,
+            prompt_tokens=state.request.known_tokens,
+            local_tokens=local,
+            if_absent=if_absent,
+            absent_chunk=absent_chunk,
+            reported=True,
+        )
 
     def _hit(self, found: Match, local: int, end: int) -> int:
         """How many tokens after the ``local`` ones ``found`` has, up to token ``end``."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvass.client.lookups import Use
 from kvass.layout.spans import Table
+from kvass.messages import RequestContext
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Request(Protocol):
         """The LoRA adapter of the request; None without one."""
 
     @property
-    def tenant(self) -> str:
-        """The tenant that pays for the rows that the request stores (``types.is_tenant_name``).
-        Empty: the default tenant."""
+    def context(self) -> RequestContext:
+        """What the request says of itself. It does not change. The planner adds what it knows of a
+        lookup."""
 
     @property
-    def use(self) -> Use:
-        """What its client says of its KV. It does not change."""
+    def ends_session(self) -> bool:
+        """Whether the session of its client ends with it."""
 
     @property
     def trace(self) -> str:

@@ -37,7 +37,9 @@ class LookupResults:
             return
         name, matched = state.request.name, answer.end - answer.local
         why = "no_answer" if answer.why in CLIENTS else answer.why
-        result = LookupResult(state.short_name, answer.asked, tenant=state.request.tenant, why=why)
+        result = LookupResult(
+            state.short_name, answer.asked, tenant=state.request.context.tenant, why=why
+        )
         if self.when_counted is not None:
             self.when_counted(answer.asked, matched)
         if loads:

@@ -297,8 +297,8 @@ class Player:
             first = min(first, engine.found.get(request.name, first))
         while 0 <= first < chunks + (tail > 0):
             end = min(chunks, first + _ITEM_CHUNKS) if each else chunks
-            item = ReserveItem(request=str(request.name), digests=prompt.chunks[: end * WIDTH])
-            item.first, item.groups, item.session = first, mask, request.session
+            name, digests = str(request.name), prompt.chunks[: end * WIDTH]
+            item = ReserveItem(name, digests, first, mask, session=request.session)
             item.blocks = prompt.block_hashes(first * each, end * each + tail * (end == chunks))
             granted = self._ask(engine.scheduler, Reserve(items=[item], width=WIDTH))
             assert isinstance(granted, Granted), granted

@@ -35,7 +35,7 @@ from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.segments import SegmentClient
 from kvass.errors import Unavailable, UsageError
-from kvass.messages import Ping, ReserveItem, Segments
+from kvass.messages import Ping, RequestContext, ReserveItem, Segments
 from kvass.testing.fake_rank import FakeRank, MakeMover, Transfer, hang_up
 from kvass.transfer.host import HostMover
 from kvass.types import SCHEDULER, I64Array, RankLayout
@@ -258,9 +258,8 @@ class FakeEngine:
         request = f"{next(self._requests)}"
         self.scheduler.new_step()
         digests = b"".join(keys)
-        while (
-            found := self.scheduler.match(request, digests, WIDTH, 0, SLOW_TOKENS_S, self.tenant)
-        ) is PENDING:
+        context = RequestContext(tenant=self.tenant, prefill_tokens_s=SLOW_TOKENS_S)
+        while (found := self.scheduler.match(request, digests, WIDTH, 0, context)) is PENDING:
             time.sleep(0.001)
             self.scheduler.new_step()
         if not isinstance(found, Match):

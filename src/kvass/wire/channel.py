@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from kvass.errors import ConfigError, Unavailable, UsageError
-from kvass.messages import FromDaemon, Message
+from kvass.messages import AnyMessage, FromDaemon
 from kvass.wire import framing
 
 MAX_PATH_BYTES: Final = 107
@@ -83,7 +83,7 @@ class Channel:
         """Whether sent messages still wait in this process."""
         return bool(self._out)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: AnyMessage) -> None:
         """Queue ``message`` and write what the socket takes now; never waits.
 
         Raises ``UsageError`` for a message above the frame limit (nothing is sent) and

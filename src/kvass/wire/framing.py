@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from kvass.errors import ErrorCode, FrameError
-from kvass.messages import Error, FromClient, FromDaemon, Message, Register
+from kvass.messages import AnyMessage, Error, FromClient, FromDaemon, Message, Register
 from kvass.types import Limits
 from kvass.wire.parts import has_more_parts
 
@@ -31,7 +31,7 @@ MOST_PARTS: Final = 20_000
 M = TypeVar("M")
 
 
-def encode(message: Message) -> bytes:
+def encode(message: AnyMessage) -> bytes:
     return frame(_encoder.encode(message))
 
 

@@ -93,7 +93,7 @@ class TenantWitness:
             ns.digest: ns.epoch for ns in self._state.namespaces.values()
         }  # a change of any of these may discard rows, or what an engine was writing
         epochs |= {one.id: one.generation for one in self._state.instances.values()}
-        return taken, epochs, {tenants.payer(p.tenant).name for p in promotions}
+        return taken, epochs, {tenants.payer(p.context.tenant).name for p in promotions}
 
     def observe(self, event: fx.Event) -> None:
         """After each event."""

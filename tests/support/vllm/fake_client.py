@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvass.client.lookups import NO_FACTS, NO_USE, PENDING, LookupFacts, Match, Pending, Use
+from kvass.client.lookups import PENDING, Match, Pending
 from kvass.client.scheduler import Reserving
 from kvass.messages import (
+    NO_CONTEXT,
     Grant,
     Granted,
     LookupNote,
     LookupResult,
     Register,
+    RequestContext,
     ReserveItem,
     ShadowReport,
 )
@@ -54,14 +56,10 @@ class FakeClient:
         self.waits: list[bool] = []
         """Of the reserves, which may be waited for."""
         self.lookups: list[tuple[str, int]] = []
-        self.facts: dict[str, LookupFacts] = {}
+        self.contexts: dict[str, RequestContext] = {}
         """Of the last lookup of each request."""
         self.notes: list[LookupNote] = []
         self.results: list[LookupResult] = []
-        self.tenants: list[str] = []
-        """Of the lookups."""
-        self.uses: list[Use] = []
-        """Of the lookups."""
         self.kept_chunks = 0
         self.ended: list[tuple[int, str]] = []
         """The sessions that ended, and their tenants."""
@@ -97,9 +95,9 @@ class FakeClient:
         """Whether a daemon is there, and no answer overdue."""
         return self.connected and not self._overdue
 
-    def end_session(self, session: int, tenant: str = "") -> bool:
+    def end_session(self, context: RequestContext) -> bool:
         """Note that it ended."""
-        self.ended.append((session, tenant))
+        self.ended.append((context.session, context.tenant))
         return True
 
     def kept(self, request: str) -> int:
@@ -112,13 +110,8 @@ class FakeClient:
         digests: bytes,
         width: int,
         first: int,
-        prefill_tokens_s: float = 0.0,
-        tenant: str = "",
+        context: RequestContext = NO_CONTEXT,
         blocks: object = None,
-        facts: LookupFacts = NO_FACTS,
-        use: Use = NO_USE,
-        *,
-        reported: bool = True,
     ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
         held = self.held.get(request)
@@ -126,9 +119,7 @@ class FakeClient:
             return held
         self.give_back(request)
         self.lookups.append((request, first))
-        self.facts[request] = facts
-        self.tenants.append(tenant)
-        self.uses.append(use)
+        self.contexts[request] = context
         if self.pending:
             self.pending -= 1
             return PENDING

@@ -11,12 +11,12 @@ from typing import Any, Self, TypeVar
 
 from kvass.errors import Unavailable
 from kvass.messages import (
+    AnyMessage,
     FromDaemon,
     Granted,
     Hello,
     Lookup,
     Matched,
-    Message,
     Promoting,
     Register,
     Registered,
@@ -33,7 +33,7 @@ WIDTH = 8
 LAYOUT = RankLayout((GroupLayout("full", CHUNK_TOKENS, ("layer",), (4096,)),))
 """One row is one page."""
 
-R = TypeVar("R", bound=Message)
+R = TypeVar("R", bound=AnyMessage)
 
 
 def keys(names: str) -> bytes:
@@ -79,7 +79,7 @@ class RawSession:
         """Look up the rows of ``keys(names)``."""
         return self.ask(Lookup(request="q", digests=keys(names), width=WIDTH), Matched)
 
-    def ask(self, message: Message, answer: type[R]) -> R:
+    def ask(self, message: AnyMessage, answer: type[R]) -> R:
         """Send a request; returns its reply, which must be an ``answer``. A ``Promoting`` may come
         before it."""
         message.seq = next(self._seqs)

@@ -53,7 +53,7 @@ class Witness:
         self.waiting = WaitingWitness(state)
         self.reads = ReadWitness(state, self.waiting)
         self.tiers = TierWitness(state)
-        self._answered: dict[type[m.Message], Callable[[int, Any, Any], None]] = {
+        self._answered: dict[type[m.FromClient], Callable[[int, Any, Any], None]] = {
             m.Hello: self.sessions.greeted,
             m.Register: self._registered,
             m.Reserve: self.writes.reserve,
@@ -61,7 +61,7 @@ class Witness:
             m.Prefetch: self.reads.prefetch,
             m.Clear: self._clear,
         }
-        self._said: dict[type[m.Message], Callable[[int, Any], None]] = {
+        self._said: dict[type[m.AnyMessage], Callable[[int, Any], None]] = {
             m.Commit: self.writes.commit,
             m.Abort: self.writes.abort,
             m.Release: self.reads.release,
@@ -151,7 +151,7 @@ class Witness:
             self._answered[type(message)](session, message, replies[0])
 
     def _check_promoting(
-        self, session: int, message: m.Message, told: list[m.FromDaemon], waits: bool
+        self, session: int, message: m.AnyMessage, told: list[m.FromDaemon], waits: bool
     ) -> None:
         """An asker hears, once, that tiers or writers are at work on what waits for them."""
         due = isinstance(message, m.Lookup | m.Prefetch | m.Present)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kvass.blend.plan import Choice, Prompt, Selector, parse
-from kvass.client.lookups import Use
 from kvass.connectors.transformers import identity
 from kvass.connectors.transformers import model as models
 from kvass.connectors.transformers.blending import Blender
@@ -28,6 +27,7 @@ from kvass.engine.boundary import Boundary, log
 from kvass.engine.setup import choose_chunk_tokens
 from kvass.engine.ttl import ttl_seconds
 from kvass.errors import ConfigError, UsageError
+from kvass.messages import RequestContext
 from kvass.types import DEFAULT_TENANT, MAX_BLOCKS, is_tenant_name, session_tag
 
 
@@ -53,17 +53,20 @@ class Cached:
     exact: int | None = None
 
 
-def _use(session: str, ttl: str | float | None, tenant: str) -> Use:
-    """What a call says of its KV. Raises ``UsageError`` for a wrong ``ttl`` or ``tenant``."""
+def _context(session: str, ttl: str | float | None, tenant: str) -> tuple[RequestContext, bool]:
+    """What a call says of itself, and whether its session ends with it. Raises ``UsageError`` for a
+    wrong ``ttl`` or ``tenant``."""
     if not is_tenant_name(tenant or DEFAULT_TENANT):
         raise UsageError(f"tenant {tenant[:64]!r}: use 1 to 64 letters, digits, '.', '_', '-'")
     seconds = ttl_seconds(ttl)
     if seconds is None and ttl is not None:
         raise UsageError(f"ttl {ttl!r}: 0, seconds up to 86400, or a text like 5m or 1h")
-    keep_s, ends = seconds or 0.0, seconds == 0
+    tag, ends = 0, seconds == 0
     if session:
-        return Use(session_tag(session, tenant), ends, keep_s)
-    return Use(session_tag(uuid.uuid4().hex, tenant, "request") if ends else 0, ends, keep_s)
+        tag = session_tag(session, tenant)
+    elif ends:
+        tag = session_tag(uuid.uuid4().hex, tenant, "request")
+    return RequestContext(tenant=tenant, session=tag, keep_s=seconds or 0.0), ends
 
 
 def connect(
@@ -163,15 +166,15 @@ class CachedModel:
         for arguments with which a prefix cannot be reused, and for a wrong ``ttl`` or ``tenant``.
         """
         models.check_call(self.model, input_ids, arguments)
-        use = _use(session, ttl, tenant)
+        context, ends = _context(session, ttl, tenant)
         choice = self._choice if blend is None else (parse(blend) if blend else None)
         if choice is not None and self._blender is None:
             raise UsageError("blend was not prepared: give connect a blend, too")
         self._calls += 1
         name, usable, begin = f"call {self._calls}", self._unchanged(), None
-        self._store.use = use
+        self._store.context = context
         if usable:
-            begin = self._boundary.run(None, self._begin, name, input_ids, salt, tenant, choice)
+            begin = self._boundary.run(None, self._begin, name, input_ids, salt, choice)
         begin = begin or Cached([], Reuse(input_ids.shape[1]))
         self.last = begin.reuse
         cache = models.new_cache(self.model)
@@ -181,9 +184,10 @@ class CachedModel:
         if usable and self._unchanged():
             whole = getattr(output, "sequences", output) if store_answer else input_ids
             tokens = whole[0, : cache.get_seq_length()].tolist()[: begin.exact]
-            saved = self._boundary.run(0, self._save, name, tokens, salt, tenant, cache, begin)
+            saved = self._boundary.run(0, self._save, name, tokens, salt, cache, begin)
             self.last = replace(begin.reuse, stored=saved)
-        self._boundary.run(None, self._store.end_session, tenant)
+        if ends:
+            self._boundary.run(None, self._store.end_session)
         return output
 
     def add(self, input_ids: Any, *, salt: str = "", tenant: str = "") -> int:
@@ -214,16 +218,14 @@ class CachedModel:
             self._boundary.count("changed", "this call runs uncached: %s", why)
         return not why
 
-    def _begin(
-        self, name: str, ids: Any, salt: str, tenant: str, choice: Choice | None
-    ) -> Cached | None:
+    def _begin(self, name: str, ids: Any, salt: str, choice: Choice | None) -> Cached | None:
         """Load a prompt's prefix and segments, and blend these. None: nothing was loaded."""
         prompt = Hashed(ids[0].tolist(), salt)
-        kv, loaded = self._store.prefix(name, prompt, tenant, choice is not None)
+        kv, loaded = self._store.prefix(name, prompt, choice is not None)
         reuse = Reuse(ids.shape[1], loaded)
         if choice is not None and self._blender is not None:
             space = self._blender.space(salt)
-            segments = self._store.segments(name, prompt, space, tenant, loaded, kv)
+            segments = self._store.segments(name, prompt, space, loaded, kv)
             if segments:
                 self._blender.move(kv, segments)
                 last = prompt.of_blocks(loaded // BLOCK - 1, loaded // BLOCK) if loaded else b""
@@ -234,12 +236,10 @@ class CachedModel:
                 return Cached(kv, reuse, exact=segments[0].new_start)
         return Cached([tensor[:, :, :loaded] for tensor in kv], reuse) if loaded else None
 
-    def _save(
-        self, name: str, tokens: list[int], salt: str, tenant: str, cache: Any, begin: Cached
-    ) -> int:
+    def _save(self, name: str, tokens: list[int], salt: str, cache: Any, begin: Cached) -> int:
         """Store what a call computed and index its chunks. Returns how many tokens were new."""
         known, loaded = Hashed(tokens, salt), begin.reuse.loaded
-        stored = self._store.save(name, known, models.tensors_of(cache), loaded, tenant)
+        stored = self._store.save(name, known, models.tensors_of(cache), loaded)
         if stored and self._blender is not None:
             self._store.index(known, self._blender.space(salt), loaded)
         return stored

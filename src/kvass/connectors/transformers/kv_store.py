@@ -19,7 +19,7 @@ import numpy as np
 
 from kvass.blend.place import chunk_keys, place
 from kvass.blend.plan import PlacedSegment
-from kvass.client.lookups import NO_USE, BlockHashes, Match, Pending
+from kvass.client.lookups import BlockHashes, Match, Pending
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.segments import SegmentClient
@@ -27,7 +27,7 @@ from kvass.client.worker import WorkerClient
 from kvass.connectors.transformers.rows import BLOCK, KV, Rows
 from kvass.engine.boundary import Boundary
 from kvass.errors import Unavailable
-from kvass.messages import Grant, Granted, Ping, ReserveItem, Segments
+from kvass.messages import NO_CONTEXT, Grant, Granted, Ping, ReserveItem, Segments
 from kvass.types import U32Array
 
 WIDTH: Final = 32
@@ -78,8 +78,8 @@ class KVStore:
     ) -> None:
         """``fields``: the namespace; ``name``: the model's, for people."""
         self._rows, self._boundary = rows, boundary
-        self.use = NO_USE
-        """What the client says of the KV of the call in progress."""
+        self.context = NO_CONTEXT
+        """What the call in progress says of itself."""
         strategy, instance = ParallelStrategy(), uuid.uuid4().hex
         self._client = SchedulerClient(
             socket,
@@ -105,10 +105,9 @@ class KVStore:
             time.sleep(ASK_AGAIN_S)
         return True
 
-    def end_session(self, tenant: str) -> None:
-        """Say that the session of ``use`` ended, if it does."""
-        if self.use.ends:
-            self._client.end_session(self.use.session, tenant)
+    def end_session(self) -> None:
+        """Say that the session of the call in progress ended."""
+        self._client.end_session(self.context)
 
     def close(self) -> None:
         self._client.close()
@@ -116,7 +115,7 @@ class KVStore:
 
     # ------------------------------------------------------------ loads
 
-    def prefix(self, name: str, prompt: Hashed, tenant: str, whole: bool) -> tuple[KV, int]:
+    def prefix(self, name: str, prompt: Hashed, whole: bool) -> tuple[KV, int]:
         """K and V of the longest stored prefix, and its number of tokens. The prompt's last token
         is never part of it. ``whole``: make the tensors long enough for all other tokens."""
         each, most = self._rows.chunk_blocks, len(prompt.tokens) - 1
@@ -126,7 +125,7 @@ class KVStore:
             return prompt.of_blocks(chunk * each, min((chunk + 1) * each - 1, end))
 
         chunks = prompt.of_chunks(len(prompt) // each, each)
-        match = self._match(name, chunks, tenant, blocks_of)
+        match = self._match(name, chunks, blocks_of)
         blocks = 0 if match is None else min(match.chunks * each + match.blocks, end)
         room = max(blocks * BLOCK, most if whole else 0)
         if match is not None:
@@ -139,14 +138,14 @@ class KVStore:
         return self._rows.zeros(room if whole else 0), 0
 
     def segments(
-        self, name: str, prompt: Hashed, space: bytes, tenant: str, first: int, kv: KV
+        self, name: str, prompt: Hashed, space: bytes, first: int, kv: KV
     ) -> tuple[PlacedSegment, ...]:
         """Load indexed chunks that stand in the prompt from token ``first`` on into ``kv``, at
         their places in the prompt, with K as it was stored. The last token is left out."""
         each = self._rows.chunk_tokens
         found = self.find(name, prompt.tokens[:-1], space, first)
         keys = chunk_keys(found, WIDTH)
-        match = self._match(f"{name}, segments", b"".join(keys), tenant) if keys else None
+        match = self._match(f"{name}, segments", b"".join(keys)) if keys else None
         if match is None:
             return ()
         segments, rows = place(found, WIDTH, each, match.chunks)
@@ -168,15 +167,12 @@ class KVStore:
             time.sleep(ASK_AGAIN_S)
             self._client.new_step()
 
-    def _match(
-        self, name: str, digests: bytes, tenant: str, blocks: BlockHashes | None = None
-    ) -> Match | None:
+    def _match(self, name: str, digests: bytes, blocks: BlockHashes | None = None) -> Match | None:
         """The rows of the longest prefix of ``digests``; the caller owns the lease."""
         self._client.new_step()
         try:
             while isinstance(
-                self._client.match(name, digests, WIDTH, 0, 0.0, tenant, blocks, use=self.use),
-                Pending,
+                self._client.match(name, digests, WIDTH, 0, self.context, blocks), Pending
             ):
                 time.sleep(ASK_AGAIN_S)
                 self._client.new_step()
@@ -207,7 +203,7 @@ class KVStore:
 
     # ------------------------------------------------------------ stores
 
-    def save(self, name: str, known: Hashed, kv: KV, loaded: int, tenant: str) -> int:
+    def save(self, name: str, known: Hashed, kv: KV, loaded: int) -> int:
         """Store all whole blocks after the first ``loaded`` tokens; how many tokens were new."""
         each, blocks, stored = self._rows.chunk_blocks, len(known), 0
         chunks = blocks // each
@@ -215,9 +211,8 @@ class KVStore:
         while max(first * each, loaded // BLOCK) < blocks:
             end = min(chunks, first + max(1, BLOCKS_PER_RESERVE // each))
             last = blocks if end == chunks else end * each
-            item = ReserveItem(name, known.of_chunks(end, each), first, 1, tenant)
-            item.blocks = known.of_blocks(first * each, last)
-            item.session, _, item.keep_s = self.use
+            chunks_of, blocks_of = known.of_chunks(end, each), known.of_blocks(first * each, last)
+            item = ReserveItem(name, chunks_of, first, 1, blocks_of, **self.context.carried())
             self._client.new_step()
             granted = self._client.reserve([item], WIDTH)
             if granted is None:

@@ -31,7 +31,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -45,15 +45,13 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from kvass.client.lookups import NO_USE, Use
 from kvass.connectors.vllm import content
 from kvass.connectors.vllm.configuration import VllmSetup
-from kvass.connectors.vllm.hints import read_hints
+from kvass.connectors.vllm.hints import read_hints, request_context
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import Adapter
 from kvass.engine.step_work import Compared, StepWork
 from kvass.layout.spans import Table
-from kvass.types import session_tag
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -122,8 +120,8 @@ class VllmRequest:
         self.exact_blocks: int | None = None
         """The number of blocks with exact KV (``blend_planner.py``); None: all."""
         self.hints = read_hints(request.kv_transfer_params)
-        self.tenant = self._tenant()
-        self.use = self._use()
+        self.context = request_context(request, self.hints)
+        self.ends_session = self.hints.ends
         if texts is not None:
             texts.note(request)
 
@@ -147,23 +145,6 @@ class VllmRequest:
             else str(lora.lora_name)
         )
         return Adapter(lora.lora_int_id, str(lora.lora_path), text, bool(lora.load_inplace))
-
-    def _tenant(self) -> str:
-        """``Request.tenant``. A salt may be long: it is hashed once."""
-        if self.hints.tenant:
-            return self.hints.tenant
-        salt = self._request.cache_salt
-        return f"salt-{content.text_digest(salt).hex()[:16]}" if salt else ""
-
-    def _use(self) -> Use:
-        """``Request.use``. A request that ends no session and has none has no tag."""
-        name = self.hints.session or self._request.session_id
-        if not name and not self.hints.ends:
-            return NO_USE._replace(keep_s=self.hints.keep_s)
-        kind: Literal["session", "request"] = "session" if name else "request"
-        return Use(
-            session_tag(name or self.name, self.tenant, kind), self.hints.ends, self.hints.keep_s
-        )
 
     @property
     def trace(self) -> str:

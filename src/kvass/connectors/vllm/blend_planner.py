@@ -137,11 +137,8 @@ class BlendPlanner:
         keys = chunk_keys(state.found, width)
         if not keys:
             return False
-        tenant, use = state.request.tenant, state.request.use
         segments_name, digests = _segments_name(name), b"".join(keys)
-        match = self._client.match(
-            segments_name, digests, width, 0, 0.0, tenant, use=use, reported=False
-        )
+        match = self._client.match(segments_name, digests, width, 0, state.request.context)
         if isinstance(match, Pending):
             return None
         rows = 0 if match is None else match.chunks

@@ -10,12 +10,14 @@ messages), and of ``SamplingParams.extra_args`` in Python.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
+from kvass.connectors.vllm.content import text_digest
 from kvass.engine.ttl import ttl_seconds
-from kvass.types import is_tenant_name
+from kvass.messages import RequestContext
+from kvass.types import is_tenant_name, session_tag
 
 TENANT: Final = "kvass.tenant"
 """Names the tenant of the request: a text."""
@@ -81,3 +83,16 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
     return Hints(
         tenant or "", most, report is True, session or "", seconds == 0, seconds or 0.0, tuple(bad)
     )
+
+
+def request_context(request: Any, hints: Hints) -> RequestContext:
+    """What vLLM's ``request`` says of itself. Without a hint its salt is its tenant; a salt may be
+    long, so it is hashed. A request that ends no session and has none has no tag."""
+    tenant, name = hints.tenant, hints.session or request.session_id
+    if not tenant and request.cache_salt:
+        tenant = f"salt-{text_digest(request.cache_salt).hex()[:16]}"
+    tag = 0
+    if name or hints.ends:
+        kind: Literal["session", "request"] = "session" if name else "request"
+        tag = session_tag(name or str(request.request_id), tenant, kind)
+    return RequestContext(tenant=tenant, session=tag, keep_s=hints.keep_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -21,19 +21,6 @@ ENGINES: Final = 32
 TEXT: Final = 512
 """The most characters of a text in an entry."""
 _RECENT: Final = 2
-
-
-class About(NamedTuple):
-    """What a lookup says of its request, for its entry (``messages.Lookup``)."""
-
-    prompt_tokens: int = 0
-    local_tokens: int = 0
-    if_absent: str = ""
-    absent_chunk: int = 0
-    reported: bool = False
-
-
-NOTHING: Final = About()
 
 
 class LookupEntry(msgspec.Struct, gc=False):

@@ -52,7 +52,7 @@ def grant(
     state.counters["chunks_wanted"] += within
     wanted, rows = _allocate(state, item, wanted, until, protect)
     new = {c.id: (w, r) for c, w, r in zip(item.classes, wanted, rows, strict=True)}
-    _touch_new(state, ns, used, new, item.session)
+    _touch_new(state, ns, used, new, item.context.session)
     parts = tuple(ClassRows(c.id, r) for c, r in zip(item.classes, rows, strict=True) if len(r))
     if not parts:
         state.counters["not_granted_no_room"] += within
@@ -90,7 +90,7 @@ def _allocate(
     Returns per class the chunks that got rows, and the rows. Records the blocks of the rows.
     """
     rows, end = state.allocator.allocate(
-        item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.tenant)
+        item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.context.tenant)
     )
     for i, w in enumerate(wanted if end < until else ()):
         n = int(w.searchsorted(end))  # a chunk after one without a row is of no use
@@ -98,7 +98,7 @@ def _allocate(
         state.rows.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
     for r in rows:
-        state.classes.tags.stored(r, item.session)
+        state.classes.tags.stored(r, item.context.session)
     if item.prints is not None:
         for c, w, r in zip(item.classes, wanted, rows, strict=True):
             ends = len(w) > 0 and w[-1] == len(item.keys) - 1
@@ -115,7 +115,7 @@ def touch(state: State, ns: Namespace, item: Item) -> list[Found]:
     """
     used = find(ns, item)
     for c, (_, found) in zip(ns.classes, used, strict=True):
-        state.rows.touch(c, found[found != ABSENT], item.session)
+        state.rows.touch(c, found[found != ABSENT], item.context.session)
     return used
 
 

@@ -7,13 +7,12 @@ later. It raises ``Refused`` before it changes anything.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection
 from typing import Final
 
 import numpy as np
 
 from kvass.core import explain, results
-from kvass.core.clients.lookup_log import NOTHING, About
 from kvass.core.clients.registry import ClientSession, Instance
 from kvass.core.handlers.checks import (
     check_request,
@@ -34,6 +33,7 @@ from kvass.core.state import State
 from kvass.core.tiers import presence, promote
 from kvass.errors import Refused
 from kvass.messages import (
+    NO_CONTEXT,
     Lookup,
     LookupResult,
     Matched,
@@ -44,6 +44,8 @@ from kvass.messages import (
     Release,
     Removals,
     Removed,
+    RequestContext,
+    context_of,
 )
 from kvass.types import SCHEDULER, U64Array
 
@@ -89,7 +91,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     written = msg.writing and len(state.reservations.all) > 0
     if lacks and ((more and state.tiers.used and ns.tier_epochs) or (written and view.writers())):
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
-        promotion = _promotion(state, session, msg, ns, keys, readers, wait_s, blocks, start)
+        promotion = _promotion(state, session, msg, view, wait_s, readers, context_of(msg))
         if promotion.deadline > state.now:
             if promote.begin(state, promotion, msg.writing):
                 return None
@@ -101,7 +103,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     _count(state, instance, ns, msg, asked, hit, ending)
     matched = state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
     matched.why = "" if ending is None else ending.why
-    matched.kept = state.keep(ns, view.to_keep(chunks), msg.keep_s, msg.tenant)
+    matched.kept = state.keep(ns, view.to_keep(chunks), msg)
     return matched
 
 
@@ -127,7 +129,7 @@ def _count(
         why = "" if ending is None else ending.why
         result = LookupResult(msg.request, lookup_tokens, hit_tokens, tenant=msg.tenant, why=why)
         results.count(state, instance, ns, result, msg.again)
-        results.learn(state, instance, ns, _speed(msg))
+        results.learn(state, instance, ns, msg.prefill_tokens_s)
 
 
 def _unasked(state: State, instance: Instance, msg: Lookup, why: str) -> Matched:
@@ -135,12 +137,6 @@ def _unasked(state: State, instance: Instance, msg: Lookup, why: str) -> Matched
     if not msg.again:
         explain.note(state, instance, msg.request, msg, explain.Ending(why))
     return Matched(boot=state.config.boot, first=msg.first, chunks=msg.first, why=why)
-
-
-def _about(msg: Lookup) -> About:
-    """What a lookup says of its request."""
-    facts = msg.prompt_tokens, msg.local_tokens, msg.if_absent, msg.absent_chunk
-    return About(*facts, msg.reported)
 
 
 def _blocks(state: State, ns: Namespace | None, msg: Lookup) -> tuple[U64Array, U64Array]:
@@ -170,16 +166,11 @@ def _wait_s(state: State, msg: Lookup, ns: Namespace, total: int, chunks: int) -
     wait_s = min(msg.budget_ms / 1000 or least_s, MAX_WAIT_S)
     if chunks == msg.first:
         return wait_s
-    if speed := _speed(msg):
-        rest_s = (total - chunks) * ns.chunk_tokens / speed
+    if msg.prefill_tokens_s:
+        rest_s = (total - chunks) * ns.chunk_tokens / msg.prefill_tokens_s
     else:
         rest_s = wait_s * (total - chunks) / (total - msg.first)
     return min(wait_s, max(rest_s, least_s))
-
-
-def _speed(msg: Lookup) -> float:
-    """How many tokens per second the engine computes; 0: not known."""
-    return msg.prefill_tokens_s if 0 < msg.prefill_tokens_s < math.inf else 0.0
 
 
 def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched | None:
@@ -201,7 +192,7 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
     chunks = view.use(view.longest(view.there())).chunks
     if state.tiers.used and ns.tier_epochs and chunks < len(keys):
         wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
-        promotion = _promotion(state, session, msg, ns, keys, set(), wait_s)
+        promotion = _promotion(state, session, msg, view, wait_s)
         if promotion.deadline > state.now and promote.begin(state, promotion, writing=False):
             return None
     return Prefetched(chunks=chunks)
@@ -222,13 +213,13 @@ def _promotion(
     state: State,
     session: ClientSession,
     msg: Lookup | Prefetch,
-    ns: Namespace,
-    keys: U64Array,
-    readers: set[int],
+    view: PrefixView,
     wait_s: float,
-    rest: U64Array = NO_BLOCKS,
-    start: U64Array = NO_BLOCKS,
+    readers: Collection[int] = (),
+    context: RequestContext = NO_CONTEXT,
 ) -> Promotion:
+    """A promotion of the rows that ``view`` lacks. Without ``readers`` it is a prefetch's."""
+    ns, keys, rest, start = view.ns, view.keys, view.rest, view.start
     homes = [np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes]
     arrays_bytes = keys.nbytes + rest.nbytes + start.nbytes + sum(home.nbytes for home in homes)
     return Promotion(
@@ -237,23 +228,19 @@ def _promotion(
         seq=msg.seq,
         instance=_owner_of(session),
         request=msg.request,
-        readers=readers,
+        readers=set(readers),
         namespace=ns,
         epoch=ns.epoch,
         keys=keys,
         rest=rest,
         start=start,
-        first=msg.first if isinstance(msg, Lookup) else 0,
+        first=view.first,
         begun=state.now,
         deadline=state.now + wait_s,
         size_bytes=PROMOTION_BYTES + len(msg.request) + arrays_bytes,
-        prefill_tokens_s=_speed(msg) if isinstance(msg, Lookup) else 0.0,
-        spare=msg.spare if isinstance(msg, Lookup) else 0,
+        spare=view.spare,
         homes=homes,
-        tenant=state.tenants.of(msg.tenant).name if isinstance(msg, Lookup) else "",
-        about=_about(msg) if isinstance(msg, Lookup) else NOTHING,
-        client_session=msg.session if isinstance(msg, Lookup) else None,
-        keep_s=msg.keep_s if isinstance(msg, Lookup) else 0.0,
+        context=context,
     )
 
 

@@ -14,7 +14,7 @@ from kvass.core.handlers.checks import check_request, most_keys, split_keys
 from kvass.core.rows.row_classes import Namespace, RowClass
 from kvass.core.state import State
 from kvass.errors import Refused
-from kvass.messages import ReserveItem
+from kvass.messages import RequestContext, ReserveItem
 from kvass.types import U64Array
 
 COST_OF_AN_ITEM: Final = 256
@@ -30,15 +30,14 @@ class Item(NamedTuple):
     ``classes``: the row classes of the groups for which rows are requested. ``prints``: the
     fingerprints of each chunk's blocks from chunk ``first`` on, if the blocks are known. ``tail``:
     how many blocks the last chunk has if it is a tail, whose key is the hash of its last block; 0:
-    it is a whole chunk. ``session``: the tag of the client's session; 0: it is not known.
+    it is a whole chunk. ``context``: of the item's request.
     """
 
     request: str
     first: int
     keys: U64Array
     classes: list[RowClass]
-    tenant: str
-    session: int
+    context: RequestContext
     prints: U64Array | None = None
     tail: int = 0
 
@@ -61,9 +60,9 @@ def check_item(state: State, ns: Namespace, item: ReserveItem, width: int) -> It
     classes = [c for g, c in enumerate(ns.classes) if item.groups >> g & 1]
     most = most_keys(state, ns)
     if item.first > most:
-        return Item(item.request, 0, keys[:0], classes, item.tenant, item.session)
+        return Item(item.request, 0, keys[:0], classes, item)
     if not item.blocks or not ns.chunk_blocks:
-        return Item(item.request, item.first, keys[:most], classes, item.tenant, item.session)
+        return Item(item.request, item.first, keys[:most], classes, item)
     blocks = split_keys(item.blocks, width, 0, state.config.limits)
     chunks, tail = divmod(len(blocks), ns.chunk_blocks)
     if chunks != len(keys) - item.first:
@@ -76,7 +75,7 @@ def check_item(state: State, ns: Namespace, item: ReserveItem, width: int) -> It
         keys = np.concatenate([keys, blocks[-1:]])
     if len(keys) > most:
         keys, tail = keys[:most], 0
-    return Item(item.request, item.first, keys, classes, item.tenant, item.session, prints, tail)
+    return Item(item.request, item.first, keys, classes, item, prints, tail)
 
 
 def items_of_a_step(items: Sequence[ReserveItem], sizes: list[int], groups: int) -> int:

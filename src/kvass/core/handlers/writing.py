@@ -41,7 +41,7 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
         [] if isinstance(item, Refused) else granting.touch(state, ns, item) for item in items
     ]
     grants = list[Grant]()
-    for asked, item, found in zip(msg.items[:now], items, used, strict=True):
+    for item, found in zip(items, used, strict=True):
         if isinstance(item, Refused):
             state.counters[f"refused_{item.code}"] += 1
             grants.append(Grant(error=item.text))
@@ -49,7 +49,7 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
         if grants:  # an item before it may have been granted some of the same rows
             found = granting.find(ns, item)
         grants.append(granting.grant(state, instance, ns, item, protect, found))
-        grants[-1].kept = state.keep(ns, found, asked.keep_s, item.tenant)
+        grants[-1].kept = state.keep(ns, found, item.context)
     grants += [Grant(later=item.first) for item in msg.items[now:]]
     flush.queue_next_victims(state)
     return Granted(

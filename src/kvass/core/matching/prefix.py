@@ -56,8 +56,8 @@ class PrefixView:
         rest: U64Array = NO_BLOCKS,
         start: U64Array = NO_BLOCKS,
     ) -> None:
-        self._rows, self.ns, self._first, self._spare = rows, ns, first, spare
-        self.keys, self.rest, self._start = keys, rest, start
+        self._rows, self.ns, self.first, self.spare = rows, ns, first, spare
+        self.keys, self.rest, self.start = keys, rest, start
         self._groups = [c.spec.layout for c in ns.classes]
         self.found: list[I64Array] = [c.index.find(keys) for c in ns.classes]
 
@@ -68,13 +68,13 @@ class PrefixView:
     def longest(self, there: list[BoolArray]) -> int:
         """The length of the longest hit in chunks, made of the chunks in ``there``; ``first`` if
         there is none."""
-        return longest_hit(self._groups, there, self.ns.chunk_tokens, self._first, self._spare)
+        return longest_hit(self._groups, there, self.ns.chunk_tokens, self.first, self.spare)
 
     def missing(self, end: int, there: list[BoolArray]) -> tuple[int, int] | None:
         """The row for which the longest hit ends at ``end``: the number of its class, and its
         chunk. Rows of ``full`` groups come first. ``None``: the prompt has no more chunks.
         ``there``: as for ``longest``."""
-        upto = end + 1 + self._spare
+        upto = end + 1 + self.spare
         if upto > len(there[0]):
             return None
         for number, group in enumerate(self._groups):  # all rows before ``end`` are there
@@ -89,11 +89,11 @@ class PrefixView:
     def needs(self, end: int) -> list[tuple[int, int]]:
         """By row class, the chunks ``[begin, upto)`` that a hit of ``end`` chunks needs: those of
         the hit, then the spare ones."""
-        tokens, first = self.ns.chunk_tokens, self._first
-        if not self._spare or end == first:
+        tokens, first = self.ns.chunk_tokens, self.first
+        if not self.spare or end == first:
             return [(first_chunk(group, end, tokens, first), end) for group in self._groups]
         return [
-            (first_chunk(group, end, tokens, first), end + self._spare * checked)
+            (first_chunk(group, end, tokens, first), end + self.spare * checked)
             for group, checked in zip(self._groups, checked_groups(self._groups), strict=True)
         ]
 
@@ -129,12 +129,12 @@ class PrefixView:
         for c, rows, row, (begin, upto) in zip(
             self.ns.classes, self.found, last, self.needs(end), strict=True
         ):
-            used = rows[first_chunk(c.spec.layout, end, tokens) if self._first else begin : upto]
+            used = rows[first_chunk(c.spec.layout, end, tokens) if self.first else begin : upto]
             hit = rows[begin:end]
             if len(row):
                 hit = np.concatenate([hit, row])
-                used = np.concatenate([used, row]) if self._first else hit
-            if self._first or not there:
+                used = np.concatenate([used, row]) if self.first else hit
+            if self.first or not there:
                 used = used[used != ABSENT]
             self._rows.touch(c, used, session)
             parts.append(ClassRows(c.id, hit))
@@ -155,7 +155,7 @@ class PrefixView:
         The number is 0 unless the hit has all chunks of the prompt, or only the engine's own.
         """
         classes, none = self.ns.classes, [_NO_ROWS] * len(self.ns.classes)
-        wanted = self._start if end == self._first else NO_BLOCKS
+        wanted = self.start if end == self.first else NO_BLOCKS
         wanted = self.rest if end == len(self.found[0]) else wanted
         if not len(wanted):
             return 0, none

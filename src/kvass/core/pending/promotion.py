@@ -23,12 +23,12 @@ from typing import Final
 
 import msgspec
 
-from kvass.core.clients.lookup_log import NOTHING, About
 from kvass.core.matching.prefix import NO_BLOCKS, NO_HIT, Hit, PrefixView
 from kvass.core.pending.ledger import Entry, Ledger, Reservation
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.row_table import ClassRows
+from kvass.messages import NO_CONTEXT, RequestContext
 from kvass.types import I64Array, U64Array
 
 PROMOTION_BYTES: Final = 2048
@@ -97,7 +97,7 @@ class Promotion(Entry, kw_only=True):
     ``readers``: the ranks that will read the hit; a prefetch has none. ``begun``: when it began.
     ``epoch``: ``Namespace.epoch`` at that time. ``first``, ``spare``, ``rest``, ``start``: see
     ``prefix.PrefixView``. ``why``: why the hit is shorter than the prompt (``metrics.MISSES``).
-    ``about``: what the lookup says of its request (``lookup_log.py``).
+    ``context``: of the lookup's request; of a prefetch nothing is known.
     ``homes``: per class and chunk, the number of the tier that has the row, or ``NOT_ASKED``,
     ``DUPLICATE`` or ``IN_NO_TIER``. ``probed_tier``: the tier that was asked last, for the chunks
     before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING.
@@ -111,18 +111,12 @@ class Promotion(Entry, kw_only=True):
     begun: float
     keys: U64Array
     first: int
-    prefill_tokens_s: float
     spare: int
     homes: list[I64Array]
-    tenant: str
+    context: RequestContext = NO_CONTEXT
     rest: U64Array = NO_BLOCKS
     start: U64Array = NO_BLOCKS
     why: str = "absent"
-    about: About = NOTHING
-    client_session: int | None = None
-    """The tag of the client's session, as of ``RowStates.touch``."""
-    keep_s: float = 0.0
-    """For how long its hit is retained; 0: it is not."""
     asker_left: bool = False
     """Its session ended, so it is not answered."""
     state: PromotionState = PromotionState.NEW
@@ -156,6 +150,11 @@ class Promotion(Entry, kw_only=True):
         rest = self.rest if len(keys) == len(self.keys) else NO_BLOCKS
         start = self.start if len(keys) > self.first else NO_BLOCKS
         return PrefixView(rows, self.namespace, keys, self.first, self.spare, rest, start)
+
+    @property
+    def client_session(self) -> int | None:
+        """The tag of the client's session, as of ``RowStates.touch``."""
+        return self.context.session if self.readers else None
 
     @property
     def pinned(self) -> tuple[ClassRows, ...]:

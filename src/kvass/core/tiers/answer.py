@@ -87,7 +87,7 @@ def answer(state: State, promotion: Promotion) -> None:
         )
         matched.why, matched.tiers, reply = why, tiers, matched
         to_keep = promotion.view(state.rows).to_keep(promotion.hit.chunks)
-        matched.kept = state.keep(promotion.namespace, to_keep, promotion.keep_s, promotion.tenant)
+        matched.kept = state.keep(promotion.namespace, to_keep, promotion.context)
     reply.seq = promotion.seq
     state.send(promotion.session, reply)
     _end(state, promotion)
@@ -105,19 +105,19 @@ def _note(state: State, promotion: Promotion) -> tuple[str, tuple[int, ...]]:
     chunks = np.bincount(homes[homes >= 0], minlength=0)
     tiers = tuple((chunks * ns.chunk_tokens).tolist())
     if instance is not None:
-        request, about = promotion.request, promotion.about
+        request, context = promotion.request, promotion.context
         lookup_tokens = ns.tokens(len(promotion.keys) - first, len(promotion.rest))
         hit_tokens, end = (
             ns.tokens(hit.chunks - first, hit.blocks),
             ns.tokens(hit.chunks, hit.blocks),
         )
         figures = lookup_tokens, hit_tokens, end, state.now - promotion.begun
-        explain.note(state, instance, request, about, ending, *figures)
-        if not about.reported:
-            result = LookupResult(request, lookup_tokens, hit_tokens, tenant=promotion.tenant)
+        explain.note(state, instance, request, context, ending, *figures)
+        if not context.reported:
+            result = LookupResult(request, lookup_tokens, hit_tokens, tenant=context.tenant)
             result.why, result.tiers = ending.why or promotion.why, tiers
             results.count(state, instance, ns, result)
-            results.learn(state, instance, ns, promotion.prefill_tokens_s)
+            results.learn(state, instance, ns, context.prefill_tokens_s)
     return ending.why, tiers
 
 
@@ -129,7 +129,7 @@ def _ending(state: State, promotion: Promotion) -> Ending:
     down = [tier.name for tier in tiers if not tier.report.get("up", True)]
     if why == "absent" and down:
         why = "tier_down"
-    ending = why_ended(state, view, view.there(), promotion.hit, why, promotion.about)
+    ending = why_ended(state, view, view.there(), promotion.hit, why, promotion.context)
     return ending._replace(detail=", ".join(down)) if ending.why == "tier_down" else ending
 
 

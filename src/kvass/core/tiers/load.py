@@ -31,7 +31,7 @@ def load(
     Returns ``upto``, or the first chunk for which there was no room. Then nothing is loaded.
     """
     classes = promotion.namespace.classes
-    payer = state.tenants.payer(promotion.tenant)
+    payer = state.tenants.payer(promotion.context.tenant)
     rows, cut = state.allocator.allocate(
         classes, promotion.keys[:upto], wanted, protect, payer, LOADING
     )

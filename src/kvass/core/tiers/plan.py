@@ -63,7 +63,7 @@ def plan(state: State, promotion: Promotion) -> None:
 def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks: int) -> bool:
     """Whether loading takes no longer than computing the tokens. It is True if the engine's speed
     is not known. A tier of unknown speed counts as infinitely fast."""
-    if not state.config.weigh_loads or promotion.prefill_tokens_s <= 0:
+    if not state.config.weigh_loads or not (speed := promotion.context.prefill_tokens_s):
         return True
     ns, tiers = promotion.namespace, state.tiers.all
     sizes = np.zeros(len(tiers), np.int64)
@@ -71,7 +71,7 @@ def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks
         sizes += np.bincount(home[w], minlength=len(sizes)) * c.spec.row_bytes
     used = np.flatnonzero(sizes).tolist()
     seconds = sum(tiers[tier].speed.seconds(int(sizes[tier])) for tier in used)
-    if seconds * promotion.prefill_tokens_s <= chunks * ns.chunk_tokens:
+    if seconds * speed <= chunks * ns.chunk_tokens:
         return True
     state.counters["promotions_not_worth_it"] += 1
     for tier in used:
