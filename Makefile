@@ -26,7 +26,7 @@ help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
 	@echo "make demo    two vLLM processes share one KV cache: what the second one saves"
 	@echo "make demo-sglang   the same with two SGLang servers (downloads 100 MB)"
-	@echo "make demo-upgrade   one daemon takes over from another while an engine reads: for how long it gets no hit"
+	@echo "make demo-upgrade   a daemon is restarted while an engine reads: for how long it gets no hit"
 	@echo "make quick   tests of core, client, wire and tiers, no engine, and what they cover (90 s)"
 	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
 	@echo "make test-versions   the connector with every vLLM it is for (downloads 600 MB, 20 minutes)"

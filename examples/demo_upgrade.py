@@ -1,4 +1,4 @@
-"""A daemon takes over from another one while an engine reads and stores (``make demo-upgrade``).
+"""A daemon is stopped and started while an engine reads and stores (``make demo-upgrade``).
 
 The engine is kvass's fake one, with two ranks: no model is computed, but each page that is loaded
 is checked. It prints how long the engine got no hit, and the hit rates before and after.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.errors import Unavailable
-from kvass.testing.daemon import running_daemon
+from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.fake_engine import FakeEngine, spread
 from kvass.types import GroupLayout, RankLayout
 
@@ -36,7 +36,7 @@ class Seen(NamedTuple):
 
 
 def upgrade(folder: Path, arena: str, seconds: float = 3.0) -> Seen:
-    """Serve an engine for ``seconds``, take over, and serve it as long again. ``arena``: the folder
+    """Serve an engine for ``seconds``, restart, and serve it as long again. ``arena``: the folder
     of L1; empty for none."""
     prompts = [range(n * 1000, n * 1000 + 16 * 8) for n in range(20)]
     rates, gap_s, pages = list[float](), 0.0, 0
@@ -48,11 +48,11 @@ def upgrade(folder: Path, arena: str, seconds: float = 3.0) -> Seen:
             engine.store(prompt)
         last_s, rng = time.monotonic(), random.Random(0)
         for part in ("before", "meanwhile", "after"):
-            taking = threading.Thread(target=daemon.take_over)
+            restarting = threading.Thread(target=restart, args=(daemon,))
             if part == "meanwhile":
-                taking.start()
+                restarting.start()
             hits, asked, end_s = 0, 0, time.monotonic() + seconds
-            while taking.is_alive() or (part != "meanwhile" and time.monotonic() < end_s):
+            while restarting.is_alive() or (part != "meanwhile" and time.monotonic() < end_s):
                 try:
                     hit = engine.load(rng.choice(prompts))
                 except Unavailable:  # the connection was lost under it
@@ -67,6 +67,11 @@ def upgrade(folder: Path, arena: str, seconds: float = 3.0) -> Seen:
                 rates.append(hits / asked)
     before, after = rates
     return Seen(before, after, gap_s, pages)
+
+
+def restart(daemon: Daemon) -> None:
+    daemon.stop()
+    daemon.start()
 
 
 def main() -> None:

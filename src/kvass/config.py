@@ -122,8 +122,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     arena: Annotated[
         str,
         Meta(
-            description="folder of a tmpfs or hugetlbfs for L1, like /dev/shm/kvass, or systemd, "
-            "whose descriptor store then has L1: what is cached outlives the daemon"
+            description="folder of a tmpfs or hugetlbfs for L1, like /dev/shm/kvass: what is "
+            "cached outlives the daemon"
         ),
     ] = ""
     allow_uid: Annotated[

@@ -54,16 +54,17 @@ PROTOCOL_MAX: Final = 1
 CLEAR_TENANT: Final = "clear_tenant"
 PRESENT: Final = "present"
 END_SESSION: Final = "end_session"
-TAKE_OVER: Final = "take_over"
 DRAINED: Final = "drained"
 RESULTS: Final = "results"
 FEATURES: Final[tuple[str, ...]] = (
-    *("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION, TAKE_OVER, DRAINED, RESULTS),
+    *("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION, DRAINED, RESULTS),
 )
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
 ``clear_tenant``: ``ClearTenant``. ``present``: ``Present``. ``end_session``: ``EndSession``.
-``take_over``: ``TakeOver``. ``drained``: ``Drained``. ``results``: ``RequestContext.reported``."""
+``drained``: ``Drained``. ``results``: ``RequestContext.reported``.
+
+A name is never used again: ``take_over`` belongs to earlier versions."""
 
 
 class Message(msgspec.Struct, tag_field="t", kw_only=True, omit_defaults=True):
@@ -652,24 +653,6 @@ class SessionEnded(Message, tag="session_ended"):
     rows: int = 0
 
 
-class TakeOver(Message, tag="take_over"):
-    """Stop, because another daemon takes over the socket, and the memory at ``arena``. Only for the
-    daemon's own user, in a session that only looks. Refused if the daemon's memory is elsewhere.
-    Answered by ``Leaving``. Feature ``TAKE_OVER``.
-
-    ``arena``: a folder; empty for memory that ends with the daemon. ``within_s``: the daemon stores
-    in tiers what is queued for them, for that long at most.
-    """
-
-    arena: Name = ""
-    within_s: Seconds = 0.0
-
-
-class Leaving(Message, tag="leaving"):
-    """Answer to ``TakeOver``. The session ends once the daemon grants and matches nothing any
-    more."""
-
-
 class Removals(Message, tag="removals"):
     """A scheduler's question: which rows of its namespace left L1 since ``since``, and which of the
     digests in ``present`` (by group) are in L1? ``since``: the last answer's ``upto``; 0: none yet.
@@ -775,7 +758,6 @@ Request = (
     | EmptyTier
     | SetQuota
     | EndSession
-    | TakeOver
     | Removals
     | Present
     | Status
@@ -796,7 +778,6 @@ FromDaemon = (
     | Cleared
     | QuotaSet
     | SessionEnded
-    | Leaving
     | Removed
     | Presence
     | StatusReply

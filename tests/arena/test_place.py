@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvass.arena import memory
-from kvass.arena.place import held_bytes, open_place, page_bytes, remove_place
+from kvass.arena.place import folder_page_bytes, held_bytes, open_place, remove_place
 from kvass.errors import ConfigError
 from kvass.types import PAGE
 
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_looked_at_has_the_usual_pages(tmp_path: Path) -
     path = str(tmp_path / "none/arena")
     os.seteuid(NOBODY)
     try:
-        assert page_bytes(path) == PAGE
+        assert folder_page_bytes(path) == PAGE
         with pytest.raises(ConfigError, match="cannot be made: Permission denied"):
             open_place(path, PAGE, PAGE)
     finally:

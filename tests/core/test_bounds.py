@@ -227,7 +227,6 @@ class World:
             m.Explain(seq=3),
             m.Clear(seq=3),
             m.SetQuota(seq=3, quota=Quota("t", 5, 1)),
-            m.TakeOver(seq=3, arena="/dev/shm/other", within_s=1.0),
             m.ClearTenant(seq=3, tenant="t"),
             m.EmptyTier(seq=3, tier="t"),
             m.EndSession(seq=3, session=7, tenant="t"),

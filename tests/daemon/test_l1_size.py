@@ -165,14 +165,6 @@ def test_memory_that_engines_have_of_a_former_l1_is_waited_for(
     assert sum(slept[30:]) == pytest.approx(15, abs=0.2), "somebody else's"
 
 
-def test_a_daemon_that_is_to_leave_counts_as_gone_and_is_not_waited_for(memory: Memory) -> None:
-    memory.says(available=10 * GIB, shared=40 * GIB)
-    config = Config(l1_size=Size(20 * GIB))
-    assert l1_size(config, 15 * GIB, memory.root).bytes == 20 * GIB
-    with pytest.raises(ConfigError, match="there are 19GiB"):
-        l1_size(config, 9 * GIB, memory.root)
-
-
 def test_an_arena_that_the_kernel_does_not_promise_is_refused(memory: Memory) -> None:
     """With strict overcommit; without, a promise costs nothing."""
     memory.write("proc/meminfo", "CommitLimit: 1048576 kB\nCommitted_AS: 524288 kB\n")
@@ -219,9 +211,6 @@ def test_a_daemon_refuses_in_one_line_and_touches_nothing(
         flags[2] = daemon.socket
         said = refused(run([*little, *flags]))
         assert f"in use by the live daemon {daemon.pid}" in said, "it has the memory"
-        line = refused(run([*little, *flags, "--l1-size", "164MiB", "--take-over"]))
-        assert "of memory available" in line
-        assert daemon.running, "who cannot serve stops nobody"
 
 
 def test_a_forced_daemon_serves_and_its_status_says_it(tmp_path: Path, memory: Memory) -> None:

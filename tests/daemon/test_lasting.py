@@ -395,19 +395,6 @@ def test_a_second_daemon_gets_neither_the_place_nor_the_socket(tmp_path: Path, p
         assert "arena" in refused(serve("--arena", str(tmp_path / "on-a-disk"), *other[:4]))
 
 
-def test_a_daemon_elsewhere_is_not_taken_over(tmp_path: Path, place: Path) -> None:
-    with running_daemon(tmp_path, arena=str(place)) as daemon, ExitStack() as ending:
-        with ExitStack() as before:
-            Rows(daemon.socket, "mine", ROW, before).store(KEYS)
-        flags = ("--socket", daemon.socket, "--l1-size", "64MiB", "--take-over")
-        stays = serve(*flags)
-        assert (stays.returncode, stays.stdout) == (1, "")
-        assert f"this daemon's is {place}, not in no folder" in stays.stderr
-        assert daemon.take_over() == 0
-        assert of_arena(daemon)["adopted_rows"] == 12
-        assert found(Rows(daemon.socket, "mine", ROW, ending)) == 12
-
-
 # ---------------------------------------------------------------- while engines store and load
 
 

@@ -260,8 +260,6 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "set_quota": m.SetQuota(seq=10, quota=Quota("team-a", 1 << 33, 1 << 30), remove=True),
     "quota_set": m.QuotaSet(seq=10),
     "cleared": m.Cleared(seq=7, rows=65536),
-    "take_over": m.TakeOver(seq=40, arena="/dev/shm/kvass", within_s=2.5),
-    "leaving": m.Leaving(seq=40),
     "removals": m.Removals(seq=10, since=1 << 40, width=16, present=(_DIGESTS, b"")),
     "removed": m.Removed(
         seq=10, upto=1 << 41, lost=True, removed=(b"", _DIGESTS), present=(b"\0\1", b"")

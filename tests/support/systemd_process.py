@@ -52,7 +52,7 @@ mount --rbind . /opt
 cd /
 mount -t tmpfs -o mode=755 tmpfs /run
 cp -r "$FOLDER_OF_TEST/units" /run/units
-for folder in /tmp /var/tmp /var/cache; do mount -t tmpfs -o mode=1777 tmpfs $folder; done
+for folder in /tmp /var/tmp /var/cache /dev/shm; do mount -t tmpfs -o mode=1777 tmpfs $folder; done
 if [ -d /sys/fs/cgroup/systemd ]; then
     umount /sys/fs/cgroup/systemd
     mount -t cgroup -o none,name=systemd cgroup /sys/fs/cgroup/systemd
@@ -74,11 +74,6 @@ export LD_LIBRARY_PATH=/opt/kvass/python/lib
 exec /opt/kvass/python/bin/python{version} -m "${{MODULE:-kvass}}" "$@"
 """
 _ALONE: Final = "[Unit]\nDefaultDependencies=no\n"
-
-
-def version() -> int:
-    said = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, check=True).stdout
-    return int(said.split()[1])
 
 
 def _refused() -> str:

@@ -136,7 +136,10 @@ def create(size: int, page_bytes: int = PAGE) -> Arena:
     """
     if size <= 0 or size % page_bytes:
         raise UsageError(f"arena of {size} bytes: use a positive multiple of {page_bytes}")
-    fd = memfd("kvass-arena", page_bytes)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if page_bytes != PAGE:
+        flags |= os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
+    fd = os.memfd_create("kvass-arena", flags)
     try:
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -144,14 +147,6 @@ def create(size: int, page_bytes: int = PAGE) -> Arena:
     except OSError:
         os.close(fd)
         raise
-
-
-def memfd(name: str, page_bytes: int = PAGE) -> int:
-    """A new memfd of no size, whose pages are as those of ``create``. Raises ``OSError``."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    if page_bytes != PAGE:
-        flags |= os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
-    return os.memfd_create(name, flags)
 
 
 def attach(fd: int, size: int) -> Arena:

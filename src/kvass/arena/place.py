@@ -1,8 +1,7 @@
-"""The place of an arena that outlives the daemon, and the one that is a folder in a file system of
-memory. ``daemon/descriptor_store.py`` has another one.
+"""The place of an arena that outlives the daemon: a folder in a file system of memory.
 
-``slots`` is the arena, ``index`` says what it holds. In a folder both are files, and ``lock`` is
-locked while processes use the place (``folder.py``).
+The file ``slots`` is the arena, ``index`` says what it holds, and ``lock`` is locked while
+processes use the place (``folder.py``).
 
 Laws of this file:
 
@@ -49,17 +48,15 @@ _HUGE: Final = ("huge=always", "huge=within_size", "huge=advise")
 
 
 class Place:
-    """A place that this process has locked, with its memory open. Each kind of place says how its
-    memory is opened and removed."""
+    """A place that this process has locked, with its memory open."""
 
-    def __init__(self, name: str, page_bytes: int) -> None:
+    def __init__(self, name: str, folder: Folder) -> None:
         self.name = name
         """For people: the option ``arena``."""
-        self.page_bytes = page_bytes
+        self._folder = folder
+        self.page_bytes = folder_page_bytes(name)
         """The size of the slots' pages; more than ``PAGE`` if root has reserved them."""
-        self.unusable = ""
-        """Why what was there is not in ``found``; empty if it is, or if nothing was there."""
-        self.lock_fd = -1
+        self.lock_fd = folder.lock_fd
         """The descriptor that holds the lock, in each process that has it open."""
         self._index_fd = -1
         self.slots: Arena
@@ -74,7 +71,7 @@ class Place:
 
     def huge(self) -> bool:
         """Ask for huge pages. Returns whether there will be any."""
-        return self.slots.advise_huge()
+        return any(word in _HUGE for word in _mount(os.fstat(self._folder.fd)).options)
 
     def open(self, slots_bytes: int, index_bytes: int) -> None:
         """Open the memory, or make it. Larger memory stays as large as it is. Both sizes are
@@ -85,7 +82,7 @@ class Place:
             try:
                 fds = list[int]()
                 for name in (SLOTS, INDEX):
-                    fds.append(self._open(name))
+                    fds.append(self._folder.open(name, os.O_RDWR | os.O_CREAT))
                     undo.callback(os.close, fds[-1])
                 least = LEAST_INDEX + slots_bytes // _INDEX_SHARE
                 self._check_room(fds, slots_bytes + min(index_bytes, least))
@@ -103,17 +100,18 @@ class Place:
             undo.pop_all()
         self._index_fd = fds[1]
 
-    def _open(self, name: str) -> int:
-        """The descriptor of ``SLOTS`` or ``INDEX``, which is made if there is none. Raises
-        ``OSError``."""
-        raise NotImplementedError
-
-    def _remove(self, name: str) -> None:
-        """Remove ``SLOTS`` or ``INDEX``, so that ``_open`` makes a new one. Raises ``OSError``."""
-        raise NotImplementedError
-
     def _check_room(self, fds: list[int], wanted: int) -> None:
         """Raise ``ConfigError`` unless there is room for ``wanted`` bytes in ``fds``."""
+        space = os.fstatvfs(fds[0])
+        free = space.f_bavail * space.f_frsize + sum(os.fstat(fd).st_blocks * 512 for fd in fds)
+        if not space.f_blocks or self.page_bytes != PAGE:
+            return  # a tmpfs without a limit; or the kernel reserves pages when they are mapped
+        if wanted > free:
+            raise ConfigError(
+                f"arena {self.name}: L1 and its index, {Size(wanted).rounded()}, do not fit "
+                f"into the {Size(free).rounded()} that its file system has for them: give less, or "
+                "mount a larger tmpfs"
+            )
 
     def renew(self, slots_bytes: int, index_bytes: int) -> None:
         """Replace slots and index by new ones. Raises ``ConfigError``."""
@@ -122,7 +120,7 @@ class Place:
         self._index_fd = -1
         try:
             for name in (INDEX, SLOTS):
-                self._remove(name)
+                self._folder.unlink(name)
         except OSError as error:
             raise ConfigError(f"arena {self.name}: {error.strerror}") from error
         self.open(slots_bytes, index_bytes)
@@ -140,45 +138,10 @@ class Place:
     def release(self) -> None:
         """Give up the place: another process may open it once the tiers' processes have ended, so
         this one must not write to it any more. Slots and index stay mapped. Idempotent."""
-        for fd in (self.lock_fd, self._index_fd):
-            if fd >= 0:
-                os.close(fd)
-        self.lock_fd = self._index_fd = -1
-
-
-class FolderPlace(Place):
-    """Files in a folder."""
-
-    def __init__(self, name: str, folder: Folder) -> None:
-        super().__init__(name, page_bytes(name))
-        self._folder = folder
-        self.lock_fd = folder.lock_fd
-
-    def huge(self) -> bool:
-        return any(word in _HUGE for word in _mount(os.fstat(self._folder.fd)).options)
-
-    def _open(self, name: str) -> int:
-        return self._folder.open(name, os.O_RDWR | os.O_CREAT)
-
-    def _remove(self, name: str) -> None:
-        self._folder.unlink(name)
-
-    def _check_room(self, fds: list[int], wanted: int) -> None:
-        space = os.fstatvfs(fds[0])
-        free = space.f_bavail * space.f_frsize + sum(os.fstat(fd).st_blocks * 512 for fd in fds)
-        if not space.f_blocks or self.page_bytes != PAGE:
-            return  # a tmpfs without a limit; or the kernel reserves pages when they are mapped
-        if wanted > free:
-            raise ConfigError(
-                f"arena {self.name}: L1 and its index, {Size(wanted).rounded()}, do not fit "
-                f"into the {Size(free).rounded()} that its file system has for them: give less, or "
-                "mount a larger tmpfs"
-            )
-
-    def release(self) -> None:
-        self.lock_fd = -1  # the folder's
         self._folder.close()
-        super().release()
+        if self._index_fd >= 0:
+            os.close(self._index_fd)
+        self.lock_fd = self._index_fd = -1
 
 
 def open_place(path: str, slots_bytes: int, index_bytes: int) -> Place:
@@ -192,14 +155,14 @@ def open_place(path: str, slots_bytes: int, index_bytes: int) -> Place:
     except OSError as error:
         raise ConfigError(f"arena {path}: cannot be made: {error.strerror}") from error
     with ExitStack() as undo:
-        place = FolderPlace(path, _locked(path, undo))
+        place = Place(path, _locked(path, undo))
         undo.callback(place.release)
         place.open(slots_bytes, index_bytes)
         undo.pop_all()
     return place
 
 
-def page_bytes(path: str) -> int:
+def folder_page_bytes(path: str) -> int:
     """The size of the pages of memory at ``path``, or in its parent if it does not exist yet. Of a
     path that cannot be looked at, ``open_place`` says why."""
     for there in (path, os.path.dirname(os.path.abspath(path))):

@@ -7,8 +7,6 @@ from typing import Final
 from kvass.arena.place import held_bytes, remove_place
 from kvass.cli import daemon
 from kvass.config import Parser, Size
-from kvass.daemon import descriptor_store
-from kvass.errors import ConfigError
 
 _PATIENCE_S: Final = 300.0
 """Emptying an object store takes long: it deletes a thousand objects at a time."""
@@ -47,11 +45,6 @@ def run(argv: list[str]) -> int:
     options = vars(parser.parse_args(argv))
     names = ("tier", "model", "tenant", "arena")
     tiers, model, tenant, arena = (options.pop(name) for name in names)
-    if arena == descriptor_store.NAME:
-        raise ConfigError(
-            "arena systemd: the memory is the service's: stop it, and then, with "
-            "FileDescriptorStorePreserve=yes, systemctl clean --what=fdstore kvass"
-        )
     if arena is not None:
         size = held_bytes(arena)
         remove_place(arena)

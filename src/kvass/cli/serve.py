@@ -20,17 +20,13 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from kvass.cli.web import HTTP
-from kvass.client.client import Client
 from kvass.config import FILE_ENV, Config, Parser, add_flags, load, to_yaml
 from kvass.daemon import logs
-from kvass.errors import ConfigError, TimedOut, Unavailable
+from kvass.errors import ConfigError
 from kvass.wire.places import default_socket
 
 _POLL_S: Final = 1.0
 _PAUSE_S: Final = 2.0
-_LEAVING_S: Final = 10.0
-"""How long to wait until a daemon that stops has released its socket and its port. It waits for the
-processes of its tiers."""
 _RETRY_S: Final = 0.02
 _log = logging.getLogger("kvass")
 
@@ -43,15 +39,10 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--print-config", action="store_true", help="print the resulting options as YAML, and end"
     )
-    parser.add_argument(
-        "--take-over",
-        action="store_true",
-        help="have the daemon that listens at the socket stop, and serve in its place",
-    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = vars(parser.parse_args(argv))
-    names = ("config", "print_config", "child", "take_over")
-    file, only_print, child, taking_over = (options.pop(name) for name in names)
+    names = ("config", "print_config", "child")
+    file, only_print, child = (options.pop(name) for name in names)
     if child:
         threading.Thread(target=_stop_with_parent, daemon=True).start()
     overridden = list[str]()
@@ -62,46 +53,15 @@ def run(argv: list[str]) -> int:
     logs.start_logging(config.log_level, config.log_format)
     for line in overridden:
         _log.info("%s", line)
-    from kvass.daemon.listen import LOCK_WAIT_S
-    from kvass.daemon.main import check, serve
-    from kvass.tiers.url import check_tier
+    from kvass.daemon.main import serve
     from kvass.web.access import HttpAccess
 
     again = partial(_load, options, file, lambda line: None)
     read_again = again if file or os.environ.get(FILE_ENV) else None
-    patience_s = LOCK_WAIT_S
     if config.http:
         HttpAccess.of(config)
-    if taking_over:
-        check(config)  # an error in it is said while the other daemon still serves
-        for url in config.tier:
-            check_tier(url)
-        _take_over(config)
-        patience_s = _LEAVING_S
-    web = partial(_web_process, config, patience_s)
-    serve(config, _announce, read_again, patience_s, web)
+    serve(config, _announce, read_again, partial(_web_process, config))
     return 0
-
-
-def _take_over(config: Config) -> None:
-    """Have the living daemon stop; if there is none, there is nothing to do. Raises ``KvassError``:
-    it lives, and stays."""
-    from kvass.daemon.l1_size import l1_size
-    from kvass.daemon.lasting import real_path
-
-    began_s = time.monotonic()
-    try:
-        with Client(config.socket, daemon_uid=config.daemon_uid) as client:
-            theirs = client.status()
-            kept = theirs.get("arena", {}).get("place")  # then its memory outlives it
-            l1_size(config, 0 if kept else theirs.get("l1_populated_bytes", 0))
-            client.take_over(real_path(config.arena), config.stop_s)
-    except TimedOut:
-        raise
-    except Unavailable as error:
-        _log.info("nothing to take over: %s", error)
-    else:
-        _log.info("the former daemon stopped after %.2f s", time.monotonic() - began_s)
 
 
 def _announce(ready: str) -> None:
@@ -127,9 +87,8 @@ def _load(options: dict[str, Any], file: str | None, overridden: Callable[[str],
 
 
 @contextmanager
-def _web_process(config: Config, patience_s: float) -> Iterator[None]:
+def _web_process(config: Config) -> Iterator[None]:
     """Runs ``kvass web`` as a child process while the daemon serves, if ``--http`` is set.
-    ``patience_s``: how long to wait for the port of a daemon that is leaving.
 
     If the child ends, another one is started. The listening socket stays open meanwhile, so no
     other process can take the port. Raises ``ConfigError``.
@@ -138,7 +97,7 @@ def _web_process(config: Config, patience_s: float) -> Iterator[None]:
         yield
         return
     over = threading.Event()
-    with _listening(config, patience_s) as listener:
+    with _listening(config) as listener:
         keeper = threading.Thread(target=_keep_web, args=(config, listener.fileno(), over))
         keeper.start()
         try:
@@ -148,8 +107,10 @@ def _web_process(config: Config, patience_s: float) -> Iterator[None]:
             keeper.join()
 
 
-def _listening(config: Config, patience_s: float) -> socket.socket:
-    """A listening socket for HTTP. Raises ``ConfigError``."""
+def _listening(config: Config) -> socket.socket:
+    """A listening socket for HTTP. Waits for the port of a daemon that has just stopped. Raises
+    ``ConfigError``."""
+    from kvass.daemon.listen import LOCK_WAIT_S
     from kvass.web.access import listen
 
     begun = time.monotonic()
@@ -158,7 +119,7 @@ def _listening(config: Config, patience_s: float) -> socket.socket:
             return listen(config)
         except ConfigError as error:
             in_use = getattr(error.__cause__, "errno", 0) == errno.EADDRINUSE
-            if not in_use or time.monotonic() - begun > patience_s:
+            if not in_use or time.monotonic() - begun > LOCK_WAIT_S:
                 raise
             time.sleep(_RETRY_S)
 

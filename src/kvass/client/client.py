@@ -8,12 +8,11 @@ from typing import Any, Final, Self
 
 from kvass.client.endpoint import Endpoint
 from kvass.client.explanation import is_request, sentence, users_id
-from kvass.errors import Incompatible, Refused, TimedOut, UnknownName, UsageError
+from kvass.errors import Incompatible, Refused, UnknownName, UsageError
 from kvass.messages import (
     CLEAR_TENANT,
     END_SESSION,
     MOST_EXPLAINED,
-    TAKE_OVER,
     Clear,
     Cleared,
     ClearTenant,
@@ -27,7 +26,6 @@ from kvass.messages import (
     SetQuota,
     Status,
     StatusReply,
-    TakeOver,
 )
 from kvass.types import (
     DEFAULT_TENANT,
@@ -204,21 +202,3 @@ class Client(Endpoint):
 
         Raises what ``call`` raises; ``Refused`` if the daemon cannot accept the quota."""
         self.call(SetQuota(quota=quota, remove=remove), timeout_s)
-
-    def take_over(self, arena: str, within_s: float, timeout_s: float = 5.0) -> None:
-        """Have the daemon stop, and wait until it grants and matches nothing any more.
-
-        ``arena``, ``within_s``: as in ``TakeOver``. Raises what ``call`` raises; ``Refused`` if its
-        memory is elsewhere; ``Incompatible`` if it is older than this message; ``TimedOut`` if it
-        does not stop.
-        """
-        welcome = self.connect(timeout_s)
-        if TAKE_OVER not in welcome.features:
-            raise Incompatible(
-                f"the daemon (kvass {welcome.version}) is older than --take-over: stop it first"
-            )
-        session = self.session
-        self.call(TakeOver(arena=arena, within_s=within_s), timeout_s)
-        with self.lock:
-            if not self.lock.wait_for(lambda: self.session is not session, within_s + timeout_s):
-                raise TimedOut(f"the daemon did not stop within {within_s + timeout_s:g} s")

@@ -19,7 +19,6 @@ REPLY_TO: Final[dict[type[m.FromClient], type[m.FromDaemon]]] = {
     m.Lookup: m.Matched,
     m.Prefetch: m.Prefetched,
     m.SetQuota: m.QuotaSet,
-    m.TakeOver: m.Leaving,
     m.IndexChunks: m.Indexed,
     m.FindSegments: m.Segments,
     m.Reserve: m.Granted,

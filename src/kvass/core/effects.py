@@ -205,13 +205,6 @@ class Watch(msgspec.Struct, frozen=True):
     until: float
 
 
-class Leave(msgspec.Struct, frozen=True):
-    """Stop the daemon: post ``Stopping``, wait until the core has settled (``CacheMachine.busy``),
-    but not longer than ``within_s``, and end."""
-
-    within_s: float
-
-
 class Records(msgspec.Struct, frozen=True):
     """Records of one row class in a tier: the fields of ``tiers.codec.record_key``.
 
@@ -280,4 +273,4 @@ class TierClear(msgspec.Struct, frozen=True, tag=True):
 
 ToSession = Send | Close | HalfClose
 ToTier = TierProbe | TierLoad | TierStore | TierEpoch | TierClear
-Effect = ToSession | Watch | Leave | ToTier
+Effect = ToSession | Watch | ToTier

@@ -27,7 +27,6 @@ from kvass.core.handlers import (
     segments,
     sessions,
     shadow,
-    taking_over,
     writing,
 )
 from kvass.core.pending.ledger import soonest
@@ -61,7 +60,6 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
     messages.EndSession: ending.end_session,
-    messages.TakeOver: taking_over.take_over,
     messages.Removals: reading.removals,
     messages.Present: reading.present,
     messages.LookupNotes: explaining.lookup_notes,
@@ -148,7 +146,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.TierReport: _tier_report,
     effects.QuotasAre: lambda state, event: clearing.replace_quotas(state, event.quotas),
     effects.TiersAre: tier_changes.change,
-    effects.Stopping: lambda state, _: taking_over.stop(state),
+    effects.Stopping: lambda state, _: flush.stop(state),
 }
 
 

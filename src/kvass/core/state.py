@@ -48,8 +48,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     version: str = ""
     pid: int = 0
     """The daemon's process id, for display."""
-    place: str = ""
-    """The folder of the arena; empty if the arena ends with the daemon."""
+    lasting: bool = False
+    """Whether the arena outlives the daemon."""
     host: str = ""
     """The name of the daemon's machine, for display."""
     started_s: float = 0.0
@@ -137,8 +137,12 @@ class State:
         self.tiers = Tiers(config.tiers, config.boot)
         self.promotions = Promotions()
         self.stopping = False
-        self.leaving = False
-        """Whether the next daemon gets the memory: nothing is granted any more."""
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the next daemon gets the memory. Nothing is granted then, so what is being
+        written is soon either complete or given up. Lookups are answered until the end."""
+        return self.stopping and self.config.lasting
 
     @property
     def unfinished(self) -> bool:

@@ -13,9 +13,10 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from kvass.arena.place import held_bytes
 from kvass.arena.room import committable, room
 from kvass.config import Config, Size, check_quotas, default_l1_size
-from kvass.daemon.lasting import held_bytes, page_bytes
+from kvass.daemon.lasting import page_bytes
 from kvass.errors import ConfigError
 from kvass.types import PAGE
 
@@ -35,21 +36,18 @@ class L1Size(NamedTuple):
     note: str
 
 
-def l1_size(config: Config, leaving: int | None = None, root: Path = _ROOT) -> L1Size:
-    """The size of L1. Waits up to a minute for memory that engines have of a former daemon.
-
-    ``leaving``: the bytes that another daemon has, which is to be asked to leave; None: there is
-    none, so what it had is free or about to be. Raises ``ConfigError`` if there is no memory.
-    """
+def l1_size(config: Config, root: Path = _ROOT) -> L1Size:
+    """The size of L1. Waits up to a minute for memory that engines have of a former daemon. Raises
+    ``ConfigError`` if there is no memory."""
     page = page_bytes(config.arena, config.huge_pages)
-    fit = L1Size(config.l1_size, "") if page > PAGE else _fit(config, leaving, root)
+    fit = L1Size(config.l1_size, "") if page > PAGE else _fit(config, root)
     size = fit.bytes // page * page
     if not size:
         raise ConfigError(f"l1_size {config.l1_size}: smaller than a page of {Size(page)}")
     return L1Size(size, fit.note)
 
 
-def _fit(config: Config, leaving: int | None, root: Path) -> L1Size:
+def _fit(config: Config, root: Path) -> L1Size:
     asked, held = config.l1_size, held_bytes(config.arena)
     wanted = max(0, asked - held)
     left = committable(root)
@@ -59,7 +57,7 @@ def _fit(config: Config, leaving: int | None, root: Path) -> L1Size:
             "(vm.overcommit_memory=2): give less, or raise vm.overcommit_ratio"
         )
     chosen = asked != default_l1_size()
-    available, most = _available(wanted, leaving, root)
+    available, most = _available(wanted, root)
     if wanted <= most:
         return L1Size(asked, "")
     there = f"{Size(available).rounded()} of memory available"
@@ -84,7 +82,7 @@ def _fit(config: Config, leaving: int | None, root: Path) -> L1Size:
     )
 
 
-def _available(wanted: int, leaving: int | None, root: Path) -> tuple[int, int]:
+def _available(wanted: int, root: Path) -> tuple[int, int]:
     """The memory that is available for ``wanted`` bytes, and how much of it an L1 may take without
     a warning. Shared memory may be anybody's, so the wait may be in vain. Without it a daemon that
     is restarted would have a smaller L1 for as long as it lives."""
@@ -95,10 +93,9 @@ def _available(wanted: int, leaving: int | None, root: Path) -> tuple[int, int]:
         now = room(root)
         if now.available is None or now.safe is None:  # not known
             return wanted, wanted
-        there = now.available + (leaving or 0)
-        may_come = leaving is None and wanted <= (now.with_shared or 0)
-        if wanted <= there or not may_come or time.monotonic() > until:
-            return there, now.safe + (leaving or 0)
+        may_come = wanted <= (now.with_shared or 0)
+        if wanted <= now.available or not may_come or time.monotonic() > until:
+            return now.available, now.safe
         if not told:
             _log.info("waiting %.0f s for memory that engines may have of a former L1", wait_s)
             told = True

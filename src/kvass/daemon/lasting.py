@@ -8,19 +8,15 @@ to the old ones (law 3).
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from pathlib import Path
 from typing import Final
 
 from kvass.arena import huge, memory
-from kvass.arena import place as folder_place
 from kvass.arena.huge import HugePages
 from kvass.arena.memory import Arena
-from kvass.arena.place import Place, open_place
+from kvass.arena.place import Place, folder_page_bytes, open_place
 from kvass.core.saved.index_file import SavedIndex, Unusable, Where, index_bytes
-from kvass.daemon import descriptor_store
-from kvass.daemon.descriptor_store import open_stored
 from kvass.daemon.peer_process import former_processes
 from kvass.errors import ConfigError
 from kvass.types import PAGE, Size, align_up
@@ -60,23 +56,9 @@ class L1Memory:
             self.place.release()
 
 
-def real_path(path: str) -> str:
-    """The path of a place without links, or its name; empty if there is none."""
-    return os.path.realpath(path) if path and path != descriptor_store.NAME else path
-
-
-def held_bytes(path: str) -> int:
-    """How many bytes of memory the slots of a place have already. 0 if there are none."""
-    if path == descriptor_store.NAME:
-        return descriptor_store.held_bytes()
-    return folder_place.held_bytes(path)
-
-
 def check_place(path: str, huge_pages: HugePages) -> None:
     """Check what can be checked while another daemon uses the place. Raises ``ConfigError``."""
-    if path == descriptor_store.NAME:
-        descriptor_store.check()
-    elif huge.page_bytes(huge_pages) not in (PAGE, page_bytes(path, huge_pages)):
+    if huge.page_bytes(huge_pages) not in (PAGE, page_bytes(path, huge_pages)):
         raise ConfigError(
             f"huge_pages {huge_pages}: not with arena {path}: give a folder of a hugetlbfs with "
             "such pages"
@@ -85,20 +67,16 @@ def check_place(path: str, huge_pages: HugePages) -> None:
 
 def page_bytes(path: str, huge_pages: HugePages) -> int:
     """The size of the pages of L1."""
-    folder = path and path != descriptor_store.NAME
-    return folder_place.page_bytes(path) if folder else huge.page_bytes(huge_pages)
+    return folder_page_bytes(path) if path else huge.page_bytes(huge_pages)
 
 
 def open_memory(path: str, size: int, huge_pages: HugePages = "transparent") -> L1Memory:
     """The memory of L1, ``size`` bytes, in the place at ``path``. Empty: of this process alone.
     ``huge_pages`` is about memory that is not in a folder. Raises ``ConfigError``."""
-    page = page_bytes(path, huge_pages)
-    if path == descriptor_store.NAME:
-        return _lasting(open_stored(size, _index_bytes(size, page), page), size)
-    descriptor_store.remove_stored()
     if not path:
         return L1Memory(_own(size, huge_pages), None, None, "")
-    return _lasting(open_place(path, size, _index_bytes(size, page)), size)
+    index = _index_bytes(size, page_bytes(path, huge_pages))
+    return _lasting(open_place(path, size, index), size)
 
 
 def _index_bytes(size: int, page_bytes: int) -> int:
@@ -110,9 +88,7 @@ def _lasting(place: Place, size: int) -> L1Memory:
     """L1 in ``place``, with what is in it if that is usable."""
     where, page = _where(), place.page_bytes
     found: SavedIndex | Unusable
-    if place.unusable:
-        found = Unusable(place.unusable)
-    elif place.found == (0, 0):
+    if place.found == (0, 0):
         found = Unusable("it is new")
     elif _index_bytes(place.found[0], page) != place.found[1]:  # both grow, and never shrink
         found = Unusable("its slots or its index were removed or have another size")

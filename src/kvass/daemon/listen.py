@@ -94,11 +94,8 @@ class Access:
 
 
 @contextmanager
-def listening(
-    path: str, access: Access, patience_s: float = LOCK_WAIT_S
-) -> Iterator[socket.socket]:
+def listening(path: str, access: Access) -> Iterator[socket.socket]:
     """Lock ``path`` and listen on it. On exit the socket and its lock file are removed.
-    ``patience_s``: how long to wait for another daemon to release the lock.
 
     Raises ``ConfigError`` if the path is too long, if its folder does not exist or is not writable,
     or if a live daemon uses the path.
@@ -108,7 +105,7 @@ def listening(
     if not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
         raise ConfigError(f"no folder {folder}: create it or choose another --socket")
     with ExitStack() as ending:
-        ending.callback(os.close, _lock(path + ".lock", patience_s))
+        ending.callback(os.close, _lock(path + ".lock"))
         ending.callback(Path(path + ".lock").unlink, missing_ok=True)
         _remove_dead(path)
         sock = ending.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -158,7 +155,7 @@ def try_lock(path: str) -> int:
         os.close(fd)
 
 
-def _lock(path: str, patience_s: float) -> int:
+def _lock(path: str) -> int:
     """Lock the file ``path``, as ``try_lock`` does, when its holder has released it."""
     begun = time.monotonic()
     said_s = LOCK_WAIT_S
@@ -169,7 +166,7 @@ def _lock(path: str, patience_s: float) -> int:
             if not locked.is_ours:
                 raise ConfigError(f"{locked}: choose another --socket") from None
             exiting = locked.pid > 0 and processes.exiting(locked.pid)
-            wait_s = max(patience_s, _EXIT_WAIT_S if exiting else 0.0)
+            wait_s = _EXIT_WAIT_S if exiting else LOCK_WAIT_S
             if wait_s > said_s:
                 said_s = wait_s
                 is_what = ", which is exiting" if exiting else ""

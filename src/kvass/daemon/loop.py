@@ -176,19 +176,12 @@ class Server:
         if self._draining:
             self._end()
             return
-        self._drain(self._live.current.stop_s)
-
-    def _drain(self, within_s: float) -> None:
-        """Accept no more connections, and end when the core is not busy any more, or after
-        ``within_s``."""
-        if self._draining:
-            return
         self._draining = True
         notify.send("STOPPING=1")
         rows = sum(rows for _, rows in self._machine.unflushed())
         _log.info("stopping; %d rows are left to flush", rows)
         self._stop_listening()
-        self._loop.call_later(within_s, self._end)
+        self._loop.call_later(self._live.current.stop_s, self._end)
         self._handle(effects.Stopping())
 
     def _end(self) -> None:
@@ -387,8 +380,6 @@ class Server:
                 connection.half_close()
         elif type(effect) is effects.Watch:
             self._watch(effect)
-        elif type(effect) is effects.Leave:
-            self._loop.call_soon(self._drain, effect.within_s)
         elif isinstance(effect, effects.ToTier):
             self._tiers.submit(effect)
 

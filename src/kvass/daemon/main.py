@@ -26,8 +26,8 @@ from kvass.arena.memory import Arena
 from kvass.config import Config, Size, quotas
 from kvass.core.machine import CacheMachine, CoreConfig
 from kvass.daemon.l1_size import l1_size
-from kvass.daemon.lasting import L1Memory, check_place, open_memory, real_path
-from kvass.daemon.listen import LOCK_WAIT_S, Access, listening
+from kvass.daemon.lasting import L1Memory, check_place, open_memory
+from kvass.daemon.listen import Access, listening
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
 from kvass.daemon.notices import Notices
@@ -46,22 +46,23 @@ def serve(
     config: Config,
     announce: Callable[[str], None],
     read_again: Callable[[], Config] | None = None,
-    patience_s: float = LOCK_WAIT_S,
     beside: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Calls ``announce`` with the ``ready`` line once clients can
     connect.
 
-    ``read_again`` reads the configuration again on SIGHUP (``LiveConfig``). ``patience_s``: how
-    long to wait for a daemon that is leaving. ``beside``: what runs while the path is locked, such
-    as the web process. Raises ``ConfigError`` for a configuration that cannot be served.
+    ``read_again`` reads the configuration again on SIGHUP (``LiveConfig``). ``beside``: what runs
+    while the path is locked, such as the web process. Raises ``ConfigError`` for a configuration
+    that cannot be served.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the handler that reloads is installed
     _raise_descriptor_limit()
-    access = check(config)
+    check_place(config.arena, config.huge_pages)
+    _named_nodes(config.numa, nodes.nodes())
+    access = Access(config)
     notices = Notices()
     # The lock first: a living daemon has the memory and the port too, and is the cause to name.
-    with listening(config.socket, access, patience_s) as listener, beside():
+    with listening(config.socket, access) as listener, beside():
         access.look_at(config.socket, notices)
         size, said = l1_size(config)
         if said:
@@ -96,13 +97,6 @@ def serve(
         if l1.place is None:
             l1.arena.close()  # while the path is locked: the next daemon needs the memory
     l1.arena.close()  # 0.1 to 0.3 s per GiB, for which no daemon waits that has the same memory
-
-
-def check(config: Config) -> Access:
-    """Check what can be checked while another daemon serves. Raises ``ConfigError``."""
-    check_place(config.arena, config.huge_pages)
-    _named_nodes(config.numa, nodes.nodes())
-    return Access(config)
 
 
 def _adopted(l1: L1Memory, machine: CacheMachine, took_s: float) -> str:
@@ -152,7 +146,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         timing=timing,
         version=__version__,
         pid=os.getpid(),
-        place=real_path(config.arena),
+        lasting=bool(config.arena),
         host=socket.gethostname(),
         started_s=time.monotonic(),
         tiers=tuple(tier_name(url) for url in config.tier),

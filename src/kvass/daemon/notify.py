@@ -1,5 +1,4 @@
-"""Notifications to systemd for a ``Type=notify`` service (sd_notify(3)): ready, alive, stopping,
-descriptors that it is to keep."""
+"""Notifications to systemd for a ``Type=notify`` service (sd_notify(3)): ready, alive, stopping."""
 
 from __future__ import annotations
 
@@ -11,20 +10,12 @@ from contextlib import suppress
 
 def send(state: str) -> None:
     """Send a state such as ``READY=1`` to systemd. Does nothing unless systemd started us."""
-    if os.environ.get("NOTIFY_SOCKET"):
-        with suppress(OSError):  # systemd does not listen any more
-            send_with(state)
-
-
-def send_with(state: str, *fds: int) -> None:
-    """Send a state and descriptors to systemd, which has started us. Raises ``OSError``."""
-    path = os.environ["NOTIFY_SOCKET"]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+    path = os.environ.get("NOTIFY_SOCKET")
+    if not path:
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.connect("\0" + path[1:] if path[0] == "@" else path)
-        if fds:
-            socket.send_fds(sender, [state.encode()], [*fds])
-        else:
-            sender.send(state.encode())
+        sender.send(state.encode())  # it raises if systemd does not listen any more
 
 
 def feed_watchdog(loop: asyncio.AbstractEventLoop) -> None:

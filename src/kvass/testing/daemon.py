@@ -47,19 +47,6 @@ class Daemon:
     def start(self) -> None:
         """Start a process and wait for its ``ready`` line. Raises ``RuntimeError`` with its log."""
         assert not self.running, "it runs already"
-        self._start()
-
-    def take_over(self) -> int:
-        """Start a process that takes over from the running one, and wait for its ``ready`` line.
-        Returns the status with which the former one ended."""
-        former = self._process
-        assert former is not None
-        self._start("--take-over")
-        if former.stdout is not None:
-            former.stdout.close()
-        return former.wait(READY_S)
-
-    def _start(self, *more: str) -> None:
         flags = [
             part
             for name, value in self._options.items()
@@ -70,7 +57,7 @@ class Daemon:
         env.pop("LD_PRELOAD", None)  # vLLM on a CPU sets it in the process that imported it
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *self._program, "serve", *flags, *more],
+                [sys.executable, *self._program, "serve", *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

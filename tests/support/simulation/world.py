@@ -169,7 +169,7 @@ class World:
         if len(self.trace) % 8 == 0:
             self.witness.state.compare(self.machine.status())
         for effect in effects:
-            if isinstance(effect, fx.Watch | fx.Leave):
+            if isinstance(effect, fx.Watch):
                 continue
             if isinstance(effect, fx.ToTier):
                 self.tiers.take(effect)

@@ -113,8 +113,6 @@ class Witness:
                 self.writes.watched(effect)
             elif isinstance(effect, fx.ToTier):
                 self.tiers.began(effect, clear)
-            elif isinstance(effect, fx.Leave):
-                raise BrokenLawError("a daemon leaves for somebody who is not its user")
             elif i not in late:
                 self._to_session(event, effect)
             elif late[i].due > now:
