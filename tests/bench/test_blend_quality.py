@@ -4,28 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
-
-from bench.blend_quality import first_token, model, quality, task
+from bench.blend_quality import first_token, model, quality
 from bench.blend_quality.plot import plot
-
-
-def test_an_answer_is_the_value_where_the_entity_took_it() -> None:
-    asked = task.prompt(np.random.default_rng(3))
-    now: dict[int, int] = {}
-    taken: dict[int, int] = {}
-    for token, label in zip(asked.tokens.tolist(), asked.labels.tolist(), strict=True):
-        if task.GIVES <= token < task.TAKES:
-            now[(token - task.GIVES) // task.VALUES] = (token - task.GIVES) % task.VALUES
-        elif task.TAKES <= token < task.ASKS:
-            entity, variable = divmod(token - task.TAKES, task.VARIABLES)
-            taken[entity] = now[variable]
-            assert label == task.VALUE + now[variable]
-        elif task.ASKS <= token < task.VALUE:
-            assert label == task.VALUE + taken[token - task.ASKS]
-        else:
-            assert label == task.NO_LABEL
-    assert len(asked.tokens) == task.TOKENS
 
 
 def test_the_model_answers_and_blend_without_recompute_does_not() -> None:

@@ -27,19 +27,6 @@ def test_every_token_is_found_or_computed(router: str) -> None:
     assert found["computed"] + found["from L1"] + found["from store"] == pytest.approx(1)
 
 
-def test_machines_find_in_the_store_what_others_computed() -> None:
-    """In turns no machine has what the last one computed."""
-    shared, alone = (fleet.figures(played("in turns", l2_rows=rows)) for rows in (1 << 20, 0))
-    assert shared["from store"] > 0.1
-    assert shared["computed"] < alone["computed"] - 0.1
-
-
-def test_a_router_that_knows_reads_less_from_the_store() -> None:
-    blind, knows = (fleet.figures(played(router)) for router in ("in turns", "knows L1"))
-    assert knows["from L1"] > blind["from L1"] + 0.1
-    assert knows["read GB/s"] < blind["read GB/s"] / 2
-
-
 def test_what_l1_has_is_what_a_request_finds_there() -> None:
     """``held_chunks`` is right after each request, with an L1 that evicts."""
     one = played("remembers", l1_rows=60, l2_rows=0)

@@ -16,11 +16,11 @@ import pytest
 from kvass.cli import bench
 from kvass.cli.bench import baseline, copies, disk, lookups, rig
 from kvass.cli.bench.copies import KvCache, PromptShape, measure_copies
-from kvass.cli.bench.disk import RawFile, Tiered
+from kvass.cli.bench.disk import Tiered
 from kvass.cli.bench.lookups import BATCH, fill, measure_lookups
-from kvass.cli.bench.rig import CHUNK_TOKENS, EngineSessions, start_daemon
+from kvass.cli.bench.rig import EngineSessions
 from kvass.cli.main import main
-from kvass.errors import ConfigError, TierDown, Unavailable
+from kvass.errors import TierDown, Unavailable
 from kvass.simulate.models import MODELS, Layers, layout
 from kvass.testing.daemon import Daemon, running_daemon
 
@@ -74,11 +74,6 @@ def test_store_and_load_bring_the_bytes_back(engines: int, private: bool, daemon
     assert set(figures) == COPIED
 
 
-def test_what_does_not_fit_is_refused(daemon: Daemon) -> None:
-    with pytest.raises(ConfigError, match="granted 2 of 3 rows of 8MiB"):
-        measure_copies(daemon.socket, 1, PromptShape(layout((Layers(1, 1 << 15),), 16), 256, 3))
-
-
 @contextmanager
 def stored_prompt(daemon: Daemon, prompt: PromptShape) -> Iterator[KvCache]:
     with ExitStack() as ending:
@@ -118,32 +113,6 @@ def test_round_trips(tp: int, name: str, daemon: Daemon, monkeypatch: pytest.Mon
     assert figures.pop(f"lookup_{name}_vs_dict") > 0
     assert set(figures) == {f"lookup_{name}_us", f"release_{name}_us"}
     assert all(0 < one["p50"] <= one["p99"] for one in figures.values())
-
-
-def test_its_own_daemon_goes_or_says_why_it_did_not_come() -> None:
-    with start_daemon(4 << 20) as daemon:
-        assert os.path.exists(daemon.socket)
-    assert not os.path.exists(daemon.socket)
-    with pytest.raises(ConfigError, match="did not start: --l1-size 1: "), start_daemon(1):
-        pass
-
-
-def test_the_layouts_are_what_they_are_called() -> None:
-    llama, mla = (layout(MODELS[name], 16) for name in ("llama-3-8b", "deepseek-v3"))
-    assert PromptShape(llama, CHUNK_TOKENS).bytes == 32 << 20
-    assert set(mla[0].page_bytes) == {18_432}
-
-
-def test_a_prompt_has_one_chunk_at_least_and_as_much_as_an_engine_may_have() -> None:
-    small, large = (PromptShape(layout((Layers(1, n),), 16), 256) for n in (1 << 13, 1 << 20))
-    assert small.within(1 << 30).chunks == 32
-    assert small.within(1 << 30, engines=4).chunks == 8
-    assert small.within(5 << 20).chunks == 2
-    assert large.within(1 << 30).chunks == 1
-
-
-def test_the_fastest_rounds_count() -> None:
-    assert rig.best_ratio([9, 2, 5], [7, 6, 3]) == 1.5
 
 
 # ---------------------------------------------------------------- a daemon that others use
@@ -223,17 +192,6 @@ def test_a_tier_that_stores_nothing_is_told(tmp_path: Path) -> None:
         engine = EngineSessions(daemon.socket, prompt.groups, ending)
         with pytest.raises(TierDown, match="rows were not stored"):
             Tiered(prompt, engine, ending).flush()
-
-
-def test_a_raw_file_holds_what_was_put(tmp_path: Path) -> None:
-    memory = rig.private_memory(4 * 8192).reshape(4, 8192)
-    memory[:2] = 7
-    raw = RawFile(tmp_path / "raw", 8192, 2, 2)
-    raw.put([*memory[:2]])
-    raw.get([*memory[2:]])
-    raw.close()
-    assert (memory == 7).all()
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------- the command
