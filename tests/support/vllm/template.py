@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import IO, Final, NoReturn
+from typing import IO, Any, Final, NoReturn
 
 PRELOADED: Final = (
     "vllm.entrypoints.llm",
@@ -106,6 +106,10 @@ def _serve(control: socket.socket) -> list[str]:
     """Fork until the parent has ended. Returns in a fork, with its module and arguments."""
     for module in PRELOADED:
         importlib.import_module(module)
+    # vLLM looks at a model's class in a process that imports vLLM for it, 8 s of a core, unless an
+    # earlier one left what it saw in the home folder. The fork will import that class anyway.
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda look: look()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks' parents
     while True:
