@@ -20,7 +20,7 @@ MINUTES ?= 10
 # Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
 WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
 
-.PHONY: help setup demo demo-sglang demo-upgrade quick test test-versions test-sglang test-upstream check docs locks mutants sim soak bench bench-check bench-peers judge clean
+.PHONY: help setup demo demo-sglang demo-upgrade quick test test-all test-versions test-sglang test-upstream check docs locks mutants sim soak bench bench-check bench-peers judge clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (a few minutes, once)"
@@ -28,7 +28,8 @@ help:
 	@echo "make demo-sglang   the same with two SGLang servers (downloads 100 MB)"
 	@echo "make demo-upgrade   a daemon is restarted while an engine reads: for how long it gets no hit"
 	@echo "make quick   tests of core, client, wire and tiers, no engine, and what they cover (90 s)"
-	@echo "make test    all tests, real engines included, in WORKERS=$(WORKERS) processes"
+	@echo "make test    what CI runs, real engines included, in WORKERS=$(WORKERS) processes (10 minutes on 2 cores)"
+	@echo "make test-all    the same and what is marked slow: what others prove in less time, and rare paths"
 	@echo "make test-versions   the connector with every vLLM it is for (downloads 600 MB, 20 minutes)"
 	@echo "make test-sglang   real SGLang servers on a CPU (downloads 200 MB, 20 minutes)"
 	@echo "make test-upstream   vLLM's own tests of connectors, with and without kvass (downloads 180 MB)"
@@ -94,10 +95,11 @@ quick: $(READY)
 # With the oldest vLLM, too: what test_two_versions.py says. make test-versions has all of them.
 OLDEST := 0.30.0
 
-test: $(READY)
+test: MARKED := -m "not slow"
+test test-all: $(READY)
 	@bash requirements/overlays.sh $(VENV) $(OLDEST)
 	@$(call in_folder,routers,$(VENV)/overlays/routers) || echo "no routers: their tests will fail" >&2
-	VLLM_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	VLLM_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest -n $(WORKERS) $(MARKED) $(PYTEST_ARGS)
 
 # What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
 SCHEDULERS := $(addprefix tests/engine/test_,contract.py copy_operation.py) $(wildcard tests/engine/test_scheduler_*.py) \
