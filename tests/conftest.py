@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     text = "where all real engines have their pages (default: as each test file says, some on each)"
     parser.addoption("--pages", choices=["host", "gpu"], help=text)
     text = "pairs of prompts that tests/engine/test_pairs.py compares (default: %(default)s)"
-    parser.addoption("--pairs", type=int, default=24, help=text)
+    parser.addoption("--pairs", type=int, default=12, help=text)
 
 
 @pytest.fixture

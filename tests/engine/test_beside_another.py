@@ -40,6 +40,7 @@ def both(*connectors: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_server_counts_what_each_of_its_connectors_does(tmp_path: Path) -> None:
     """Without kvass's plug-in, which ``VLLM_PLUGINS`` leaves out."""

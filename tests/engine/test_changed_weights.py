@@ -81,7 +81,15 @@ def test_a_reset_or_a_pause_alone_costs_nothing(both: Both, prompt: Make) -> Non
             both.tell(op)
 
 
-@pytest.mark.parametrize("order", ["update, reset", "reset, update", "pause, update", "update"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "update, reset",
+        pytest.param("reset, update", marks=pytest.mark.slow),
+        pytest.param("pause, update", marks=pytest.mark.slow),
+        "update",
+    ],
+)
 def test_nothing_of_old_weights_is_found(both: Both, prompt: Make, order: str) -> None:
     tokens, other = prompt(520), prompt(300)
     old = both.store(tokens)

@@ -110,6 +110,7 @@ def test_changed_weights_never_hit(
     assert empty(daemon)["rows"] == rows + 4, "what the last step left is stored at the end"
 
 
+@pytest.mark.slow
 def test_a_process_that_saves_a_model_serves_it(own_daemon: Daemon, tmp_path: Path) -> None:
     """And the next one. Of one of which a file is replaced while its engine is made nothing is
     stored."""

@@ -81,7 +81,7 @@ def test_a_retained_prompt_stays_under_pressure_and_another_does_not(
     ask(url, kept, ttl="1h")
     ask(url, other)
     assert eventually(lambda: daemon.status()["l1_kept_bytes"] > 0)
-    push(daemon, url, 4 * L1, 8000)
+    push(daemon, url, 2 * L1, 8000)
     assert ask(url, other)["hit_tokens"] == 0, "the control"
     did = ask(url, kept, ttl="1h")
     assert did["hit_tokens"] == 480
@@ -152,11 +152,8 @@ def test_a_requests_id_of_any_length_costs_no_request_its_store(
     daemon, url = served
     before = counters(daemon)
     names: list[dict[str, Any]] = [
-        *(
-            {"named": {"request_id": "x" * size, "max_tokens": 64}}
-            for size in (600, 5_000, 100_000, 3_000_000)
-        ),
-        *({"header": "y" * size} for size in (600, 5_000)),
+        *({"named": {"request_id": "x" * size, "max_tokens": 64}} for size in (600, 3_000_000)),
+        {"header": "y" * 5_000},
         {"named": {"request_id": "\u4e2d\n\U0001f600" * 400}},
     ]
     for number, name in enumerate(names):

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -49,6 +49,8 @@ class Blow(NamedTuple):
     signals: tuple[tuple[signal.Signals, float], ...]
     matched: int = 0
     """Tokens the connector had promised by then; they are computed instead if they do not come."""
+    slow: bool = False
+    """It falls between two others, which are enough for a run of all tests."""
 
 
 KILL = ((signal.SIGKILL, 0.0),)
@@ -58,25 +60,29 @@ STOP_LATER = ((signal.SIGSTOP, 0.05),)
 FREEZE_THEN_KILL = ((signal.SIGSTOP, 0.0), (signal.SIGKILL, 0.03))
 
 LOADING: Final = (
-    Blow("killed before the lookup", ASK, "before", KILL),
+    Blow("killed before the lookup", ASK, "before", KILL, slow=True),
     Blow("killed during the lookup", ASK, "before", FREEZE_THEN_KILL),
     Blow("killed after the lookup", ASK, "after", KILL, 512),
-    Blow("killed before the load", LOAD, "before", KILL, 512),
+    Blow("killed before the load", LOAD, "before", KILL, 512, slow=True),
     Blow("killed during the load", LOAD, "after", KILL_LATER, 512),
     Blow("stopped before the lookup", ASK, "before", STOP),
-    Blow("stopped before the load", LOAD, "before", STOP, 512),
+    Blow("stopped before the load", LOAD, "before", STOP, 512, slow=True),
     Blow("stopped during the load", LOAD, "after", STOP_LATER, 512),
 )
 STORING: Final = (
-    Blow("killed before the reserve", PLAN, "before", KILL),
+    Blow("killed before the reserve", PLAN, "before", KILL, slow=True),
     Blow("killed during the reserve", PLAN, "before", FREEZE_THEN_KILL),
-    Blow("killed after the reserve", PLAN, "after", KILL),
+    Blow("killed after the reserve", PLAN, "after", KILL, slow=True),
     Blow("killed during the store", STORE, "after", KILL_LATER),
     Blow("killed after the store", RESULT, "after", KILL),
-    Blow("stopped before the reserve", PLAN, "before", STOP),
+    Blow("stopped before the reserve", PLAN, "before", STOP, slow=True),
     Blow("stopped after the reserve", PLAN, "after", STOP),
     Blow("stopped during the store", STORE, "after", STOP_LATER),
 )
+
+
+def marked(blows: tuple[Blow, ...]) -> list[Any]:
+    return [pytest.param(one, marks=pytest.mark.slow if one.slow else ()) for one in blows]
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +182,7 @@ def test_a_daemon_that_comes_later_is_found(
     check_bounds(engine)
 
 
-@pytest.mark.parametrize("blow", LOADING, ids=lambda blow: blow.name.replace(" ", "-"))
+@pytest.mark.parametrize("blow", marked(LOADING), ids=lambda blow: blow.name.replace(" ", "-"))
 def test_while_loading(
     engine: EngineProcess, daemon: Daemon, judge: Judge, prompt: Make, blow: Blow
 ) -> None:
@@ -194,7 +200,7 @@ def test_while_loading(
     assert hits(engine, prompt, HITS_AGAIN_S)
 
 
-@pytest.mark.parametrize("blow", STORING, ids=lambda blow: blow.name.replace(" ", "-"))
+@pytest.mark.parametrize("blow", marked(STORING), ids=lambda blow: blow.name.replace(" ", "-"))
 def test_while_storing(
     engine: EngineProcess, daemon: Daemon, judge: Judge, prompt: Make, blow: Blow
 ) -> None:

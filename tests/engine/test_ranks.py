@@ -90,7 +90,7 @@ def watched(engine: EngineProcess, settings: Settings, rank: int | None = None) 
 # ---------------------------------------------------------------- tensor parallel, dense
 
 
-@pytest.mark.parametrize("size", [520, 1030])
+@pytest.mark.parametrize("size", [520, pytest.param(1030, marks=pytest.mark.slow)])
 def test_a3_tensor_parallel_cold_and_warm_in_a_second_process(
     tp: Two, prompt: Make, size: int
 ) -> None:
@@ -105,6 +105,7 @@ def test_a3_tensor_parallel_cold_and_warm_in_a_second_process(
     check_same(warm, cold)
 
 
+@pytest.mark.slow
 def test_ranks_in_other_processes_wait_for_no_step_that_nobody_makes(
     tp: Two, stages: EngineProcess, daemon: Daemon, prompt: Make
 ) -> None:
@@ -133,7 +134,7 @@ def test_a3_tensor_parallel_where_the_cold_run_sums_in_another_order(tp: Two, pr
     tp.judge.check(tokens, warm)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_ranks_zeroed_pages_change_the_answer(tp: Two, prompt: Make, rank: int) -> None:
     """The negative control: what each rank loads decides."""
     tokens = prompt(520)

@@ -113,7 +113,14 @@ def is_noise(group: dict[str, Any]) -> bool:
     return bool(group["largest_difference"] <= 0.05 * (group["at_value"] + 0.1))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=pytest.mark.slow if one.name in ("mla", "states") else ())
+        for one in FAMILIES
+    ],
+    ids=lambda family: family.name,
+)
 def test_would_be_hits_are_the_hits_of_the_same_trace(family: Family, tmp_path: Path) -> None:
     prompts = trace(family)
     with engine(family, tmp_path / "real") as (real, _):

@@ -151,6 +151,7 @@ def test_of_the_workers_the_first_one_says_it(caplog: pytest.LogCaptureFixture) 
     assert line.levelno == logging.WARNING
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_real_engines(daemon: Daemon, start: Starter, tmp_path: Path) -> None:
     """One that is served on trial; one in which a module that we import is gone, a hook is given

@@ -1,0 +1,41 @@
+"""Benchmarks of real vLLM engines run, with a tiny model. No figure is judged here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import blend_engine, engine
+from bench.peers import __main__ as peers
+from bench.peers import engines
+from tests.support.vllm.models import TINY
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (engine, blend_engine, engines):
+        monkeypatch.setattr(module, "SHAPE", TINY)
+
+
+def test_engine() -> None:
+    figures = engine.measure_engine(256 << 20, 1)
+    assert figures["document_kvass_vs_local"] > 0
+    assert figures["crowd_blocks_vs_none"] > 0
+
+
+def test_blend_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.blend.SIZES", {"vocab_size": TINY.vocab})
+    figures = blend_engine.measure_blend_engine(256 << 20, 1)
+    assert figures["none_computed"] < figures["prefix_computed"] < figures["full_computed"]
+
+
+def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache may be missing: its rows say so."""
+    monkeypatch.setattr(peers, "python", lambda: sys.executable)
+    assert peers.main(["--short", "--only", "agent,new,down", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert "no figure of kvass" not in page
