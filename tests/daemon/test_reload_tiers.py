@@ -126,6 +126,7 @@ def test_options_change_and_the_records_stay(reloaded: Reloaded) -> None:
     assert eventually(lambda: it.status()["a"]["tenants"]["calm"]["bytes"] > 4 << 20)
 
 
+@pytest.mark.alone
 def test_who_waits_for_a_tier_that_hangs_is_answered_when_it_is_removed(
     reloaded: Reloaded,
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -17,6 +16,7 @@ from tests.engine.conftest import LORA, NOTHING_OWED, Starter, empty, store
 from tests.support.vllm.judge import Judge, check_same
 from tests.support.vllm.models import TINY, write_model
 from tests.support.vllm.process import ENVIRONMENT, EngineProcess, Prompt
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.engine
 
@@ -44,13 +44,10 @@ def test_killed_while_it_holds_leases_and_reservations(
     store(a, loading)
     victim = start("victim", socket=Path(daemon.socket))
     judge.check(kept, store(victim, kept, 8))
-    victim.slow_copies(5.0)
+    victim.slow_copies(60.0)  # of a busy machine the load may end before the store begins
     victim.submit(Prompt(loading), Prompt(storing))
-    deadline = time.monotonic() + 10
-    while not ((held := daemon.status())["leases"] and held["reservations"]):
-        assert time.monotonic() < deadline, held
-        time.sleep(0.01)
-    assert held["pins"] > 0
+    assert eventually(lambda: all(daemon.status()[held] for held in ("leases", "reservations")))
+    assert daemon.status()["pins"] > 0
     victim.kill()
     daemon.wait_until(1.0 + GRACE_S, **NOTHING_OWED)
     for tokens in (kept, loading):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import blend_engine, engine
+from bench import blend, blend_engine, engine
 from bench.peers import __main__ as peers
 from bench.peers import engines
 from tests.support.vllm.models import TINY
@@ -17,8 +17,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tiny model; and in forks, which have no environment of their own."""
     for module in (engine, blend_engine, engines):
         monkeypatch.setattr(module, "SHAPE", TINY)
+        monkeypatch.setattr(module, "ENVIRONMENT", None)
 
 
 def test_engine() -> None:
@@ -28,7 +30,7 @@ def test_engine() -> None:
 
 
 def test_blend_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.blend.SIZES", {"vocab_size": TINY.vocab})
+    monkeypatch.setitem(blend.SIZES, "vocab_size", TINY.vocab)
     figures = blend_engine.measure_blend_engine(256 << 20, 1)
     assert figures["none_computed"] < figures["prefix_computed"] < figures["full_computed"]
 
