@@ -3,7 +3,8 @@
 ``step(event, now) -> effects`` is pure, and ``now`` never decreases (law 1). Every request is
 answered exactly once. A refused message is answered by an error and changes nothing (law 11).
 
-``_MESSAGES`` has the handler of each message, ``_EVENTS`` that of each event.
+``_MESSAGES`` has the handler of each message, ``_EVENTS`` that of each event, ``_FOLLOW_UPS`` that
+of each kind of follow-up (``pending/follow_ups.py``), in their order.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvass.core.handlers import (
     shadow,
     writing,
 )
+from kvass.core.pending.follow_ups import FirstHit, FollowUp, Published, Woken
 from kvass.core.pending.ledger import soonest
 from kvass.core.pending.tier_operations import Looking, NotingEpoch
 from kvass.core.rows.row_classes import Namespace
@@ -149,6 +151,12 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Stopping: lambda state, _: flush.stop(state),
 }
 
+_FOLLOW_UPS: Final[dict[type[FollowUp], Callable[[State, list[Any]], None]]] = {
+    Published: flush.published,  # before a promotion takes room, so that tiers get these rows
+    Woken: promote.woken,
+    FirstHit: flush.hit_first,  # also of the promotions that were answered
+}
+
 
 class CacheMachine:
     """The state of the cache. Only one thread may use it.
@@ -174,13 +182,9 @@ class CacheMachine:
         if state.promotions.all:
             promote.lapse(state)
         _EVENTS[type(event)](state, event)
-        if state.settlement.published:
-            flush.queue_published(state)
-        if state.settlement.woken:
-            woken, state.settlement.woken = state.settlement.woken, []
-            promote.continue_some(state, woken)
-        if state.settlement.first_hits:
-            flush.queue_first_hits(state)
+        while state.follow_ups:
+            some = state.follow_ups.take(_FOLLOW_UPS)
+            _FOLLOW_UPS[type(some[0])](state, some)
         flush.retry_due(state)
         return state.out
 

@@ -19,6 +19,7 @@ from kvass.core.matching import keeping
 from kvass.core.matching.keeping import Found
 from kvass.core.matching.prefix import Hit
 from kvass.core.metrics import COUNTERS, HISTOGRAMS
+from kvass.core.pending.follow_ups import FollowUps
 from kvass.core.pending.promotion import Promotions
 from kvass.core.pending.settlement import Settlement
 from kvass.core.pending.tier_operations import Clearing
@@ -106,7 +107,10 @@ class State:
         self.tenants = self.classes.tenants
         for quota in config.quotas:
             self.tenants.set(quota)
-        self.settlement = Settlement(self.rows, config.timing, self.counters, config.slice_ends)
+        self.follow_ups = FollowUps()
+        self.settlement = Settlement(
+            self.rows, config.timing, self.counters, self.follow_ups, config.slice_ends
+        )
         self.leases, self.reservations = self.settlement.leases, self.settlement.reservations
         self.sessions: dict[int, ClientSession] = {}
         self.session_limits = SessionLimits(config.limits, config.timing.hello_s, config.slice_ends)

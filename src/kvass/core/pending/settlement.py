@@ -32,6 +32,7 @@ from typing import Final
 
 import msgspec
 
+from kvass.core.pending.follow_ups import FirstHit, FollowUps, Published, Woken
 from kvass.core.pending.ledger import Lease, Ledger, Reservation, soonest
 from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.row_table import ClassRows
@@ -61,22 +62,22 @@ class Settlement:
     """All open leases and reservations, and what they do to the pins and states of ``rows``."""
 
     def __init__(
-        self, rows: RowStates, timing: Timing, counters: dict[str, int], slice_ends: int
+        self,
+        rows: RowStates,
+        timing: Timing,
+        counters: dict[str, int],
+        follow_ups: FollowUps,
+        slice_ends: int,
     ) -> None:
         self.rows = rows
         self.now = -math.inf
         """The time of the step in progress."""
         self.leases = Ledger[Lease]()
         self.reservations = Ledger[Reservation]()
-        self.published: list[ClassRows] = []
-        """Rows that became READY in this step and are not queued for tiers yet (``flush``)."""
         self.notes_first_hits = False
         """Whether a tier has left out rows that no lookup had hit (``flush``)."""
-        self.first_hits: list[ClassRows] = []
-        """Then: rows that a lookup hit for the first time in this step."""
-        self.woken: list[int] = []
-        """Promotions that waited for a reservation that ended or was discarded in this step."""
         self._counters = counters
+        self._follow_ups = follow_ups
         self._timing = timing
         self._slice_ends = slice_ends
         self._losses: deque[Loss] = deque()
@@ -103,7 +104,7 @@ class Settlement:
             self.rows.pin(part.rows)
             if self.notes_first_hits:
                 first = part.rows[~self.rows.table.read[part.rows]]
-                self.first_hits.append(ClassRows(part.row_class, first))
+                self._follow_ups.add(FirstHit(ClassRows(part.row_class, first)))
             self.rows.table.read[part.rows] = True
         lease = Lease(
             id=self._new_id(),
@@ -202,10 +203,11 @@ class Settlement:
                 self.rows.free(part.rows)
             else:
                 rows = self.rows.publish(part.rows)
-                self.published.append(ClassRows(part.row_class, rows))
+                self._follow_ups.add(Published(ClassRows(part.row_class, rows)))
 
     def _wake(self, reservation: Reservation) -> None:
-        self.woken += sorted(reservation.waiters)
+        for promotion in sorted(reservation.waiters):
+            self._follow_ups.add(Woken(promotion))
         reservation.waiters.clear()
 
     # ------------------------------------------------------------ former lives

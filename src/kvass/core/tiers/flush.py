@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from kvass.core.effects import Stored, TierStore
+from kvass.core.pending.follow_ups import FirstHit, Published
 from kvass.core.pending.tier_operations import Flushing
 from kvass.core.pending.tier_state import Queued, TierState
 from kvass.core.rows.row_classes import RowClass
@@ -52,10 +53,9 @@ _LOOK: Final = 16
 # ---------------------------------------------------------------- queueing
 
 
-def queue_published(state: State) -> None:
-    """Queue the rows that became READY in this step, and count their tokens as stored."""
-    parts, state.settlement.published = state.settlement.published, []
-    for part in parts:
+def published(state: State, told: list[Published]) -> None:
+    """Queue the rows that became READY, and count their tokens as stored."""
+    for part in [each.part for each in told]:
         row_class = state.classes.by_id.get(part.row_class)
         ns = None if row_class is None else state.namespaces[row_class.namespace]
         if ns is not None and ns.classes[0] is row_class:
@@ -78,12 +78,11 @@ def queue_next_victims(state: State) -> None:
                 _queue_new(state, row_class, row_class.log.oldest(_AHEAD, state.rows.table.clock))
 
 
-def queue_first_hits(state: State) -> None:
-    """Queue the rows that lookups hit for the first time in this step, for the tiers that have left
-    out rows. With ``on_evict``, only those whose turn was before."""
-    parts, state.settlement.first_hits = state.settlement.first_hits, []
+def hit_first(state: State, told: list[FirstHit]) -> None:
+    """Queue the rows that lookups hit for the first time, for the tiers that have left out rows.
+    With ``on_evict``, only those whose turn was before."""
     tiers = [tier for tier in state.tiers.used if tier.counters["rows_over_budget"]]
-    for part in parts if tiers else ():
+    for part in [each.part for each in told] if tiers else ():
         rows = part.rows[state.rows.table.offered[part.rows]]
         if len(rows) and not state.stopping:
             _queue(state, ClassRows(part.row_class, rows), tiers)

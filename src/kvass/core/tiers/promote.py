@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from kvass.core.effects import Loaded
+from kvass.core.pending.follow_ups import Woken
 from kvass.core.pending.promotion import DUPLICATE, INSTANCE_SHARE, Promotion, PromotionState
 from kvass.core.rows.index import repeated
 from kvass.core.rows.row_classes import Namespace
@@ -43,6 +44,11 @@ def begin(state: State, promotion: Promotion, writing: bool) -> bool:
     return True
 
 
+def woken(state: State, told: list[Woken]) -> None:
+    """The wait of some promotions may be over."""
+    continue_some(state, (each.promotion for each in told))
+
+
 def continue_some(state: State, woken: Iterable[int] = ()) -> None:
     """Record that the wait of the promotions ``woken`` is over. Continue some of the promotions
     whose wait is over."""
@@ -73,16 +79,16 @@ def _continue(state: State, promotion: Promotion) -> None:
 
 def epoch_known(state: State) -> None:
     """A tier answered with an epoch, or failed. Continue the promotions that wait for epochs."""
-    waiting = (
-        p.id for p in state.promotions.all.values() if p.state is PromotionState.AWAITING_EPOCH
-    )
-    continue_some(state, waiting)
+    for promotion in state.promotions.all.values():
+        if promotion.state is PromotionState.AWAITING_EPOCH:
+            state.follow_ups.add(Woken(promotion.id))
 
 
 def loaded(state: State, event: Loaded) -> None:
     """A tier has finished a load. Continue the promotions that wait for no other load."""
-    waited = load.loaded(state, event)
-    continue_some(state, (promotion.id for promotion in waited if not promotion.awaits))
+    for promotion in load.loaded(state, event):
+        if not promotion.awaits:
+            state.follow_ups.add(Woken(promotion.id))
 
 
 def lapse(state: State) -> None:

@@ -1,0 +1,58 @@
+"""Follow-ups: what a change of the state leaves to be done in the same step.
+
+Law of this file: who adds a follow-up does not know who acts on it. When the event of a step was
+handled, ``CacheMachine.step`` hands all follow-ups to the functions of its table, kind by kind in
+the order of that table, until none is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from kvass.core.rows.row_table import ClassRows
+
+
+class Published(msgspec.Struct, frozen=True):
+    """Rows that engines wrote became READY."""
+
+    part: ClassRows
+
+
+class Woken(msgspec.Struct, frozen=True):
+    """The wait of a promotion may be over."""
+
+    promotion: int
+
+
+class FirstHit(msgspec.Struct, frozen=True):
+    """A lookup hit rows that none had hit before. It is told while ``Settlement.notes_first_hits``
+    is set."""
+
+    part: ClassRows
+
+
+FollowUp = Published | Woken | FirstHit
+
+
+class FollowUps:
+    """The follow-ups of the step in progress."""
+
+    def __init__(self) -> None:
+        self._all: list[FollowUp] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def add(self, follow_up: FollowUp) -> None:
+        self._all.append(follow_up)
+
+    def take(self, order: Iterable[type[FollowUp]]) -> list[FollowUp]:
+        """Take all of one kind, in the order in which they were added: of the first kind of
+        ``order`` of which there are any. There must be some."""
+        there = set(map(type, self._all))
+        kind = next(kind for kind in order if kind in there)
+        taken = [each for each in self._all if type(each) is kind]
+        self._all = [each for each in self._all if type(each) is not kind]
+        return taken
