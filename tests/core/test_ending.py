@@ -224,6 +224,21 @@ def test_each_of_two_ends_of_a_session_is_answered_and_no_row_joins_twice(sliced
     assert ended(sliced) == [40]
 
 
+def test_an_end_that_goes_on_is_not_forgotten_for_others(
+    sliced: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_tags, "MOST_ENDED", 4)
+    command = sliced.open()
+    assert sliced.say(command, m.EndSession(seq=5, session=7)) == []
+    for other in range(100, 110):
+        sliced.say(command, m.EndSession(seq=6, session=other))
+        assert ended(sliced) == [0]
+    sliced.wait(0)
+    while not ended(sliced):
+        sliced.wait(0)
+    assert ended(sliced) == [40]
+
+
 def test_an_end_whose_asker_is_gone_goes_on(sliced: Rig) -> None:
     command = sliced.open()
     sliced.say(command, m.EndSession(seq=5, session=7))

@@ -4,14 +4,15 @@
 answered exactly once. A refused message is answered by an error and changes nothing (law 11).
 
 ``_MESSAGES`` has the handler of each message, ``_EVENTS`` that of each event, ``_FOLLOW_UPS`` that
-of each kind of follow-up (``pending/follow_ups.py``), in their order.
+of each kind of follow-up (``pending/follow_ups.py``) in their order, ``_WORK`` what is done in
+slices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container
 from itertools import chain, count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvass import messages
 from kvass.core import adoption, effects, invariants
@@ -97,15 +98,7 @@ def _tick(state: State, event: effects.Tick) -> None:
     sessions.end_silent(state)
     former.sweep(state)
     epochs.read_again(state)
-    if state.clears:
-        clearing.clear_more(state)
-    elif state.endings:
-        ending.end_more(state)
-    elif state.classes.kept.sweeping:
-        state.classes.kept.sweep_more(state.now)
-    else:
-        state.allocator.reclaim()
-        state.classes.warm()
+    _work_on(state)
     promote.continue_some(state)
 
 
@@ -129,6 +122,39 @@ def _tier_report(state: State, event: effects.TierReport) -> None:
 def _probed(state: State, event: effects.Probed) -> None:
     asked = presence if isinstance(state.tiers.ops[event.op], Looking) else probe
     asked.probed(state, event)
+
+
+class Work(NamedTuple):
+    """Work that is done in slices, one in a step. ``left``: whether there is any."""
+
+    left: Callable[[State], object]
+    do_slice: Callable[[State], None]
+
+
+def _reclaim(state: State) -> None:
+    state.allocator.reclaim()
+    state.classes.warm()
+
+
+_WORK: Final = (
+    Work(lambda state: state.clears, clearing.clear_more),
+    Work(lambda state: state.endings, ending.end_more),
+    Work(
+        lambda state: state.classes.kept.sweeping,
+        lambda state: state.classes.kept.sweep_more(state.now),
+    ),
+    Work(lambda state: state.allocator.unfinished, _reclaim),
+)
+"""Each kind has its turn, in this order, so that much of one kind keeps no other waiting."""
+
+
+def _work_on(state: State) -> None:
+    """Do a slice of the next kind of work of which there is any."""
+    turns = [(state.turn + n) % len(_WORK) for n in range(len(_WORK))]
+    turn = next((turn for turn in turns if _WORK[turn].left(state)), None)
+    if turn is not None:
+        state.turn = turn + 1
+        _WORK[turn].do_slice(state)
 
 
 _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
@@ -200,7 +226,7 @@ class CacheMachine:
         The daemon calls this after every event.
         """
         state = self.state
-        if state.unfinished:
+        if state.promotions.going or any(work.left(state) for work in _WORK):
             return state.now  # this step has left work for the next one
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
         if not (state.tiers.all or state.promotions.all):

@@ -140,6 +140,8 @@ class State:
         """The effects of the step in progress."""
         self.tiers = Tiers(config.tiers, config.boot)
         self.promotions = Promotions()
+        self.turn = 0
+        """The next kind of work of which a tick does a slice (``machine._WORK``)."""
         self.stopping = False
 
     @property
@@ -147,17 +149,6 @@ class State:
         """Whether the next daemon gets the memory. Nothing is granted then, so what is being
         written is soon either complete or given up. Lookups are answered until the end."""
         return self.stopping and self.config.lasting
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether this step has left work for the next one."""
-        return bool(
-            self.allocator.unfinished
-            or self.promotions.going
-            or self.clears
-            or self.endings
-            or self.classes.kept.sweeping
-        )
 
     def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
         """Add an effect that sends a message."""

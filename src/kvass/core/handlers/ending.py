@@ -25,7 +25,7 @@ def end_session(state: State, session: ClientSession, msg: EndSession) -> None:
     if tags.has_ended(msg.session, payer):
         state.send(session.id, SessionEnded(seq=msg.seq))
         return
-    tags.end(msg.session, payer)
+    tags.end(msg.session, payer, {each.tag for each in state.endings})
     state.counters["sessions_ended"] += 1
     for older in [each for each in state.endings if each.tag == msg.session]:
         _answer(state, older)  # the session has gone on since then

@@ -13,6 +13,7 @@ boot on.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
 import numpy as np
@@ -97,12 +98,13 @@ class SessionTags:
 
     # ------------------------------------------------------------ ends
 
-    def end(self, session: int, tenant: int) -> None:
-        """``session`` ended: the tenant with this id said so."""
+    def end(self, session: int, tenant: int, joining: Container[int] = ()) -> None:
+        """``session`` ended: the tenant with this id said so. ``joining``: the sessions that may
+        not be forgotten yet, because their rows are joining those that are evicted first."""
         self._ended.pop(session, None)
         self._ended[session] = tenant
         if len(self._ended) > MOST_ENDED:
-            del self._ended[next(iter(self._ended))]
+            del self._ended[next(each for each in self._ended if each not in joining)]
 
     def resume(self, session: int) -> None:
         """A request of ``session`` begins, so the session has not ended."""
