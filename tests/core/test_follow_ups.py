@@ -14,7 +14,7 @@ PART = ClassRows(0, np.arange(2))
 
 def test_those_of_one_kind_are_taken_in_the_order_in_which_they_came() -> None:
     queue = FollowUps()
-    assert not queue
+    assert not queue.of
     for each in (Woken(3), FirstHit(PART), Woken(1), Published(PART), Woken(2)):
         queue.add(each)
     order = Published, Woken, FirstHit
@@ -23,7 +23,7 @@ def test_those_of_one_kind_are_taken_in_the_order_in_which_they_came() -> None:
     queue.add(Published(PART))
     assert queue.take(order) == [Published(PART)], "what was added meanwhile"
     assert queue.take(order) == [FirstHit(PART)]
-    assert not queue
+    assert not queue.of
 
 
 def test_rows_are_queued_for_tiers_before_lookups_that_waited_for_them_are_answered() -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from itertools import chain, count
-from typing import Any, Final, NamedTuple
+from operator import attrgetter
+from typing import Any, Final
 
 from kvass import messages
 from kvass.core import adoption, effects, invariants
@@ -124,37 +125,32 @@ def _probed(state: State, event: effects.Probed) -> None:
     asked.probed(state, event)
 
 
-class Work(NamedTuple):
-    """Work that is done in slices, one in a step. ``left``: whether there is any."""
-
-    left: Callable[[State], object]
-    do_slice: Callable[[State], None]
-
-
 def _reclaim(state: State) -> None:
     state.allocator.reclaim()
     state.classes.warm()
 
 
-_WORK: Final = (
-    Work(lambda state: state.clears, clearing.clear_more),
-    Work(lambda state: state.endings, ending.end_more),
-    Work(
-        lambda state: state.classes.kept.sweeping,
-        lambda state: state.classes.kept.sweep_more(state.now),
-    ),
-    Work(lambda state: state.allocator.unfinished, _reclaim),
-)
-"""Each kind has its turn, in this order, so that much of one kind keeps no other waiting."""
+_WORK: Final[dict[str, Callable[[State], None]]] = {
+    "clears": clearing.clear_more,
+    "endings": ending.end_more,
+    "classes.kept.sweeping": lambda state: state.classes.kept.sweep_more(state.now),
+    "allocator.unfinished": _reclaim,
+}
+"""Work that is done in slices, one in a step: what of the state is true while there is any, and
+what does the next slice. Each kind has its turn, in this order, so that much of one kind keeps no
+other waiting."""
+_LEFT: Final[Callable[[State], tuple[object, ...]]] = attrgetter(*_WORK)
+_SLICES: Final = tuple(_WORK.values())
 
 
 def _work_on(state: State) -> None:
     """Do a slice of the next kind of work of which there is any."""
-    turns = [(state.turn + n) % len(_WORK) for n in range(len(_WORK))]
-    turn = next((turn for turn in turns if _WORK[turn].left(state)), None)
-    if turn is not None:
-        state.turn = turn + 1
-        _WORK[turn].do_slice(state)
+    left, turn = _LEFT(state), state.turn
+    if any(left):
+        while not left[turn % len(left)]:
+            turn += 1
+        state.turn = (turn + 1) % len(left)
+        _SLICES[turn % len(left)](state)
 
 
 _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
@@ -208,7 +204,7 @@ class CacheMachine:
         if state.promotions.all:
             promote.lapse(state)
         _EVENTS[type(event)](state, event)
-        while state.follow_ups:
+        while state.follow_ups.of:
             some = state.follow_ups.take(_FOLLOW_UPS)
             _FOLLOW_UPS[type(some[0])](state, some)
         flush.retry_due(state)
@@ -226,7 +222,7 @@ class CacheMachine:
         The daemon calls this after every event.
         """
         state = self.state
-        if state.promotions.going or any(work.left(state) for work in _WORK):
+        if state.promotions.going or any(_LEFT(state)):
             return state.now  # this step has left work for the next one
         due = soonest(state.settlement.next_due, state.session_limits.next_due)
         if not (state.tiers.all or state.promotions.all):

@@ -37,22 +37,15 @@ FollowUp = Published | Woken | FirstHit
 
 
 class FollowUps:
-    """The follow-ups of the step in progress."""
+    """The follow-ups of the step in progress. ``of``: by kind, in the order in which they were
+    added."""
 
     def __init__(self) -> None:
-        self._all: list[FollowUp] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
+        self.of: dict[type[FollowUp], list[FollowUp]] = {}
 
     def add(self, follow_up: FollowUp) -> None:
-        self._all.append(follow_up)
+        self.of.setdefault(type(follow_up), []).append(follow_up)
 
     def take(self, order: Iterable[type[FollowUp]]) -> list[FollowUp]:
-        """Take all of one kind, in the order in which they were added: of the first kind of
-        ``order`` of which there are any. There must be some."""
-        there = set(map(type, self._all))
-        kind = next(kind for kind in order if kind in there)
-        taken = [each for each in self._all if type(each) is kind]
-        self._all = [each for each in self._all if type(each) is not kind]
-        return taken
+        """Take all of the first kind of ``order`` of which there are any. There must be some."""
+        return self.of.pop(next(kind for kind in order if kind in self.of))
