@@ -5,25 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvass.core.effects import TierStore
-from kvass.core.pending.follow_ups import FirstHit, FollowUps, Published, Woken
 from kvass.core.rows.row_table import ClassRows
 from tests.core.tier_rig import TierRig
 
 PART = ClassRows(0, np.arange(2))
-
-
-def test_those_of_one_kind_are_taken_in_the_order_in_which_they_came() -> None:
-    queue = FollowUps()
-    assert not queue.of
-    for each in (Woken(3), FirstHit(PART), Woken(1), Published(PART), Woken(2)):
-        queue.add(each)
-    order = Published, Woken, FirstHit
-    assert queue.take(order) == [Published(PART)]
-    assert queue.take(order) == [Woken(3), Woken(1), Woken(2)]
-    queue.add(Published(PART))
-    assert queue.take(order) == [Published(PART)], "what was added meanwhile"
-    assert queue.take(order) == [FirstHit(PART)]
-    assert not queue.of
 
 
 def test_rows_are_queued_for_tiers_before_lookups_that_waited_for_them_are_answered() -> None:

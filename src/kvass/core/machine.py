@@ -204,9 +204,11 @@ class CacheMachine:
         if state.promotions.all:
             promote.lapse(state)
         _EVENTS[type(event)](state, event)
-        while state.follow_ups.of:
-            some = state.follow_ups.take(_FOLLOW_UPS)
-            _FOLLOW_UPS[type(some[0])](state, some)
+        waiting = state.follow_ups.of
+        while waiting:
+            for kind, follow in _FOLLOW_UPS.items():
+                if (some := waiting.pop(kind, None)) is not None:
+                    follow(state, some)
         flush.retry_due(state)
         return state.out
 

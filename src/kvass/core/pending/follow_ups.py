@@ -1,13 +1,11 @@
 """Follow-ups: what a change of the state leaves to be done in the same step.
 
 Law of this file: who adds a follow-up does not know who acts on it. When the event of a step was
-handled, ``CacheMachine.step`` hands all follow-ups to the functions of its table, kind by kind in
-the order of that table, until none is left.
+handled, ``CacheMachine.step`` hands the follow-ups to the functions of its table, all of a kind at
+once, in the order of that table and again from its top, until none is left.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import msgspec
 
@@ -45,7 +43,3 @@ class FollowUps:
 
     def add(self, follow_up: FollowUp) -> None:
         self.of.setdefault(type(follow_up), []).append(follow_up)
-
-    def take(self, order: Iterable[type[FollowUp]]) -> list[FollowUp]:
-        """Take all of the first kind of ``order`` of which there are any. There must be some."""
-        return self.of.pop(next(kind for kind in order if kind in self.of))
