@@ -1,14 +1,9 @@
-"""Follow-ups: those of one kind are taken at once, and the kinds in the order that is given."""
+"""Follow-ups: each kind is done after those before it in the table of ``CacheMachine``."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvass.core.effects import TierStore
-from kvass.core.rows.row_table import ClassRows
 from tests.core.tier_rig import TierRig
-
-PART = ClassRows(0, np.arange(2))
 
 
 def test_rows_are_queued_for_tiers_before_lookups_that_waited_for_them_are_answered() -> None:

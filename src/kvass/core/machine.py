@@ -194,7 +194,8 @@ class CacheMachine:
     def step(self, event: Event, now: float) -> list[Effect]:
         """Apply ``event`` at ``now``, which is CLOCK_MONOTONIC in seconds.
 
-        Returns the effects that the daemon must carry out.
+        Returns the effects that the daemon must carry out. The order: what is due by ``now`` ends,
+        then the event, then its follow-ups, then tiers that were down are asked again.
         """
         assert now >= self.state.now, "time went back"
         state = self.state
