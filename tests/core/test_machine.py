@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvass import messages as m
@@ -120,7 +122,7 @@ def slices(*works: str) -> dict[str, int]:
     rig.finish()
     rig.now += 6
     command = rig.open()
-    begin = {
+    begin: dict[str, Callable[[], object]] = {
         "clear of a tenant": lambda: rig.say(command, m.ClearTenant(seq=11, tenant="x")),
         "end of a session": lambda: rig.say(command, m.EndSession(seq=12, session=7)),
         "look for retained rows": lambda: state.classes.kept.sweep(rig.now),
@@ -128,7 +130,7 @@ def slices(*works: str) -> dict[str, int]:
     }
     for work in works:
         begin[work]()
-    over = {
+    over: dict[str, Callable[[], bool]] = {
         "clear of a tenant": lambda: not state.clears,
         "end of a session": lambda: not state.endings,
         "look for retained rows": lambda: not state.classes.kept.sweeping,
