@@ -20,7 +20,6 @@ the fields declare (``types.py``); a message outside of them ends the session (`
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -108,19 +107,15 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     keep_s: Seconds = 0.0
     reported: bool = False
 
-    def carried(self) -> dict[str, Any]:
-        """The fields of the context, also of that of a message, to make another one with them."""
-        return dict(zip(_CONTEXT, _context_values(self), strict=True))
 
-
-_CONTEXT: Final = RequestContext.__struct_fields__
-_context_values: Final = attrgetter(*_CONTEXT)
 NO_CONTEXT: Final = RequestContext()
 
 
 def context_of(message: RequestContext) -> RequestContext:
-    """The context of a message, without the rest of it."""
-    return RequestContext(**message.carried())
+    """The context of a message, without the rest of it. ``msgspec.structs.asdict`` of a context
+    makes a message with it."""
+    names = RequestContext.__struct_fields__
+    return RequestContext(**{name: getattr(message, name) for name in names})
 
 
 class _WithContext(  # type: ignore[misc]  # the context stays frozen for mypy

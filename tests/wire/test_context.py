@@ -29,8 +29,10 @@ def test_every_field_is_told() -> None:
 
 @pytest.mark.parametrize("context", [WHOLE, NO_CONTEXT])
 def test_messages_carry_the_context(context: RequestContext) -> None:
-    lookup = Lookup("r", b"12345678", 8, **context.carried())
-    reserve = Reserve(items=[ReserveItem("r", b"12345678", **context.carried())], width=8)
+    lookup = Lookup("r", b"12345678", 8, **msgspec.structs.asdict(context))
+    reserve = Reserve(
+        items=[ReserveItem("r", b"12345678", **msgspec.structs.asdict(context))], width=8
+    )
     frames = framing.encode(lookup) + framing.encode(reserve)
     first, second = framing.from_clients().feed(frames)
     assert isinstance(first, Lookup)
@@ -40,7 +42,9 @@ def test_messages_carry_the_context(context: RequestContext) -> None:
 
 
 def test_an_item_without_a_context_takes_no_more_bytes() -> None:
-    item = msgspec.msgpack.encode(ReserveItem("r", b"12345678", **NO_CONTEXT.carried()))
+    item = msgspec.msgpack.encode(
+        ReserveItem("r", b"12345678", **msgspec.structs.asdict(NO_CONTEXT))
+    )
     assert item == msgspec.msgpack.encode({"request": "r", "digests": b"12345678"})
 
 

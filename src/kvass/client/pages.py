@@ -21,6 +21,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
+import msgspec
+
 from kvass.client.endpoint import TURN_S
 from kvass.client.lookups import Match, Pending
 from kvass.client.parallel import ParallelStrategy
@@ -173,7 +175,7 @@ class PageClient:
         which they are. Leave it, and settle the grant with ``end_write``. Without an arena nothing
         was granted. None: there is no answer, or ``generation`` is over."""
         name = f"{next(self._names)}"
-        item = ReserveItem(name, b"".join(keys), first, **context.carried())
+        item = ReserveItem(name, b"".join(keys), first, **msgspec.structs.asdict(context))
         deadline_s = time.monotonic() + ANSWER_S
         with self._lock:
             if generation != self.generation:

@@ -170,8 +170,8 @@ class SchedulerClient(Endpoint):
         """
         if self._reset.pending:
             return None
-        speed = bounded(context.prefill_tokens_s)
-        fields = msgspec.structs.replace(context, prefill_tokens_s=speed).carried()
+        fields = msgspec.structs.asdict(context)
+        fields["prefill_tokens_s"] = bounded(context.prefill_tokens_s)
         message = Lookup(short_name(request), digests, width, first, **fields)
         return self.lookups.match(request, message, blocks)
 

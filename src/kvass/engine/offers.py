@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import RequestState
@@ -199,7 +201,7 @@ class OfferMaker:
         ready = min(ready, self._spans.covered(table))
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
-        context = state.request.context.carried()
+        context = msgspec.structs.asdict(state.request.context)
         runs = self._spans.runs(table, states, since, ready)
         if not (tail > 0 and tail // each == ready and min(map(len, table)) >= tail):
             tail = 0

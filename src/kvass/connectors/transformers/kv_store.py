@@ -15,6 +15,7 @@ import uuid
 from contextlib import suppress
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from kvass.blend.place import chunk_keys, place
@@ -211,8 +212,11 @@ class KVStore:
         while max(first * each, loaded // BLOCK) < blocks:
             end = min(chunks, first + max(1, BLOCKS_PER_RESERVE // each))
             last = blocks if end == chunks else end * each
-            chunks_of, blocks_of = known.of_chunks(end, each), known.of_blocks(first * each, last)
-            item = ReserveItem(name, chunks_of, first, 1, blocks_of, **self.context.carried())
+            item = ReserveItem(
+                *(name, known.of_chunks(end, each), first, 1),
+                known.of_blocks(first * each, last),
+                **msgspec.structs.asdict(self.context),
+            )
             self._client.new_step()
             granted = self._client.reserve([item], WIDTH)
             if granted is None:
