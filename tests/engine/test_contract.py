@@ -16,7 +16,9 @@ from tests.support.vllm.fake_vllm import fake_vllm, installed, version_of
 CONNECTOR = Path(contract.__file__).parent
 """Not imported here: the check runs where there is no torch."""
 SOURCES = "".join(
-    file.read_text() for file in CONNECTOR.glob("[!b]*.py") if file.name != "contract.py"
+    file.read_text()
+    for file in CONNECTOR.glob("*.py")
+    if file.name != "contract.py" and not file.name.startswith("blend")
 )
 """Without the table itself, and without blend's, which are for one version of vLLM alone."""
 RELIED_ON = {"THRESHOLD_BYTES", "validate_cudagraph_capturing_enabled"}

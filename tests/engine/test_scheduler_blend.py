@@ -20,11 +20,12 @@ from kvass.connectors.vllm import (
     blend_pages,
     blend_planner,
     blend_setup,
+    borrowed,
     namespace,
 )
 from kvass.connectors.vllm.blend_connector import BlendConnector
 from kvass.connectors.vllm.blend_oracle import KeptSegments
-from kvass.connectors.vllm.connector import KvassConnector
+from kvass.connectors.vllm.entry import KvassConnector
 from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
 from kvass.messages import Segment, Segments
@@ -128,7 +129,7 @@ def test_models_versions_and_devices_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_pages_that_layers_share_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blend_pages, "_model", lambda: None)
+    monkeypatch.setattr(borrowed, "model", object)
     monkeypatch.setattr(blend_pages, "_rope", lambda *_: None)
     monkeypatch.setattr(blend_pages, "LayerPages", lambda name, *_: SimpleNamespace(name=name))
     targets = {"0": None, "1": None, "2": "0"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvass.connectors.vllm.adapt import KVConnectorRole
-from kvass.connectors.vllm.connector import KvassConnector
+from kvass.connectors.vllm.entry import KvassConnector
 from kvass.connectors.vllm.shadow_connector import ShadowConnector
 from kvass.engine.shadow import FIRST_LENGTH, UNPRICED, ShadowHit, SpeedByLength
 from kvass.engine.step_work import Compared, GroupCompared, Load, comparable

@@ -13,12 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvass.config import ENGINE_OPTIONS
 from kvass.connectors.vllm.configuration import (
     Options,
+    asks_for,
     log_sources,
     read_options,
     read_setup,
-    wants_blend,
 )
-from kvass.connectors.vllm.connector import KvassConnector
+from kvass.connectors.vllm.entry import KvassConnector
 from kvass.errors import ConfigError
 from tests.support.vllm.scheduler import make_configs
 
@@ -76,9 +76,9 @@ def test_the_connector_wins_over_the_environment_over_the_file(
 
 def test_blend_is_switched_on_by_any_source(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = make_configs()
-    assert not wants_blend(config)
+    assert not asks_for(config, "kvass.blend")
     monkeypatch.setenv("KVASS_BLEND", "all")
-    assert wants_blend(config)
+    assert asks_for(config, "kvass.blend")
 
 
 def test_an_engines_log_says_once_which_source_wins_and_what_is_unknown(

@@ -134,10 +134,10 @@ def test_where_it_differs_nothing_of_the_connector_runs(
 def test_an_import_that_fails_turns_it_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "kvass.connectors.vllm.connector", None)
+    monkeypatch.setitem(sys.modules, "kvass.connectors.vllm.entry", None)
     assert issubclass(run_uncached(), InertConnector)
     (line,) = [r for r in caplog.records if "kvass is off" in r.getMessage()]
-    assert "ModuleNotFoundError: import of kvass.connectors.vllm.connector" in line.getMessage()
+    assert "ModuleNotFoundError: import of kvass.connectors.vllm.entry" in line.getMessage()
     assert line.levelno == logging.ERROR
 
 

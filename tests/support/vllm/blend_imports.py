@@ -7,6 +7,6 @@ import importlib
 import sys
 
 if __name__ == "__main__":
-    for module in ("connector", "blend_connector"):
+    for module in ("entry", "blend_connector"):
         importlib.import_module(f"kvass.connectors.vllm.{module}")
         print([name for name in sys.modules if name.startswith("kvass.") and "blend" in name])  # noqa: T201

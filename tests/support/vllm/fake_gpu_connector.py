@@ -18,13 +18,13 @@ def open_mover(memory: KVMemory, pins: bool = True) -> EngineMover:
     return EngineMover(memory.regions, memory.planes)
 
 
-class KvassConnector(connector.KvassConnector):
+class KvassConnector(connector.Connector):
     """See above."""
 
-    def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> connector.KvassConnector:
-        blends = cls is KvassConnector and configuration.wants_blend(vllm_config)
-        kind = BlendConnector if blends else cls
-        return super().__new__(kind, vllm_config, role, kv_cache_config)
+    def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> KvassConnector:
+        options = "kvass.blend", "kvass.blend_oracle"
+        asked = any(configuration.asks_for(vllm_config, option) for option in options)
+        return super().__new__(BlendConnector if asked else cls)
 
     def _make_copier(self, setup: configuration.VllmSetup, vllm_config: Any, *_: Any) -> Copier:
         return super()._make_copier(setup, vllm_config, open_mover)

@@ -15,7 +15,7 @@ from kvass.connectors.vllm.adapt import (
     KVConnectorTransferResults,
     StepMetadata,
 )
-from kvass.connectors.vllm.connector import KvassConnector
+from kvass.connectors.vllm.connector import Connector
 from kvass.connectors.vllm.shadow_connector import ShadowConnector
 from tests.support.vllm.process import OFF
 
@@ -48,16 +48,16 @@ NEUTRAL: Final[dict[str, Callable[..., Any]]] = {
 """What a connector answers that does nothing."""
 
 
-def _switched(base: type[KvassConnector], name: str) -> Callable[..., Any]:
+def _switched(base: type[Connector], name: str) -> Callable[..., Any]:
     hook, neutral = getattr(base, name), NEUTRAL[name]
 
-    def switched(self: KvassConnector, *args: Any, **kwargs: Any) -> Any:
+    def switched(self: Connector, *args: Any, **kwargs: Any) -> Any:
         return neutral(*args, **kwargs) if _off else hook(self, *args, **kwargs)
 
     return switched
 
 
-def switched(base: type[KvassConnector]) -> type[KvassConnector]:
+def switched(base: type[Connector]) -> type[Connector]:
     """``base``, or a connector that does nothing."""
 
     class Switched(base):  # type: ignore[misc, valid-type]
@@ -78,6 +78,6 @@ def switched(base: type[KvassConnector]) -> type[KvassConnector]:
     return Switched
 
 
-SwitchedConnector = switched(KvassConnector)
+SwitchedConnector = switched(Connector)
 SwitchedShadow = switched(ShadowConnector)
 """For an engine with the option ``kvass.shadow``."""

@@ -6,7 +6,7 @@ If ``VLLM_PLUGINS`` leaves out kvass, the option ``kv_connector_module_path`` mu
 package.
 
 Importing this package imports nothing of vLLM. The attribute ``KvassConnector`` is the class in
-``connector.py``, or the inert class of ``inert.py`` if the installed vLLM cannot run the connector.
+``entry.py``, or the inert class of ``inert.py`` if the installed vLLM cannot run the connector.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ from kvass.connectors.vllm.plugin import tell_name
 from kvass.connectors.vllm.served import Served, verdict_on
 
 if TYPE_CHECKING:
-    from kvass.connectors.vllm.connector import KvassConnector
+    from kvass.connectors.vllm.entry import KvassConnector
 
 __all__ = ["KvassConnector"]
 
@@ -43,8 +43,8 @@ def _connector() -> type:
     if verdict.served is Served.REFUSED:
         return inert_connector(verdict.message)
     try:
-        from kvass.connectors.vllm.connector import KvassConnector
+        from kvass.connectors.vllm.entry import KvassConnector
     except Exception as error:  # noqa: BLE001 - the contract does not name everything
         reason = f"importing it failed: {type(error).__name__}: {error}"
-        return inert_connector(f"{reason} (python -c 'import {__name__}.connector' shows where)")
+        return inert_connector(f"{reason} (python -c 'import {__name__}.entry' shows where)")
     return KvassConnector

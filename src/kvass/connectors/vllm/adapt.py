@@ -1,12 +1,12 @@
 """Adapters of vLLM's requests, steps and block pool to the protocols of ``kvass.engine``.
 
 This is a file of vLLM's version: it may have to change for a new version of vLLM. The others are
-``configuration.py``, ``namespace.py`` and ``fields.py`` (the fields of a namespace),
-``weight_files.py`` (the files that vLLM loads), ``making.py`` (when vLLM began to make the
-engine), ``rpcs.py`` (calls that may replace weights), ``rest.py`` (steps that nobody makes),
-``lora.py`` (the adapters that a worker holds), ``content.py`` (what block hashes leave out),
-``groups.py`` (KV cache groups), ``kv_caches.py`` (pages), ``tiles.py`` (what vLLM's kernels need of
-the CPU), ``stats.py`` (metrics), ``events.py``
+``borrowed.py`` (what vLLM has no hook for), ``configuration.py``, ``namespace.py`` and
+``fields.py`` (the fields of a namespace), ``weight_files.py`` (the files that vLLM loads),
+``making.py`` (when vLLM began to make the engine), ``rpcs.py`` (calls that may replace weights),
+``rest.py`` (steps that nobody makes), ``lora.py`` (the adapters that a worker holds),
+``content.py`` (what block hashes leave out), ``groups.py`` (KV cache groups), ``kv_caches.py``
+(pages), ``tiles.py`` (what vLLM's kernels need of the CPU), ``stats.py`` (metrics), ``events.py``
 (KV events), ``plugin.py`` (plug-ins), ``inert.py``, and ``blend*.py``. ``connector.py`` overrides
 the hooks of vLLM's base class. ``contract.py`` lists the names in vLLM that all these files use,
 except those of blend. No other file depends on vLLM. CONTRIBUTING.md says how to support another
@@ -45,7 +45,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from kvass.connectors.vllm import content
+from kvass.connectors.vllm import borrowed, content
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.hints import read_hints, request_context
 from kvass.engine.held_adapters import News
@@ -254,8 +254,7 @@ class VllmBlockPool:
     ) -> None:
         self._pool = block_pool
         self._before_reset, self._after_reset = before_reset, after_reset
-        self._reset = block_pool.reset_prefix_cache
-        block_pool.reset_prefix_cache = self._attempt_reset
+        self._reset = borrowed.replace_reset(block_pool, self._attempt_reset)
         self._attempted = False
         self._map = block_pool.cached_block_hash_to_block
         """The pool's map at the last call of ``was_reset``. A reset makes a new map."""

@@ -13,7 +13,6 @@ Before a step, this class raises the request's ``num_computed_tokens`` to the st
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -21,9 +20,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from kvass.connectors.vllm import borrowed
 from kvass.connectors.vllm.blend_connector import BlendConnector
 from kvass.connectors.vllm.blend_planner import BlendPlanner
-from kvass.connectors.vllm.connector import KvassConnector
+from kvass.connectors.vllm.connector import Connector
 from kvass.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ class BlendScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not isinstance(self.connector, KvassConnector):
+        if not isinstance(self.connector, Connector):
             raise ConfigError("BlendScheduler needs kvass as the engine's only KV connector")
         self._boundary = self.connector.boundary
         blends = isinstance(self.connector, BlendConnector)
@@ -43,8 +43,7 @@ class BlendScheduler(Scheduler):
         self._unplanned = WeakSet[Request]()
         """Requests for which the planner raised. Their remaining tokens are all computed."""
         if self._blender is not None:
-            coordinator = self.kv_cache_manager.coordinator
-            vars(coordinator)["cache_blocks"] = partial(self._cache_exact, coordinator.cache_blocks)
+            borrowed.replace_cache_blocks(self.kv_cache_manager.coordinator, self._cache_exact)
 
     def _call_planner(
         self, call: Callable[..., int], request: Request, tokens: int, *more: object

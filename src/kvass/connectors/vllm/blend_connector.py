@@ -1,7 +1,7 @@
 """``BlendConnector``, the connector that also loads segments: vLLM gets it with ``kvass.blend``.
 
 A file of vLLM's version (see ``adapt.py``). It is imported only if blend is on. The base class
-``KvassConnector`` handles requests without segments. Each hook here adds what segments need. The
+``Connector`` handles requests without segments. Each hook here adds what segments need. The
 scheduler's connector has a ``BlendPlanner``, a worker's has a ``Placer``.
 """
 
@@ -15,7 +15,7 @@ from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import StepMetadata
 from kvass.connectors.vllm.blend_pages import Placement, Placer
 from kvass.connectors.vllm.blend_planner import BlendPlanner
-from kvass.connectors.vllm.connector import KvassConnector
+from kvass.connectors.vllm.connector import Connector
 from kvass.layout.spans import Table
 
 
@@ -29,7 +29,7 @@ class BlendMetadata(StepMetadata):
     replaced: list[str] = field(default_factory=list)
 
 
-class BlendConnector(KvassConnector):
+class BlendConnector(Connector):
     """vLLM's connector with blend. Raises :class:`kvass.errors.ConfigError` at start for an engine
     that blend does not support."""
 

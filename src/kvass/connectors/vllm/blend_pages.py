@@ -13,7 +13,6 @@ Laws of this file:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,6 +24,7 @@ from vllm.forward_context import set_forward_context
 from kvass.blend.plan import Choice, Prompt
 from kvass.blend.rope import Move, Rope, RopeRefused
 from kvass.blend.rope_of import MEASURED_AT, rope_that_explains
+from kvass.connectors.vllm import borrowed
 from kvass.connectors.vllm.blend_oracle import KeptSegments, Oracle
 from kvass.engine.boundary import Boundary
 from kvass.errors import ConfigError
@@ -137,7 +137,9 @@ class Placer:
         self._waiting: dict[str, Placement] = {}
         self._ended: dict[str, bool] = {}
         """The loads that have ended, and whether each failed."""
-        model, layers = _model(), vllm_config.compilation_config.static_forward_context
+        if (model := borrowed.model()) is None:
+            raise ConfigError("blend did not find the model of this worker")
+        layers = vllm_config.compilation_config.static_forward_context
         self._layers = []
         for name, cache in caches.items():
             if layers[name].kv_sharing_target_layer_name is not None:
@@ -194,17 +196,6 @@ class Placer:
             prompt, choice = placement.oracle
             self.oracle.keep(placement.request, KeptSegments(prompt, choice, new, slots, kept))
         return True
-
-
-def _model() -> Any:
-    """The model of this worker, found in the stack frames of our callers."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
-        if get_model is not None:
-            return get_model()
-        frame = frame.f_back
-    raise ConfigError("blend did not find the model of this worker")
 
 
 def _rope(vllm_config: Any, model: Any, name: str, layer: Any, dtype: torch.dtype) -> Rope:

@@ -13,7 +13,6 @@ Facts relied on:
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ from msgspec import Meta
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.config import Uid
-from kvass.connectors.vllm import groups, making, namespace, weight_files
+from kvass.connectors.vllm import borrowed, groups, making, namespace, weight_files
 from kvass.connectors.vllm.contract import release
 from kvass.connectors.vllm.opt_in import is_seeded_at_random
 from kvass.connectors.vllm.served import Verdict, verdict_on
@@ -170,9 +169,9 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     spare = _spare_chunks(vllm_config, kv_cache_config, chunk_tokens)
     each_block = hash_tokens == blocks[0] == unit and not spare
     blend = None
-    if wants_blend(vllm_config) and options.shadow:
-        raise ConfigError("kvass.shadow does not work with kvass.blend: use one of them")
-    if wants_blend(vllm_config):
+    if options.blend or options.blend_oracle:
+        if options.shadow:
+            raise ConfigError("kvass.shadow does not work with kvass.blend: use one of them")
         from kvass.connectors.vllm.blend_setup import read_choice
 
         blend = read_choice(options.blend, options.blend_oracle, vllm_config, layouts)
@@ -238,20 +237,11 @@ def _stores_generated(options: Options, vllm_config: Any) -> bool:
     return not vllm_config.structured_outputs_config.reasoning_parser
 
 
-def wants_blend(vllm_config: Any) -> bool:
-    """Whether the options ask for blend. Their values are not checked here."""
-    return _asks_for(vllm_config, "kvass.blend", "kvass.blend_oracle")
-
-
-def wants_shadow(vllm_config: Any) -> bool:
-    """Whether the options ask for shadow mode. Their values are not checked here."""
-    return _asks_for(vllm_config, "kvass.shadow")
-
-
-def _asks_for(vllm_config: Any, *names: str) -> bool:
+def asks_for(vllm_config: Any, option: str) -> bool:
+    """Whether ``option`` is set. Its value is not checked here."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     options, _ = gather(extra, Options, os.environ)
-    return any(options.get(name) for name in names)
+    return bool(options.get(option))
 
 
 def _verdict() -> Verdict:
@@ -304,7 +294,8 @@ def wanted_layout(vllm_config: Any) -> str | None:
 def recompute_failed_loads(vllm_config: Any) -> None:
     """Set vLLM's policy for failed loads to ``recompute``. The scheduler reads the policy after it
     has made its connector, so this comes in time."""
-    failing = [c for c in _transfer_configs(vllm_config) if c.kv_load_failure_policy == "fail"]
+    all_configs = borrowed.transfer_configs(vllm_config)
+    failing = [c for c in all_configs if c.kv_load_failure_policy == "fail"]
     for config in failing:
         config.kv_load_failure_policy = "recompute"
     if failing:
@@ -317,26 +308,11 @@ def recompute_failed_loads(vllm_config: Any) -> None:
         )
 
 
-def _transfer_configs(vllm_config: Any) -> list[Any]:
-    """This connector's ``KVTransferConfig`` and those of the connectors around it.
-
-    A MultiConnector passes a copy of the engine's configuration to its children. The original is
-    found in the stack frames of our callers, because nothing else refers to it.
-    """
-    found = [vllm_config.kv_transfer_config]
-    frame = inspect.currentframe()
-    while frame is not None:
-        outer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
-        if outer is not None and not any(outer is known for known in found):
-            found.append(outer)
-        frame = frame.f_back
-    return found
-
-
 def _connectors_that_must_fail(vllm_config: Any) -> list[str]:
     """The connectors of a MultiConnector whose options set the policy ``fail``. The engine's own
     policy does not count: ``fail`` is its default, so the operator may not have chosen it."""
-    multi = [c for c in _transfer_configs(vllm_config) if c.kv_connector == "MultiConnector"]
+    all_configs = borrowed.transfer_configs(vllm_config)
+    multi = [c for c in all_configs if c.kv_connector == "MultiConnector"]
     children = [child for c in multi for child in c.kv_connector_extra_config["connectors"]]
     return [c["kv_connector"] for c in children if c.get("kv_load_failure_policy") == "fail"]
 

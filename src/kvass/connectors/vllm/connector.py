@@ -1,12 +1,10 @@
-"""``KvassConnector``, the class that vLLM loads: its hooks call the planner and the copier.
+"""``Connector``, the connector that loads prefixes: its hooks call the planner and the copier.
 
 Law of this file: no exception of kvass reaches vLLM, except a ``ConfigError`` for unusable options.
 
 vLLM makes one connector in the scheduler's process and one in each worker's. The scheduler's
 connector has a ``Planner``, a worker's has a ``Copier``. An inert connector has neither and answers
-every hook as if nothing were ever cached. With ``kvass.blend`` the connector is a
-``BlendConnector``, with ``kvass.shadow`` a ``ShadowConnector``; otherwise nothing of them is
-imported.
+every hook as if nothing were ever cached. ``entry.py`` has the class that vLLM loads.
 """
 
 from __future__ import annotations
@@ -17,7 +15,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvass.connectors.vllm import adapt, configuration, content, events, lora, rest, rpcs, tiles
+from kvass.connectors.vllm import (
+    adapt,
+    borrowed,
+    configuration,
+    content,
+    events,
+    lora,
+    rest,
+    rpcs,
+    tiles,
+)
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.hints import read_hints
@@ -40,33 +48,14 @@ R = TypeVar("R")
 _open_mover = partial(open_mover, find=vllm_operations)
 
 
-class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
-    """vLLM's connector to the kvass daemon. It loads KV pages that any engine on this machine
-    computed, and stores the pages that this engine computes.
-
-    Raises :class:`kvass.errors.ConfigError` at start for an option that cannot be used.
-    """
+class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
+    """vLLM's connector without blend and shadow mode. Raises :class:`kvass.errors.ConfigError` at
+    start for an option that cannot be used."""
 
     _cache_hit_source = adapt.HIT_SOURCE
     _metadata = StepMetadata
     _shadows = False
     """Whether this class keeps the promise of shadow mode."""
-
-    def __new__(cls, vllm_config: Any = None, *args: Any, **kwargs: Any) -> KvassConnector:
-        """A ``BlendConnector`` if the options ask for blend, a ``ShadowConnector`` if they ask for
-        shadow mode, else an instance of ``cls``. Subclasses of ``KvassConnector`` are never
-        replaced."""
-        kind: type[KvassConnector] = cls
-        if cls is KvassConnector and configuration.wants_blend(vllm_config):
-            from kvass.connectors.vllm.blend_connector import BlendConnector
-
-            kind = BlendConnector
-        elif cls is KvassConnector and configuration.wants_shadow(vllm_config):
-            from kvass.connectors.vllm.shadow_connector import ShadowConnector
-
-            kind = ShadowConnector
-        connector: KvassConnector = super().__new__(kind)
-        return connector
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -126,7 +115,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         def on_change(what: str, foreign: bool) -> None:
             self._run(self._planner, None, Planner.weights_may_change, what, foreign)
 
-        if (core := rpcs.calling_engine_core()) is None:
+        if (core := borrowed.engine_core()) is None:
             return False
         rpcs.watch(core.model_executor, on_change)
         return rpcs.only_vllm_reaches_weights(core, setup.identity.get("plugins", ""))
@@ -322,7 +311,7 @@ class KvassConnector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         failed; None in a worker or an inert connector."""
         if self._planner is None:
             return None
-        pausing = self._boundary.run(False, rpcs.is_pausing)
+        pausing = self._boundary.run(False, borrowed.is_pausing)
         return self._run(self._planner, False, Planner.clear, pausing)
 
     # ------------------------------------------------------------ worker side

@@ -4,7 +4,6 @@ A file of vLLM's version (see ``adapt.py``).
 
 Facts relied on:
 
-- A method of the worker makes the connector, after the worker has loaded the model.
 - The worker's ``model_runner.lora_manager._adapter_manager`` lists the adapters by ``lora_int_id``.
   Each is a ``LoRAModel`` on the CPU. Right after a forward pass the list has the adapters that the
   pass used.
@@ -15,7 +14,6 @@ Facts relied on:
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -23,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvass.connectors.vllm import borrowed
 from kvass.engine.adapter_files import files_state
 from kvass.engine.boundary import Boundary
 from kvass.engine.held_adapters import UNKNOWN, HeldAdapters
@@ -37,17 +36,12 @@ OWN_NAMES: Final = frozenset({"id"})
 def held_adapters(rank: int, boundary: Boundary) -> HeldAdapters | None:
     """The adapters that this worker, rank ``rank``, holds. None if its LoRA manager is not found.
 
-    Call it while the worker makes its connector: the worker is found in the stack frames of our
-    callers, because nothing else refers to it.
+    Call it while the worker makes its connector.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        runner: Any = getattr(frame.f_locals.get("self"), "model_runner", None)
-        manager = getattr(runner, "lora_manager", None)
-        if hasattr(manager, "_adapter_manager"):
-            return HeldAdapters(rank, _listed(runner), digest, sources(manager, boundary))
-        frame = frame.f_back
-    return None
+    if (runner := borrowed.lora_runner()) is None:
+        return None
+    manager = runner.lora_manager
+    return HeldAdapters(rank, _listed(runner), digest, sources(manager, boundary))
 
 
 def _listed(runner: Any) -> Callable[[], Mapping[int, object]]:
@@ -65,9 +59,9 @@ def sources(manager: Any, boundary: Boundary) -> Callable[[object], tuple[str, s
     It knows the adapters that the ``manager`` loads from now on. The state is known if it was equal
     before and after the load. A failure of kvass does not end vLLM's load.
     """
-    load, known = manager._load_adapter, WeakKeyDictionary[object, tuple[str, str]]()
+    known = WeakKeyDictionary[object, tuple[str, str]]()
 
-    def load_adapter(request: Any) -> Any:
+    def load_adapter(load: Callable[[Any], Any], request: Any) -> Any:
         path = str(request.lora_path)
         before = boundary.run("", files_state, path)
         adapter = load(request)
@@ -75,7 +69,7 @@ def sources(manager: Any, boundary: Boundary) -> Callable[[object], tuple[str, s
         known[adapter] = path, before if before == after else ""
         return adapter
 
-    manager._load_adapter = load_adapter
+    borrowed.replace_load_adapter(manager, load_adapter)
     return lambda adapter: known.get(adapter, ("", ""))
 
 

@@ -28,11 +28,10 @@ Facts relied on:
 
 from __future__ import annotations
 
-import inspect
-import sys
 import weakref
 from typing import Any
 
+from kvass.connectors.vllm import borrowed
 from kvass.engine import weights
 
 _loaded: tuple[Any, int] | None = None
@@ -46,7 +45,7 @@ inherits them, and a process that was spawned does not."""
 def plugins_are_loaded() -> None:
     """Note the time, if vLLM loads its plug-ins to make an engine."""
     global _loaded
-    arguments = _caller("vllm.engine.arg_utils", "EngineArgs")
+    arguments = borrowed.engine_args()
     if arguments is not None and _loaded is None:
         _loaded = weakref.ref(arguments), weights.now_ns()
 
@@ -54,8 +53,8 @@ def plugins_are_loaded() -> None:
 def class_is_asked_for() -> None:
     """Note the time of the engine, if vLLM asks for the connector's class to make its
     configuration. For the engine that loaded the plug-ins it is the time of that."""
-    arguments = _caller("vllm.engine.arg_utils", "EngineArgs")
-    config = _caller("vllm.config.vllm", "VllmConfig")
+    arguments = borrowed.engine_args()
+    config = borrowed.config_in_making()
     if arguments is None or config is None or _noted(config.model_config) is not None:
         return
     began_ns = weights.now_ns()
@@ -76,15 +75,3 @@ def since_ns(vllm_config: Any) -> int:
 
 def _noted(model_config: Any) -> int | None:
     return next((began_ns for ref, began_ns in _made if ref() is model_config), None)
-
-
-def _caller(module: str, name: str) -> Any:
-    """The innermost object of vLLM's class ``name`` among our callers, or None."""
-    kind = getattr(sys.modules.get(module), name, None)
-    frame = inspect.currentframe()
-    while kind is not None and frame is not None:
-        found = frame.f_locals.get("self")
-        if issubclass(type(found), kind):
-            return found
-        frame = frame.f_back
-    return None

@@ -1,8 +1,8 @@
 """The variable ``KVASS`` of the environment, which switches kvass on without any flag.
 
-vLLM has no hook for this. So ``EngineArgs.create_engine_config`` is wrapped, which makes vLLM's
-configuration of its arguments. It runs in the process that parses the arguments; all other
-processes get the result.
+``EngineArgs.create_engine_config``, which makes vLLM's configuration of its arguments, is replaced
+(``borrowed.py``). It runs in the process that parses the arguments; all other processes get the
+result.
 
 Laws of this file:
 
@@ -16,22 +16,18 @@ Laws of this file:
 
 from __future__ import annotations
 
-import functools
-import inspect
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from logging import DEBUG, INFO, WARNING
 from typing import Any, Final
 
-from kvass.connectors.vllm.contract import terms
+from kvass.connectors.vllm import borrowed
 from kvass.connectors.vllm.logs import log_as_vllm
 from kvass.engine.boundary import log
 from kvass.errors import ConfigError
 
 VARIABLE: Final = "KVASS"
-_FUNCTION: Final = "EngineArgs.create_engine_config"
 _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -47,36 +43,9 @@ with the connector."""
 
 def wrap() -> None:
     """Wrap the function in this process, unless it is wrapped already."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    made: Any = getattr(EngineArgs, "create_engine_config", None)
-    if hasattr(made, "kvass"):
-        return
-    (term,) = (term for term in terms() if term.name == _FUNCTION)
-    if (there := _parameters(made)) != term.rest:
+    if differs := borrowed.replace_create_engine_config(_make):
         log_as_vllm()
-        log.error(
-            "%s has no effect: in this vLLM %s%s is %s: use --kv-transfer-config",
-            *(VARIABLE, _FUNCTION, term.rest, there or "not there"),
-        )
-        return
-
-    @functools.wraps(made)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _make(self, partial(made, self, *args, **kwargs))
-
-    create_engine_config.kvass = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config
-
-
-def _parameters(function: Any) -> str:
-    """The parameters of ``function`` as the contract writes them; empty if it has none."""
-    try:
-        found = inspect.signature(function)
-    except (TypeError, ValueError):
-        return ""
-    bare = [one.replace(annotation=one.empty) for one in found.parameters.values()]
-    return str(found.replace(parameters=bare, return_annotation=found.empty))
+        log.error("%s has no effect: in this vLLM %s: use --kv-transfer-config", VARIABLE, differs)
 
 
 def _make(arguments: Any, make: Callable[[], Any]) -> Any:

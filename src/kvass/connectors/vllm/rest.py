@@ -29,10 +29,10 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Final
 
-from kvass.connectors.vllm import rpcs
+from kvass.connectors.vllm import borrowed
 from kvass.engine.boundary import Boundary
 from kvass.engine.planner import Planner
 
@@ -68,7 +68,7 @@ class Rest:
         self.planner: Planner | None = None
         """Set it before the first request."""
         self._core = weakref.ref(core)
-        self._rpc = rpcs.weak_reference(core.model_executor.collective_rpc)
+        self._rpc = borrowed.weak_reference(core.model_executor.collective_rpc)
         self._instance = instance
         self._process = 0
         """The process in which steps may be made here; 0: none are made."""
@@ -83,18 +83,10 @@ class Rest:
         if core is None or core.vllm_config.parallel_config.data_parallel_size > 1:
             return
         self._process = os.getpid()
-        client.dp_engines_running = lambda: self.boundary.run(False, self._step_wanted)
-        atexit.register(_finish, weakref.ref(self))
-        executor, rest = core.model_executor, weakref.ref(self)
-        shutdown = rpcs.weak_reference(executor.shutdown)
-
-        def finish_and_shut_down() -> None:
-            _finish(rest)
-            if (call := shutdown()) is not None:
-                call()
-
-        if not hasattr(executor, "__del__"):  # no weak reference to it lives there
-            executor.shutdown = finish_and_shut_down
+        borrowed.ask_for_steps(client, lambda: self.boundary.run(False, self._step_wanted))
+        finish = partial(_finish, weakref.ref(self))
+        atexit.register(finish)
+        borrowed.call_before_shutdown(core.model_executor, finish)
 
     def request_ended(self) -> None:
         """A request ended just now."""
@@ -151,10 +143,10 @@ class Rest:
 def begin(instance: str, boundary: Boundary) -> Rest | None:
     """For the scheduler's connector of engine ``instance``, while vLLM constructs it and before
     ``rpcs.watch``. None: no engine core does."""
-    if (core := rpcs.calling_engine_core()) is None:
+    if (core := borrowed.engine_core()) is None:
         return None
     rest = Rest(core, instance, boundary)
-    if (client := rpcs.calling_client()) is not None:
+    if (client := borrowed.in_process_client()) is not None:
         rest.make_steps(client)
     return rest
 

@@ -2,31 +2,24 @@
 
 A file of vLLM's version (see ``adapt.py``).
 
-Laws of this file:
-
-- A call that is not known to be harmless counts as a change of weights. It is reported before it
-  runs.
-- Arguments, results and exceptions of a call pass through unchanged.
+Law of this file: a call that is not known to be harmless counts as a change of weights. It is
+reported before it runs.
 
 Facts relied on:
 
-- The constructor of ``EngineCore`` makes the executor, then the scheduler. The scheduler's
-  constructor makes the scheduler's connector.
-- From then on every call of vLLM to its workers goes through the executor's ``collective_rpc``.
+- From the constructor of the scheduler on, every call of vLLM to its workers goes through the
+  executor's ``collective_rpc``.
 - An ``EngineCoreProc`` is the main object of a process that vLLM started. So is each worker of a
   ``MultiprocExecutor``.
-- A pause and a sleep reset the engine's caches, including the connector's, through
-  ``EngineCore._reset_caches``. Nothing else calls that method.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
+
+from kvass.connectors.vllm import borrowed
 
 HARMLESS: Final = frozenset(
     re.findall(
@@ -52,37 +45,6 @@ HARMLESS_WITH: Final[dict[str, tuple[object, ...]]] = {
 }
 """Methods that are harmless with these positional and keyword arguments only. A sleep of level 1
 keeps the weights in host memory until the engine wakes up; other levels drop them."""
-
-
-_CORE: Final = "vllm.v1.engine.core", "EngineCore"
-
-
-def calling_engine_core() -> Any:
-    """The ``EngineCore`` whose constructor called us after it made the executor, or None."""
-    cores = (core for _, core in _callers(*_CORE) if hasattr(core, "model_executor"))
-    return next(cores, None)
-
-
-def calling_client() -> Any:
-    """The ``InprocClient`` whose constructor makes the calling engine core, or None."""
-    clients = (client for _, client in _callers("vllm.v1.engine.core_client", "InprocClient"))
-    return next(clients, None)
-
-
-def is_pausing() -> bool:
-    """Whether this call comes from an ``EngineCore`` that pauses or goes to sleep."""
-    return any(method == "_reset_caches" for method, _ in _callers(*_CORE))
-
-
-def _callers(module: str, name: str) -> Iterator[tuple[str, Any]]:
-    """The methods of objects of class ``module.name`` among our callers, innermost first: name and
-    object."""
-    kind, frame = getattr(sys.modules.get(module), name, None), inspect.currentframe()
-    while kind is not None and frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, kind):
-            yield frame.f_code.co_name, found
-        frame = frame.f_back
 
 
 def only_vllm_reaches_weights(core: Any, plugins: str) -> bool:
@@ -115,23 +77,13 @@ def watch(executor: Any, on_change: Callable[[str, bool], None]) -> None:
     Its arguments are the name of the called method, and whether that runs code that is not vLLM's.
     It must not raise.
     """
-    rpc = weak_reference(executor.collective_rpc)
 
-    def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+    def before(method: Any, *args: Any, **kwargs: Any) -> None:
         known = type(method) is str and method in HARMLESS
         if not known and not _keeps_weights(method, *args, **kwargs):
             on_change(_name(method), not isinstance(method, str) or method == "apply_model")
-        call = rpc()
-        assert call is not None, "the executor is alive while it makes a call"
-        return call(method, *args, **kwargs)
 
-    executor.collective_rpc = collective_rpc
-
-
-def weak_reference(call: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
-    """A function that returns ``call``. It holds no reference to the object of a bound method,
-    because a reference cycle would keep the executor's memory."""
-    return weakref.WeakMethod(call) if inspect.ismethod(call) else lambda: call
+    borrowed.call_before_rpcs(executor, before)
 
 
 def _keeps_weights(

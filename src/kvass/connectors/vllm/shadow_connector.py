@@ -13,14 +13,14 @@ from typing import Any
 
 from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
-from kvass.connectors.vllm.connector import KvassConnector
+from kvass.connectors.vllm.connector import Connector
 from kvass.engine.boundary import log
 from kvass.engine.shadow import Shadow
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
 
 
-class ShadowConnector(KvassConnector):
+class ShadowConnector(Connector):
     """vLLM's connector in shadow mode."""
 
     _shadows = True

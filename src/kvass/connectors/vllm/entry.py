@@ -1,0 +1,49 @@
+"""``KvassConnector``, the class that vLLM loads, and the classes that the options choose.
+
+Law of this file: it imports the connectors, and none of them imports it. What an option asks for is
+imported only if the option is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvass.connectors.vllm.configuration import asks_for
+from kvass.connectors.vllm.connector import Connector
+
+
+def _blend() -> type[Connector]:
+    from kvass.connectors.vllm.blend_connector import BlendConnector
+
+    return BlendConnector
+
+
+def _shadow() -> type[Connector]:
+    from kvass.connectors.vllm.shadow_connector import ShadowConnector
+
+    return ShadowConnector
+
+
+CLASSES: Final[dict[str, Callable[[], type[Connector]]]] = {
+    "kvass.blend": _blend,
+    "kvass.blend_oracle": _blend,
+    "kvass.shadow": _shadow,
+}
+"""The class of the connector, by the first of these options that is set."""
+
+
+class KvassConnector(Connector):
+    """vLLM's connector to the kvass daemon. It loads KV pages that any engine on this machine
+    computed, and stores the pages that this engine computes.
+
+    Raises :class:`kvass.errors.ConfigError` at start for an option that cannot be used.
+    """
+
+    def __new__(cls, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """A connector of the class that the options choose, else an instance of ``cls``. Subclasses
+        are never replaced."""
+        for option, find in CLASSES.items() if cls is KvassConnector else ():
+            if asks_for(vllm_config, option):
+                return find()(vllm_config, *args, **kwargs)
+        return super().__new__(cls)
