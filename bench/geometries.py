@@ -17,10 +17,11 @@ from typing import Final, Literal
 
 import numpy as np
 
+from kvass.kinds import GroupKind
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Part, describe_group, join_layers
 from kvass.simulate.models import MODELS, layout
-from kvass.types import GroupKind, GroupLayout, I64Array
+from kvass.types import GroupLayout, I64Array
 
 Outermost = Literal["layers", "blocks"]
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from kvass.types import GroupKind
+from kvass.kinds import GroupKind
 
 KEY_BYTES: Final = 8
 

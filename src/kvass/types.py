@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
+
+from kvass.kinds import KINDS, GroupKind, Kind, Tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,26 +32,20 @@ MAX_GROUPS: Final = 63
 SCHEDULER: Final = -1
 """The rank under which an instance's scheduler session is known; workers are 0..ranks-1."""
 
-GroupKind = Literal["full", "sliding_window", "chunked_local", "state"]
-
 if TYPE_CHECKING:
     U64Array = npt.NDArray[np.uint64]
     U32Array = npt.NDArray[np.uint32]
     I64Array = npt.NDArray[np.int64]
-    Tokens = TypeVar("Tokens", int, I64Array)
-    """A number of tokens, or an array of such numbers."""
 
 
 def __getattr__(name: str) -> Any:
     """The array types, made at first use. Importing numpy takes 7 MiB and 50 ms, so a process that
     uses no array does not import it."""
-    if name not in ("U64Array", "U32Array", "I64Array", "Tokens"):
+    if name not in ("U64Array", "U32Array", "I64Array"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import numpy as np
     import numpy.typing as npt
 
-    if name == "Tokens":
-        return TypeVar("Tokens", int, npt.NDArray[np.int64])
     kinds: Any = {"U64Array": np.uint64, "U32Array": np.uint32, "I64Array": np.int64}
     return npt.NDArray[kinds[name]]
 
@@ -144,8 +140,7 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     ``page_bytes[i]`` is the size of one block in layer ``layers[i]``, which may be several layers
     that were joined. ``window_tokens`` depends on the kind. For ``sliding_window`` it counts the
     tokens that one token attends to, itself included, and those that the engine keeps beyond. For
-    ``chunked_local`` it is the size of a local chunk; otherwise it is 0. A ``state`` is a running
-    summary of all tokens so far. It is kept in the block that ends at its last token.
+    ``chunked_local`` it is the size of a local chunk; otherwise it is 0.
     """
 
     kind: GroupKind
@@ -154,20 +149,14 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     page_bytes: Annotated[tuple[PageBytes, ...], Meta(max_length=4096)]
     window_tokens: Int32 = 0
 
-    def needs(self, tokens: Tokens) -> Tokens:
-        """The first token whose pages a hit of ``tokens`` tokens needs. The hit needs all pages
-        from there to its end.
+    @property
+    def rules(self) -> Kind:
+        """What the kind of this group decides."""
+        return KINDS[self.kind]
 
-        In a sliding window the next token attends to ``window_tokens - 1`` tokens before it. Of a
-        state only the block that ends at ``tokens`` is needed.
-        """
-        if self.kind == "full":
-            return tokens * 0
-        if self.kind == "chunked_local":
-            return tokens - tokens % self.window_tokens
-        reach = 1 if self.kind == "state" else self.window_tokens - 1
-        first = tokens - reach
-        return first * (first > 0)
+    def needs(self, tokens: Tokens) -> Tokens:
+        """The first token whose pages a hit of ``tokens`` tokens needs."""
+        return self.rules.needs(tokens, self.window_tokens)
 
     def blocks(self, first_token: int, end_token: int) -> range:
         """The blocks of a request that hold any of the tokens ``[first_token, end_token)``."""
@@ -176,14 +165,8 @@ class GroupLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     def row_blocks(self, chunk_tokens: int) -> int:
         """The number of blocks at the end of a chunk that its row keeps: those that a hit
         ending there may need. ``chunk_tokens`` is a multiple of ``block_tokens``."""
-        reach = chunk_tokens
-        if self.kind == "sliding_window":
-            reach = min(chunk_tokens, self.window_tokens - 1)
-        elif self.kind == "chunked_local" and chunk_tokens % self.window_tokens == 0:
-            reach = 0
-        elif self.kind == "state":
-            reach = 1
-        return len(self.blocks(chunk_tokens - reach, chunk_tokens))
+        kept = self.rules.kept(chunk_tokens, self.window_tokens)
+        return len(self.blocks(chunk_tokens - kept, chunk_tokens))
 
     def shard_bytes(self, chunk_tokens: int) -> int:
         """Bytes of this rank's part of one row, padded to ``PAGE``; at least one ``PAGE``."""
@@ -199,7 +182,7 @@ def chunk_blocks(groups: Sequence[GroupLayout], chunk_tokens: int) -> int:
     """The number of blocks of a chunk if a hit may end at each of them, 0 if hits end with a
     chunk."""
     blocks = chunk_tokens // groups[0].block_tokens
-    alike = {(g.kind, g.block_tokens) for g in groups} == {("full", groups[0].block_tokens)}
+    alike = {(g.rules.whole, g.block_tokens) for g in groups} == {(True, groups[0].block_tokens)}
     return blocks if alike and 1 < blocks <= MAX_BLOCKS else 0
 
 

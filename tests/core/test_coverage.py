@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvass.core.matching.coverage import first_chunk, longest_hit
-from kvass.types import PAGE, GroupKind, GroupLayout
+from kvass.kinds import GroupKind
+from kvass.types import PAGE, GroupLayout
 
 DEEPSEEK_V4 = (256, 64, 64, 4, 8)
 

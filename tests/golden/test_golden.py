@@ -11,7 +11,8 @@ import pytest
 
 from kvass import messages as m
 from kvass.errors import FrameError
-from kvass.types import GroupKind, GroupLayout, Limits, Slots, Timing
+from kvass.kinds import GroupKind
+from kvass.types import GroupLayout, Limits, Slots, Timing
 from kvass.wire import framing
 from tests.golden.values import FROZEN, STRUCTS, VALUES, WORDS, defaults
 

@@ -18,7 +18,8 @@ import msgspec
 
 from kvass import messages as m
 from kvass.errors import ErrorCode
-from kvass.types import GroupKind, GroupLayout, Limits, Quota, RankLayout, Slots, Timing
+from kvass.kinds import GroupKind
+from kvass.types import GroupLayout, Limits, Quota, RankLayout, Slots, Timing
 from kvass.wire import framing
 
 FROZEN: Final = Path(__file__).parent / "protocol-1.json"

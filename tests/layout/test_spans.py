@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvass.kinds import GroupKind
 from kvass.layout.spans import Spans
-from kvass.types import GroupKind, GroupLayout
+from kvass.types import GroupLayout
 
 CHUNK = 64
 

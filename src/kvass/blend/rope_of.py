@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvass.blend.rope import Move, Part, Rope, RopeRefused, Style
-from kvass.types import GroupKind
+from kvass.kinds import KINDS, GroupKind
 
 _CHANGES = "its frequencies change with the prompt's length"
 _REFUSED = {
@@ -148,9 +148,8 @@ def rope_of_vllm(rotary: Any, dtype: torch.dtype, kind: GroupKind, latent: int =
     ``dtype`` is that of the KV cache. ``latent`` is how many numbers of MLA's latent stand before
     the rotated ones. Raises ``RopeRefused`` with the reason, as ``ropes_of_model`` does.
     """
-    assert kind in get_args(GroupKind), kind
-    if kind != "full":
-        raise RopeRefused(*(_NO_K if kind == "state" else _NOT_WHOLE))
+    if not KINDS[kind].whole:
+        raise RopeRefused(*(_NO_K if KINDS[kind].summary else _NOT_WHOLE))
     name = type(rotary).__name__
     if name in _VLLM_REFUSED:
         raise RopeRefused(*_REFUSED[_VLLM_REFUSED[name]])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from kvass.kinds import KINDS
 from kvass.types import printable, short_of
 
 INTERNAL: Final = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}")
@@ -107,7 +108,8 @@ def sentence(entry: Mapping[str, Any]) -> str:
         return f"For a reason that this version does not know: {why}."
     end, ago = entry.get("end_token", 0), entry.get("left_s")
     rest = f"what follows token {end:,}" if end else "the beginning of the prompt"
-    if (kind := entry.get("kind", "")) not in ("", "full"):
+    kind = entry.get("kind", "")
+    if kind and not (kind in KINDS and KINDS[kind].whole):
         rest += f" in a {kind} layer group"
     return text.format(
         rest=rest,

@@ -6,7 +6,7 @@ Law of this file: an explanation looks for a few keys at most, however long the 
 from __future__ import annotations
 
 from itertools import islice
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 from kvass.core.clients.lookup_log import TEXT, LookupEntry
 from kvass.core.clients.registry import Instance, differences, distance
@@ -15,8 +15,9 @@ from kvass.core.matching.prefix import Hit, PrefixView
 from kvass.core.rows.left import CAUSES
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
+from kvass.kinds import KINDS
 from kvass.messages import RequestContext
-from kvass.types import GroupKind, U64Array
+from kvass.types import U64Array
 
 HINTS: Final = ("other_salt", "other_adapter", "engine_busy")
 """The reasons in ``RequestContext.if_absent``."""
@@ -40,7 +41,7 @@ class Ending(NamedTuple):
 
 ALL: Final = Ending("")
 """Nothing more could match."""
-_ABSENT: Final = {kind: Ending("absent", kind=kind) for kind in get_args(GroupKind)}
+_ABSENT: Final = {kind: Ending("absent", kind=kind) for kind in KINDS}
 """No reason is known. By the kind of the layer group whose row is missing."""
 
 

@@ -55,7 +55,7 @@ def _to_compute(group: GroupLayout, computed: int, known: int, admission: Admiss
     """The most blocks of a group that a request of ``known`` tokens needs until it decodes, beyond
     those that it has with ``computed`` tokens."""
     tokens = known - computed
-    if group.kind in ("sliding_window", "chunked_local"):
+    if group.rules.windowed:
         held = computed - group.needs(computed)
         tokens = min(tokens, group.window_tokens - held + admission.step_tokens)
     return -(-(tokens + admission.draft_tokens) // group.block_tokens)

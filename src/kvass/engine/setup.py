@@ -92,7 +92,7 @@ class EngineSetup:
     def hits_whole_prompts(self) -> bool:
         """Whether a hit may end at a prompt's last token. Engines compute that token again. A state
         that has it already would have it twice, and blocks before a sliding window may be gone."""
-        return all(group.kind == "full" for group in self.groups)
+        return all(group.rules.whole for group in self.groups)
 
     def register(
         self, strategy: ParallelStrategy | None = None, layout: RankLayout | None = None

@@ -237,7 +237,7 @@ class Shadow:
         if computed == hit.end:
             return table
         return [
-            [0] * len(ids) if group.kind == "state" else ids
+            [0] * len(ids) if group.rules.summary else ids
             for group, ids in zip(self._setup.groups, table, strict=True)
         ]
 

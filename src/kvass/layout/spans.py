@@ -43,17 +43,16 @@ class Spans:
     def storable(self, table: Table, states: States, chunk: int) -> int:
         """Bit mask of the groups whose row of a covered ``chunk`` can be copied now.
 
-        It is 0 unless every ``full`` group is among them, because a hit cannot go beyond a chunk
-        without such a row.
+        It is 0 unless every group is among them of which hits need all rows.
         """
         mask = 0
         for number, one in enumerate(self._groups):
-            if one.kind == "state":
+            if one.rules.summary:
                 there = (number, chunk) in states
             else:
                 ids = self.row(number, table[number], chunk)
                 there = bool(ids) and all(ids)
-            if one.kind == "full" and not there:
+            if one.rules.whole and not there:
                 return 0
             mask |= there << number
         return mask
@@ -81,7 +80,7 @@ class Spans:
         groups = [g for g in range(len(self._groups)) if mask >> g & 1]
         blocks: list[tuple[int, ...]] = [()] * len(self._groups)
         for number, chunks in zip(groups, which, strict=True):
-            if self._groups[number].kind == "state":
+            if self._groups[number].rules.summary:
                 blocks[number] = tuple(states[number, chunk] for chunk in chunks)
             else:
                 rows = (self.row(number, table[number], chunk) for chunk in chunks)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvass.errors import UsageError
-from kvass.types import GroupKind, GroupLayout
+from kvass.kinds import GroupKind
+from kvass.types import GroupLayout
 
 
 @dataclass(frozen=True)

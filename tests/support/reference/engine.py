@@ -23,8 +23,9 @@ from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
 from kvass.core.effects import Effect, Event, Opened, Received, Send, ToTier
 from kvass.core.machine import CacheMachine, CoreConfig
+from kvass.kinds import GroupKind
 from kvass.layout.spans import Spans
-from kvass.types import SCHEDULER, GroupKind, GroupLayout, Limits, RankLayout, Slots, chunk_blocks
+from kvass.types import SCHEDULER, GroupLayout, Limits, RankLayout, Slots, chunk_blocks
 from tests.support.reference.memory import BLOCKS, RankPages
 from tests.support.reference.tier import ReferenceTier
 

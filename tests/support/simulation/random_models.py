@@ -11,7 +11,8 @@ import msgspec
 
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
-from kvass.types import PAGE, SCHEDULER, GroupKind, GroupLayout, RankLayout, chunk_blocks
+from kvass.kinds import GroupKind
+from kvass.types import PAGE, SCHEDULER, GroupLayout, RankLayout, chunk_blocks
 
 WIDTH: Final = 8
 """Bytes of a chunk hash."""

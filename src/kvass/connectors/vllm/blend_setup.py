@@ -58,7 +58,7 @@ def _unblended(vllm_config: Any, layouts: Sequence[GroupLayout]) -> Iterator[str
         yield "LoRA adapters are not supported"
     if vllm_config.model_config.runner_type != "generate":
         yield f"models that do not generate ({vllm_config.model_config.runner_type})"
-    kinds = sorted({layout.kind for layout in layouts} - {"full"})
+    kinds = sorted({one.kind for one in layouts if not one.rules.whole})
     if kinds:
         yield f"layers of kind {', '.join(kinds)} are not supported, only full attention"
     if len(layouts) > 1 or vllm_config.model_config.use_mla:

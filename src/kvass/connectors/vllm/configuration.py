@@ -211,7 +211,7 @@ def _has_one_queue(layouts: tuple[GroupLayout, ...]) -> bool:
     """``EngineSetup.one_queue``. Since 0.31 vLLM comes to requests whose load has ended before all
     others. But of windows and states a failed load needs more blocks to compute than vLLM reserved
     to load, so such a request may stop those of its kind behind it."""
-    return release(vllm.__version__) < (0, 31) or any(one.kind != "full" for one in layouts)
+    return release(vllm.__version__) < (0, 31) or any(not one.rules.whole for one in layouts)
 
 
 def _admission(vllm_config: Any, layouts: tuple[GroupLayout, ...]) -> Admission | None:
@@ -220,7 +220,7 @@ def _admission(vllm_config: Any, layouts: tuple[GroupLayout, ...]) -> Admission 
     subtracts its block table, in which blocks before the window have empty places."""
     drafts = vllm_config.num_speculative_tokens
     uncounted = drafts and release(vllm.__version__) < (0, 31)
-    if not uncounted and all(one.kind in ("full", "state") for one in layouts):
+    if not uncounted and not any(one.rules.windowed for one in layouts):
         return None
     return Admission(
         step_tokens=vllm_config.max_in_flight_tokens,

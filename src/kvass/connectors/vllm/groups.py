@@ -2,7 +2,7 @@
 
 A file of vLLM's version (see ``adapt.py``).
 
-A cache spec is recognized by the name of its class. A class that ``KINDS`` does not list is
+A cache spec is recognized by the name of its class. A class that ``SPECS`` does not list is
 unsupported, even if it derives from a listed one, because its pages may mean something else.
 
 Facts relied on:
@@ -18,24 +18,47 @@ Facts relied on:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from kvass.engine import identity
-from kvass.types import GroupKind, GroupLayout
-
-KINDS: Final[dict[str, GroupKind]] = {
-    "FullAttentionSpec": "full",
-    "MLAAttentionSpec": "full",
-    "SlidingWindowSpec": "sliding_window",
-    "SlidingWindowMLASpec": "sliding_window",
-    "ChunkedLocalAttentionSpec": "chunked_local",
-    "MambaSpec": "state",
-}
+from kvass.kinds import KINDS, GroupKind
+from kvass.types import GroupLayout
 
 
 class Unsupported(Exception):
     """The error for a KV cache group that kvass does not support."""
+
+
+def _no_window(spec: Any) -> int:
+    return 0
+
+
+def _sliding_window(spec: Any) -> int:
+    return int(spec.sliding_window + spec.extra_retained_tokens)
+
+
+def _chunked_local(spec: Any) -> int:
+    return int(spec.attention_chunk_size)
+
+
+def _state(spec: Any) -> int:
+    if spec.mamba_cache_mode != "align":
+        mode = f"mamba_cache_mode {spec.mamba_cache_mode!r}"
+        raise Unsupported(f"{mode} is not supported, only 'align'")
+    return 0
+
+
+SPECS: Final[dict[str, tuple[GroupKind, Callable[[Any], int]]]] = {
+    "FullAttentionSpec": ("full", _no_window),
+    "MLAAttentionSpec": ("full", _no_window),
+    "SlidingWindowSpec": ("sliding_window", _sliding_window),
+    "SlidingWindowMLASpec": ("sliding_window", _sliding_window),
+    "ChunkedLocalAttentionSpec": ("chunked_local", _chunked_local),
+    "MambaSpec": ("state", _state),
+}
+"""The kind of a cache spec, and what gives ``GroupLayout.window_tokens`` of it, by the name of its
+class."""
 
 
 def read_groups(
@@ -52,13 +75,13 @@ def read_groups(
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = _specs(group)
         names = {type(spec).__name__ for spec in specs}
-        if unknown := ", ".join(sorted(names - KINDS.keys())):
+        if unknown := ", ".join(sorted(names - SPECS.keys())):
             raise Unsupported(f"KV cache group {number} of kind {unknown} is not supported")
         if number not in cacheable:
             raise Unsupported(
                 f"KV cache group {number} ({', '.join(names)}) is not prefix-cacheable"
             )
-        shapes = {(KINDS[type(spec).__name__], _window(number, spec)) for spec in specs}
+        shapes = {_shape(number, spec) for spec in specs}
         if len(shapes) > 1:
             raise Unsupported(f"KV cache group {number} mixes {sorted(shapes)}")
         ((kind, window_tokens),) = shapes
@@ -69,22 +92,23 @@ def read_groups(
     return tuple(found)
 
 
-def _window(number: int, spec: Any) -> int:
-    """``GroupLayout.window_tokens`` of a spec in group ``number``. Raises ``Unsupported``."""
-    kind = KINDS[type(spec).__name__]
-    if kind == "sliding_window":
-        return int(spec.sliding_window + spec.extra_retained_tokens)
-    if kind == "chunked_local":
-        return int(spec.attention_chunk_size)
-    if kind == "state" and spec.mamba_cache_mode != "align":
-        mode = f"mamba_cache_mode {spec.mamba_cache_mode!r}"
-        raise Unsupported(f"KV cache group {number}: {mode} is not supported, only 'align'")
-    return 0
+def _shape(number: int, spec: Any) -> tuple[GroupKind, int]:
+    """``kind`` and ``window_tokens`` of a spec in group ``number``. Raises ``Unsupported``."""
+    kind, window = SPECS[type(spec).__name__]
+    try:
+        return kind, window(spec)
+    except Unsupported as error:
+        raise Unsupported(f"KV cache group {number}: {error}") from None
 
 
 def has_states(kv_cache_config: Any) -> bool:
     """Whether some layer keeps a state rather than pages of tokens."""
-    return any(KINDS.get(type(spec).__name__) == "state" for spec in all_specs(kv_cache_config))
+    return any(_is_state(spec) for spec in all_specs(kv_cache_config))
+
+
+def _is_state(spec: Any) -> bool:
+    kind, _ = SPECS.get(type(spec).__name__, ("full", None))
+    return KINDS[kind].summary
 
 
 def any_non_causal(kv_cache_config: Any) -> bool:
@@ -122,7 +146,7 @@ def page_values(kv_cache_config: Any) -> dict[str, tuple[tuple[str, int, int], .
 
 
 def _values(spec: Any) -> Iterator[tuple[str, int, int]]:
-    if KINDS.get(type(spec).__name__) != "state":
+    if not _is_state(spec):
         size = int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
         yield str(spec.dtype).removeprefix("torch."), 0, size
         return

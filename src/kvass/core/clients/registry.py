@@ -198,8 +198,7 @@ def _check_layout(layout: RankLayout, chunk_tokens: int, limits: Limits) -> None
         )
     for i, g in enumerate(layout.groups):
         where = f"layout.groups[{i}]"
-        windowed = g.kind in ("sliding_window", "chunked_local")
-        if g.window_tokens < 0 or (g.window_tokens > 0) != windowed:
+        if g.window_tokens < 0 or (g.window_tokens > 0) != g.rules.windowed:
             raise Refused(
                 "bad_value", f"{where}.window_tokens: {g.window_tokens} for a {g.kind} group"
             )

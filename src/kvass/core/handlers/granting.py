@@ -168,9 +168,9 @@ def _lacking(ns: Namespace, item: Item, until: int, used: list[Found]) -> npt.ND
     columns = np.logical_or.reduce(lacking).nonzero()[0]
     if len(columns) > 1:  # a key that is named twice is written once
         lacking[:, columns[repeated(keys[columns])]] = False
-    full = np.array([c.spec.layout.kind == "full" for c in ns.classes])
-    if not full.all():
-        lacking[~full] &= (~absent | lacking)[full].all(axis=0)
+    whole = np.array([c.spec.layout.rules.whole for c in ns.classes])
+    if not whole.all():
+        lacking[~whole] &= (~absent | lacking)[whole].all(axis=0)
     return lacking[groups]
 
 

@@ -117,6 +117,7 @@ def _tokens(state: State, tokens: bytes) -> U32Array:
 
 def _check_full(ns: Namespace) -> None:
     for c in ns.classes:
-        if (kind := c.spec.layout.kind) != "full":
-            text = f"segments: group {c.spec.group} is {kind}; chunks are reused only where all "
-            raise Refused("bad_value", text + "groups are full")
+        if not c.spec.layout.rules.whole:
+            text = f"segments: group {c.spec.group} is {c.spec.layout.kind}; "
+            text += "chunks are reused only where all groups are full"
+            raise Refused("bad_value", text)

@@ -22,10 +22,10 @@ def first_chunk(group: GroupLayout, chunks: int, chunk_tokens: int, first: int =
 
 
 def checked_groups(groups: Sequence[GroupLayout]) -> list[bool]:
-    """Which groups must have the spare chunks after a hit: the ``full`` groups. If no group is
-    ``full``: all groups but ``state`` groups."""
-    full = [group.kind == "full" for group in groups]
-    return full if any(full) else [group.kind != "state" for group in groups]
+    """Which groups must have the spare chunks after a hit: those of which it needs all chunks. If
+    there are none: all but states."""
+    whole = [group.rules.whole for group in groups]
+    return whole if any(whole) else [not group.rules.summary for group in groups]
 
 
 def longest_hit(
@@ -42,11 +42,11 @@ def longest_hit(
     """
     end = len(there[0])
     for group, rows in zip(groups, there, strict=True):
-        if group.kind == "full":
+        if group.rules.whole:
             wanted = rows[first:end]
             end = end if wanted.all() else first + int(wanted.argmin())
     end = max(first, end - spare)
-    windows = [(g, r) for g, r in zip(groups, there, strict=True) if g.kind != "full"]
+    windows = [(g, r) for g, r in zip(groups, there, strict=True) if not g.rules.whole]
     if not windows or end == first:
         return end
     chunk = np.arange(first, end)
@@ -56,7 +56,7 @@ def longest_hit(
         missing = np.maximum.accumulate(np.where(rows[first:end], -1, chunk))
         needed = group.needs((chunk + 1) * chunk_tokens) // chunk_tokens
         reachable &= missing < np.maximum(needed, first)
-        if len(windows) == len(groups) and group.kind != "state":
+        if len(windows) == len(groups) and not group.rules.summary:
             for after in range(1, spare + 1):
                 reachable &= rows[first + after : end + after]
     hits = reachable.nonzero()[0]

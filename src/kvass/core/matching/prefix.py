@@ -72,13 +72,13 @@ class PrefixView:
 
     def missing(self, end: int, there: list[BoolArray]) -> tuple[int, int] | None:
         """The row for which the longest hit ends at ``end``: the number of its class, and its
-        chunk. Rows of ``full`` groups come first. ``None``: the prompt has no more chunks.
-        ``there``: as for ``longest``."""
+        chunk. Rows of groups of which it needs all come first. ``None``: the prompt has no more
+        chunks. ``there``: as for ``longest``."""
         upto = end + 1 + self.spare
         if upto > len(there[0]):
             return None
         for number, group in enumerate(self._groups):  # all rows before ``end`` are there
-            for chunk in range(end, upto) if group.kind == "full" else ():
+            for chunk in range(end, upto) if group.rules.whole else ():
                 if not there[number].item(chunk):
                     return number, chunk
         for number, (begin, upto) in enumerate(self.needs(end + 1)):

@@ -163,10 +163,10 @@ class RowAllocator:
         self._note_left(row_class, keys, cause)
         row_class.tenant.evicted_bytes += len(rows) * row_class.spec.row_bytes
         self._rows.free(rows)
-        if row_class.spec.layout.kind != "full":
+        if not row_class.spec.layout.rules.whole:
             return
         for other in self._classes.of_namespace[row_class.namespace]:
-            if other.spec.layout.kind != "full":
+            if not other.spec.layout.rules.whole:
                 found = other.index.find(keys)
                 found = found[found != ABSENT]
                 orphans = found[self._table.evictable(found)]

@@ -70,7 +70,7 @@ class RowStates:
         needs only the rows at its end.
         """
         if len(rows):
-            oldest_first = rows[::-1] if row_class.spec.layout.kind == "full" else rows
+            oldest_first = row_class.spec.layout.rules.oldest_first(rows)
             stamps = self.table.stamp_rows(oldest_first)
             if row_class.undivided:
                 row_class.log.touched(oldest_first, stamps)

@@ -90,13 +90,13 @@ def _has_lost(promotion: Promotion, found: list[I64Array]) -> bool:
 
 
 def _gap(promotion: Promotion, coming: list[BoolArray]) -> bool:
-    """Whether neither L1 nor a tier that was asked has some row of a ``full`` group, so that no hit
-    extends past it."""
+    """Whether neither L1 nor a tier that was asked has some row of a group of which a hit needs
+    all, so that none extends past it."""
     probed = slice(promotion.first, promotion.probed_upto)
     return any(
         not (there | (home >= 0))[probed].all()
         for c, there, home in zip(promotion.namespace.classes, coming, promotion.homes, strict=True)
-        if c.spec.layout.kind == "full"
+        if c.spec.layout.rules.whole
     )
 
 
