@@ -6,7 +6,6 @@ import json
 import logging
 import tomllib
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,6 @@ from kvass.connectors.sglang import plugin
 from tests.support.sglang.fake import Arguments
 
 ROOT = Path(__file__).parent.parent.parent
-LINKED: dict[str, Any] = {
-    "enable_hierarchical_cache": False,
-    "enable_unified_cache_external_linker": True,
-}
-LINKER = {"linker": "KvassLinker", "linker_module_path": "kvass.connectors.sglang.linker"}
 
 
 def configured(value: str, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Arguments:
@@ -54,13 +48,8 @@ def test_the_default_socket_and_the_operators_options(monkeypatch: pytest.Monkey
         ("1", {"hicache_storage_backend_extra_config": '{"module_path": "other"}'}),
         ("1", {"hicache_storage_backend_extra_config": "@file.yaml"}),
         ("yes", {}),
-        ("1", LINKED | {"unified_cache_external_linker_config": {"linker_module_path": "other"}}),
-        ("1", LINKED | {"unified_cache_external_linker_config": None}),
     ],
-    ids=[
-        *("another backend", "no HiCache", "another class", "a file", "no path"),
-        *("another linker", "a linker of SGLang's own"),
-    ],
+    ids=["another backend", "no HiCache", "another class", "a file", "no path"],
 )
 def test_what_it_does_not_change_it_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str, given: Any
@@ -71,37 +60,6 @@ def test_what_it_does_not_change_it_says(
     assert arguments.hicache_storage_backend == before
     assert len(caplog.records) == 1
     assert "has no effect" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("value", "options", "told"),
-    [
-        ("/run/k.sock", None, {"kvass.socket": "/run/k.sock"}),
-        ("/run/k.sock", {"kvass.tag": "a"}, {"kvass.socket": "/run/k.sock", "kvass.tag": "a"}),
-        ("/run/k.sock", {"kvass.socket": "/own.sock"}, {"kvass.socket": "/own.sock"}),
-        ("1", {"kvass.tag": "a"}, {"kvass.tag": "a"}),
-    ],
-)
-def test_a_linker_of_kvass_gets_the_socket_and_no_warning(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    value: str,
-    options: dict[str, Any] | None,
-    told: dict[str, Any],
-) -> None:
-    given = LINKED | {
-        "unified_cache_external_linker_config": LINKER | {"linker_extra_config": options}
-    }
-    with caplog.at_level(logging.INFO, "kvass"):
-        arguments = configured(value, monkeypatch, **given)
-        plugin.configure(arguments)  # as each further process does
-    assert arguments.unified_cache_external_linker_config == LINKER | {"linker_extra_config": told}
-    assert arguments.hicache_storage_backend is None, "SGLang takes either"
-    assert not caplog.records
-
-
-def test_the_linkers_module_has_the_name_that_the_plugin_looks_for() -> None:
-    assert find_spec(plugin.LINKER) is not None
 
 
 def test_the_entry_point_names_the_plugin() -> None:

@@ -91,8 +91,6 @@ class Arguments:
     hicache_storage_backend: str | None = "dynamic"
     hicache_storage_backend_extra_config: str | None = None
     enable_hierarchical_cache: bool = True
-    enable_unified_cache_external_linker: bool = False
-    unified_cache_external_linker_config: dict[str, Any] | None = None
 
 
 @dataclass

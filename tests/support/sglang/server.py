@@ -79,9 +79,9 @@ def environment(version: str) -> dict[str, str]:
 
 class Server:
     """Use it as a context: it ends its processes. ``page``: tokens of a page. ``more``: further
-    flags. ``extra``: the extra config of the storage backend; None: none is named. ``cache``: the
-    flags that switch on HiCache, or the linker. ``own_session``: False leaves its processes in the
-    group of this process, which must end soon, too."""
+    flags. ``extra``: the extra config of the storage backend; None: none is named.
+    ``own_session``: False leaves its processes in the group of this process, which must end soon,
+    too."""
 
     def __init__(
         self,
@@ -93,20 +93,17 @@ class Server:
         more: Sequence[str] = (),
         extra: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
-        cache: Sequence[str] = ("--enable-hierarchical-cache",),
         own_session: bool = True,
     ) -> None:
         self.log = log
         self._own_session = own_session
         self.headers = {"content-type": "application/json"}
-        self._stored = "storage" if "--enable-hierarchical-cache" in cache else "host"
-        """How SGLang calls tokens from the daemon in its answers."""
         self.port = _free_port()
         flags = [*FLAGS.items(), ("--page-size", str(page)), ("--port", str(self.port))]
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
         command += [part for flag in flags for part in flag]
         command += ["--skip-tokenizer-init", "--enable-cache-report", "--skip-server-warmup"]
-        command += [*cache, *more]
+        command += ["--enable-hierarchical-cache", *more]
         more_env = dict(env or {})
         if "--tp-size" in more:  # SGLang wants to know the cores of each rank
             more_env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
@@ -159,7 +156,7 @@ class Server:
         meta = found["meta_info"]
         details = meta.get("cached_tokens_details") or {}
         logprobs = [each[0] for each in meta.get("output_token_logprobs") or ()]
-        stored = details.get(self._stored) or 0
+        stored = details.get("storage") or 0
         return Answer(found["output_ids"], meta["cached_tokens"], stored, logprobs)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:

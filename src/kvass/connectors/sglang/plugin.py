@@ -1,6 +1,5 @@
 """The plug-in of SGLang: the environment variable ``KVASS`` makes kvass the storage backend of an
-engine that has ``--enable-hierarchical-cache``. ``pyproject.toml`` declares it. An engine with
-kvass's linker gets the daemon's socket from the variable, unless its options name one.
+engine that has ``--enable-hierarchical-cache``. ``pyproject.toml`` declares it.
 
 Laws of this file:
 
@@ -20,7 +19,6 @@ from kvass.engine.boundary import Boundary, log
 VARIABLE: Final = "KVASS"
 HOOKED: Final = "sglang.srt.server_args.ServerArgs.resolve_once"
 PACKAGE: Final = "kvass.connectors.sglang"
-LINKER: Final = f"{PACKAGE}.linker"
 
 
 def register() -> None:
@@ -44,26 +42,12 @@ def _configure(arguments: Any) -> None:
         log.error(
             "%s=%r has no effect: write the path of the daemon's socket, or 1", VARIABLE, value
         )
-    elif getattr(arguments, "enable_unified_cache_external_linker", False):
-        _tell_linker(arguments, "" if value == "1" else os.path.abspath(value))
     elif not arguments.enable_hierarchical_cache:
         log.warning("%s=%s has no effect: add --enable-hierarchical-cache", VARIABLE, value)
     elif arguments.hicache_storage_backend not in (None, "dynamic"):
         log.warning("%s=%s has no effect: --hicache-storage-backend is given", VARIABLE, value)
     else:
         _name_backend(arguments, "" if value == "1" else os.path.abspath(value))
-
-
-def _tell_linker(arguments: Any, socket: str) -> None:
-    """Name ``socket`` in the options of kvass's linker. SGLang loads a linker by its name alone."""
-    config = getattr(arguments, "unified_cache_external_linker_config", None)
-    if not isinstance(config, dict) or config.get("linker_module_path") != LINKER:
-        log.warning("%s has no effect: a linker that is not kvass's is given", VARIABLE)
-        return
-    options = config.get("linker_extra_config") or {}
-    if socket and "kvass.socket" not in options:
-        named = config | {"linker_extra_config": {"kvass.socket": socket} | options}
-        arguments.unified_cache_external_linker_config = named
 
 
 def _name_backend(arguments: Any, socket: str) -> None:

@@ -84,8 +84,7 @@ class KvassStorage(HiCacheStorage):
             return
         self._name = str(settings.arguments.model_path)
         self._generation = Generation(self._options.fixed_weights, agreed_token(config))
-        given = settings.arguments.hicache_storage_backend is not None
-        if _backends > 1 or not (given or settings("enable_unified_cache_external_linker")):
+        if _backends > 1 or settings.arguments.hicache_storage_backend is None:
             # The weights may have been replaced before SGLang attached this backend.
             self._generation.attached_later()
         self.off = ""
