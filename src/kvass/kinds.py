@@ -88,7 +88,7 @@ class ChunkedLocal(Kind):
         return chunk_tokens if chunk_tokens % window_tokens else 0
 
 
-class State(Kind):
+class RunningState(Kind):
     """Each token changes a state, which is kept in the block that ends at the token."""
 
     summary = True
@@ -105,5 +105,5 @@ KINDS: Final[dict[GroupKind, Kind]] = {
     "full": Full(),
     "sliding_window": SlidingWindow(),
     "chunked_local": ChunkedLocal(),
-    "state": State(),
+    "state": RunningState(),
 }

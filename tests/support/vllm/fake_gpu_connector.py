@@ -24,7 +24,8 @@ class KvassConnector(connector.Connector):
     def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> KvassConnector:
         options = "kvass.blend", "kvass.blend_oracle"
         asked = any(configuration.asks_for(vllm_config, option) for option in options)
-        return super().__new__(BlendConnector if asked else cls)
+        made: KvassConnector = super().__new__(BlendConnector if asked else cls)
+        return made
 
     def _make_copier(self, setup: configuration.VllmSetup, vllm_config: Any, *_: Any) -> Copier:
         return super()._make_copier(setup, vllm_config, open_mover)

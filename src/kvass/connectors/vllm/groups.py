@@ -107,8 +107,8 @@ def has_states(kv_cache_config: Any) -> bool:
 
 
 def _is_state(spec: Any) -> bool:
-    kind, _ = SPECS.get(type(spec).__name__, ("full", None))
-    return KINDS[kind].summary
+    known = SPECS.get(type(spec).__name__)
+    return known is not None and KINDS[known[0]].summary
 
 
 def any_non_causal(kv_cache_config: Any) -> bool:
