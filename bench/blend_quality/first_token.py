@@ -12,7 +12,7 @@ import torch
 
 from bench.blend_quality.model import llama
 from bench.blend_quality.quality import compute, cut, joined
-from kvass.blend.plan import Choice, FirstK, PlacedSegment, Prompt, none
+from kvass.blend.plan import FirstK, PlacedSegment, Prompt, Selection, none
 from kvass.connectors.transformers.blending import Blender
 from kvass.types import I64Array
 
@@ -43,13 +43,13 @@ class Race:
     def full(self) -> None:
         compute(self.model, self.tokens)
 
-    def blend(self, choice: Choice) -> None:
+    def blend(self, selection: Selection) -> None:
         """Move K, choose, compute: all that stands between loaded chunks and the first token."""
         end = DOCUMENTS * self.length
         kv = joined(self.stored)
         self.blender.move(kv, self.prompt.segments)
         ids = torch.from_numpy(self.tokens)[None, : end + 1]
-        self.blender.recompute(ids, kv, self.prompt, choice)
+        self.blender.recompute(ids, kv, self.prompt, selection)
         compute(self.model, self.tokens[end:], kv)
 
 

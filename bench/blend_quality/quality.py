@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bench.blend_quality import task
-from kvass.blend.plan import Choice, FirstK, PlacedSegment, Prompt, Selector, all_tokens, none
+from kvass.blend.plan import FirstK, PlacedSegment, Prompt, Selection, Selector, all_tokens, none
 from kvass.connectors.transformers.blending import Blender
 from kvass.connectors.transformers.model import filled, tensors_of
 from kvass.connectors.transformers.rows import KV
@@ -127,7 +127,7 @@ def at_random(ratio: float) -> Selector:
     return select
 
 
-SELECTORS: Mapping[str, Callable[[float], Choice]] = {
+SELECTORS: Mapping[str, Callable[[float], Selection]] = {
     "kv_dev": float,
     "first_k": lambda ratio: FirstK(round(ratio * task.LENGTH)),
     "last k": last_k,
@@ -143,12 +143,14 @@ def measure(model: Any, found: list[Case]) -> dict[str, list[Score]]:
     for name in ("full", "none", "all", "K not moved", "wrong chunks"):
         scores[name] = [Score()]
 
-    def run(score: Score, case: Case, stored: list[KV], choice: Choice, moved: bool = True) -> None:
+    def run(
+        score: Score, case: Case, stored: list[KV], selection: Selection, moved: bool = True
+    ) -> None:
         kv = joined([case.prefix, *stored])
         if moved:
             blender.move(kv, case.prompt.segments)
         ids = torch.from_numpy(case.asked.tokens)[None, : BODY + 1]
-        recomputed = blender.recompute(ids, kv, case.prompt, choice)
+        recomputed = blender.recompute(ids, kv, case.prompt, selection)
         score.add(case, compute(model, case.asked.tokens[BODY:], kv)[0], recomputed)
 
     for index, case in enumerate(found):

@@ -62,7 +62,7 @@ def configs(blend: str = "first_k:16", oracle: bool = False, **options: Any) -> 
 
 def refuse(config: Any, *layouts: GroupLayout, blend: str = "none") -> str:
     with pytest.raises(UsageError) as refused:
-        blend_setup.read_choice(blend, False, config, layouts or [FULL])
+        blend_setup.read_selection(blend, False, config, layouts or [FULL])
     assert "\n" not in str(refused.value)
     return str(refused.value)
 

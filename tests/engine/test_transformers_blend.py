@@ -65,7 +65,7 @@ def test_all_computed_again_is_a_full_prefill(daemon: Daemon, family: str) -> No
         assert (output.argmax(1) == right.argmax(1)).all()
         assert (cached.last.blended, cached.last.recomputed) == (BLENDED, BLENDED)
         exact = prefill(cached.model)
-        begin = cached._begin("a call", RAG, "", cached._choice)
+        begin = cached._begin("a call", RAG, "", cached._selection)
         assert begin is not None
         for ours, theirs in zip(begin.kv, exact, strict=True):
             np.testing.assert_allclose(ours, theirs[:, :, :-1], rtol=1e-5, atol=1e-5)

@@ -182,12 +182,12 @@ class KvDev:
         return chosen
 
 
-Choice = Selector | float
+Selection = Selector | float
 """Which tokens of segments are computed again: a selector, or the ratio of ``kv_dev``."""
 
 
-def parse(text: str | Selector) -> Choice:
-    """The choice that the option ``blend`` names: ``first_k:16``, ``kv_dev:0.15``, ``all``,
+def parse(text: str | Selector) -> Selection:
+    """The selection that the option ``blend`` names: ``first_k:16``, ``kv_dev:0.15``, ``all``,
     ``none``, or a selector, which is returned as it is. Raises ``UsageError`` for anything else."""
     if callable(text):
         return text

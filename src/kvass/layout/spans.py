@@ -48,13 +48,13 @@ class Spans:
         mask = 0
         for number, one in enumerate(self._groups):
             if one.rules.summary:
-                there = (number, chunk) in states
+                copyable = (number, chunk) in states
             else:
                 ids = self.row(number, table[number], chunk)
-                there = bool(ids) and all(ids)
-            if one.rules.whole and not there:
+                copyable = bool(ids) and all(ids)
+            if one.rules.whole and not copyable:
                 return 0
-            mask |= there << number
+            mask |= copyable << number
         return mask
 
     def runs(

@@ -307,11 +307,11 @@ class BlendControls:
         """Which tokens of segments the oracle took last for computed."""
         choose = KeptSegments.choose
 
-        def noting_choice(one: Any, computed: Any) -> None:
+        def noting_selection(one: Any, computed: Any) -> None:
             self.chosen = sorted({*computed.tolist()} & {*one.at.tolist()})
             choose(one, computed)
 
-        mock.patch.object(KeptSegments, "choose", noting_choice).start()
+        mock.patch.object(KeptSegments, "choose", noting_selection).start()
 
     def first_layer_error(self) -> list[float]:
         """How far K and V of the first layer were from what is in their place now, where segments
@@ -354,9 +354,9 @@ class BlendControls:
             one.start()
         if select[0].isdigit():
             ranges = [range(*map(int, one.split("-"))) for one in select.split(",")]
-            self._blender._choice = lambda _: [i for each in ranges for i in each]
+            self._blender._selection = lambda _: [i for each in ranges for i in each]
         else:
-            self._blender._choice = plan.parse(select)
+            self._blender._selection = plan.parse(select)
         counts, self.counts = self.counts, Counter()
         return dict(counts)
 

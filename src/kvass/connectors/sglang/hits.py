@@ -14,12 +14,12 @@ def all_pages(leading: int) -> set[int]:
     return set(range(1, leading + 1))
 
 
-def trailing_pages(there: Sequence[bool], window: int) -> set[int]:
+def trailing_pages(held: Sequence[bool], window: int) -> set[int]:
     """The lengths in pages that a pool allows of which only the last ``window`` pages are needed.
-    ``there``: which pages it has."""
+    ``held``: which pages it has."""
     allowed, run = set(), 0
-    for index, held in enumerate(there):
-        run = run + 1 if held else 0
+    for index, one in enumerate(held):
+        run = run + 1 if one else 0
         if run >= min(window, index + 1):
             allowed.add(index + 1)
     return allowed

@@ -313,7 +313,7 @@ class KvassStorage(HiCacheStorage):
         return all(cleared)
 
     def close(self) -> None:
-        """End the sessions. SGLang's storage threads have ended before."""
+        """End the connections. SGLang's storage threads have ended before."""
         with self._opening:
             self._closed = True
         for store in self._stores.values():

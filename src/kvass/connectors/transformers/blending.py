@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from kvass.blend.plan import Choice, KvDev, PlacedSegment, Prompt, plan
+from kvass.blend.plan import KvDev, PlacedSegment, Prompt, Selection, plan
 from kvass.blend.rope import Move, Rope, fingerprint
 from kvass.blend.rope_of import ropes_of_model
 from kvass.connectors.transformers.identity import attention
@@ -94,14 +94,14 @@ class Blender:
                 turn = moves.setdefault(rope, Move(rope, old, new, tensor.device))
                 tensor[:, :, at] = turn(tensor[:, :, at])
 
-    def recompute(self, ids: Any, kv: KV, prompt: Prompt, choice: Choice) -> int:
+    def recompute(self, ids: Any, kv: KV, prompt: Prompt, selection: Selection) -> int:
         """Compute the tokens that ``plan`` chooses into ``kv``, except the prompt's last token.
 
         Returns how many of them are tokens of segments. ``ids``: shape ``(1, tokens)``. ``kv``: of
         all tokens but the last, with finite values where nothing was computed yet."""
-        if isinstance(choice, float):
-            choice = KvDev(choice, lambda _: self._deviation(ids, kv))
-        positions = plan(prompt, choice)[:-1]
+        if isinstance(selection, float):
+            selection = KvDev(selection, lambda _: self._deviation(ids, kv))
+        positions = plan(prompt, selection)[:-1]
         for begin in range(0, len(positions), AT_ONCE):
             at = torch.from_numpy(positions[begin : begin + AT_ONCE]).to(ids.device)
             layers = [_ScatterLayer(k, v, at) for k, v in zip(kv[::2], kv[1::2], strict=True)]

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from kvass.blend.plan import Choice, Prompt, Selector, parse
+from kvass.blend.plan import Prompt, Selection, Selector, parse
 from kvass.connectors.transformers import identity
 from kvass.connectors.transformers import model as models
 from kvass.connectors.transformers.blending import Blender
@@ -92,16 +92,16 @@ def connect(
     chunk_tokens = choose_chunk_tokens(chunk_tokens, BLOCK, has_states=False)
     if not BLOCK < chunk_tokens <= BLOCK * MAX_BLOCKS:
         raise ConfigError(f"chunk_tokens {chunk_tokens}: give {2 * BLOCK} to {BLOCK * MAX_BLOCKS}")
-    choice = parse(blend) if blend else None
+    selection = parse(blend) if blend else None
     rows = Rows(models.probe(model), chunk_tokens)
-    blender = Blender(model) if choice is not None else None
+    blender = Blender(model) if selection is not None else None
     before, began_s = identity.state(model), time.monotonic()
     fields = identity.describe(model, rows, tag)
     log.info("the weights were named by content in %.1f s", time.monotonic() - began_s)
     path = socket or os.environ.get("KVASS_SOCKET", "")
     name, boundary = str(model.config._name_or_path or type(model).__name__), Boundary()
     store = KVStore(path, rows, fields, name, boundary, daemon_uid)
-    cached = CachedModel(model, before, store, boundary, blender, choice)
+    cached = CachedModel(model, before, store, boundary, blender, selection)
     cached.wait_connected(wait_s)
     return cached
 
@@ -117,14 +117,14 @@ class CachedModel:
         store: KVStore,
         boundary: Boundary,
         blender: Blender | None,
-        choice: Choice | None,
+        selection: Selection | None,
     ) -> None:
         """``state``: of the model when it was named."""
         self.model = model
         self.last = Reuse()
         self._state = state
         self._store, self._boundary = store, boundary
-        self._blender, self._choice = blender, choice
+        self._blender, self._selection = blender, selection
         self._calls = 0
 
     @property
@@ -132,11 +132,11 @@ class CachedModel:
         return self._boundary.counters
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Wait for the daemon; whether it is there."""
+        """Wait for the daemon. Returns whether it is connected."""
         return self._store.wait_connected(timeout_s)
 
     def close(self) -> None:
-        """End the session. The model is as it was."""
+        """End the connection. The model is as it was."""
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -167,14 +167,14 @@ class CachedModel:
         """
         models.check_call(self.model, input_ids, arguments)
         context, ends = _context(session, ttl, tenant)
-        choice = self._choice if blend is None else (parse(blend) if blend else None)
-        if choice is not None and self._blender is None:
+        selection = self._selection if blend is None else (parse(blend) if blend else None)
+        if selection is not None and self._blender is None:
             raise UsageError("blend was not prepared: give connect a blend, too")
         self._calls += 1
         name, usable, begin = f"call {self._calls}", self._unchanged(), None
         self._store.context = context
         if usable:
-            begin = self._boundary.run(None, self._begin, name, input_ids, salt, choice)
+            begin = self._boundary.run(None, self._begin, name, input_ids, salt, selection)
         begin = begin or Cached([], Reuse(input_ids.shape[1]))
         self.last = begin.reuse
         cache = models.new_cache(self.model)
@@ -218,19 +218,19 @@ class CachedModel:
             self._boundary.count("changed", "this call runs uncached: %s", why)
         return not why
 
-    def _begin(self, name: str, ids: Any, salt: str, choice: Choice | None) -> Cached | None:
+    def _begin(self, name: str, ids: Any, salt: str, selection: Selection | None) -> Cached | None:
         """Load a prompt's prefix and segments, and blend these. None: nothing was loaded."""
         prompt = Hashed(ids[0].tolist(), salt)
-        kv, loaded = self._store.prefix(name, prompt, choice is not None)
+        kv, loaded = self._store.prefix(name, prompt, selection is not None)
         reuse = Reuse(ids.shape[1], loaded)
-        if choice is not None and self._blender is not None:
+        if selection is not None and self._blender is not None:
             space = self._blender.space(salt)
             segments = self._store.segments(name, prompt, space, loaded, kv)
             if segments:
                 self._blender.move(kv, segments)
                 last = prompt.of_blocks(loaded // BLOCK - 1, loaded // BLOCK) if loaded else b""
                 stands = Prompt(ids.shape[1], loaded, segments, last)
-                again = self._blender.recompute(ids, kv, stands, choice)
+                again = self._blender.recompute(ids, kv, stands, selection)
                 blended = sum(segment.length for segment in segments)
                 reuse = replace(reuse, blended=blended, recomputed=again)
                 return Cached(kv, reuse, exact=segments[0].new_start)

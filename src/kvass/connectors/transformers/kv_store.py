@@ -107,7 +107,7 @@ class KVStore:
         return True
 
     def end_session(self) -> None:
-        """Say that the session of the call in progress ended."""
+        """Say that the client's session of the call in progress ended."""
         self._client.end_session(self.context)
 
     def close(self) -> None:

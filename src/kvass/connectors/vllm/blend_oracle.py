@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from kvass.blend.plan import Choice, KvDev, Prompt, plan
+from kvass.blend.plan import KvDev, Prompt, Selection, plan
 from kvass.types import I64Array
 
 DEVIATING: Final = 1
@@ -46,33 +46,33 @@ class KeptSegments:
 
     ``at``: the positions of their tokens in the prompt [tokens]. ``slots``: their slots in the
     pages. ``kv``: for each layer, K and V at these positions. ``replaced``: the indices in ``at``
-    of the tokens that blend would not compute. If ``choice`` is a ratio, it is None until layer
+    of the tokens that blend would not compute. If ``selection`` is a ratio, it is None until layer
     ``DEVIATING`` is computed.
     """
 
     prompt: Prompt
-    choice: Choice
+    selection: Selection
     at: I64Array
     slots: Any
     kv: Sequence[tuple[Any, Any]]
     replaced: Any = None
 
     def __post_init__(self) -> None:
-        if callable(self.choice):
-            self.choose(plan(self.prompt, self.choice))
+        if callable(self.selection):
+            self.choose(plan(self.prompt, self.selection))
 
     def choose(self, computed: I64Array) -> None:
         """Set the replaced tokens: all but ``computed``, which blend would compute."""
         self.replaced = torch.from_numpy(np.flatnonzero(~np.isin(self.at, computed)))
 
     def choose_deviating(self, k: Any, v: Any) -> None:
-        """Choose the tokens that blend would compute: the ratio ``choice`` of all, those whose
+        """Choose the tokens that blend would compute: the ratio ``selection`` of all, those whose
         computed ``k`` and ``v`` differ most from the loaded ones."""
         off = np.zeros(self.prompt.tokens)
         for fresh, stored in zip((k, v), self.kv[DEVIATING], strict=True):
             off[self.at] += (fresh.double() - stored.double()).square().sum((1, 2)).numpy()
-        assert isinstance(self.choice, float)
-        self.choose(plan(self.prompt, KvDev(self.choice, lambda _: off)))
+        assert isinstance(self.selection, float)
+        self.choose(plan(self.prompt, KvDev(self.selection, lambda _: off)))
 
 
 class Oracle:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 
-from kvass.blend.plan import Choice, Prompt
+from kvass.blend.plan import Prompt, Selection
 from kvass.blend.rope import Move, Rope, RopeRefused
 from kvass.blend.rope_of import MEASURED_AT, rope_that_explains
 from kvass.connectors.vllm import borrowed
@@ -53,7 +53,7 @@ class Placement:
     loads: tuple[str, ...]
     table: tuple[int, ...]
     spans: tuple[Span, ...]
-    oracle: tuple[Prompt, Choice] | None = None
+    oracle: tuple[Prompt, Selection] | None = None
     """If set, the segments are not placed but kept for the oracle (``blend_oracle.py``)."""
 
 
@@ -154,11 +154,8 @@ class Placer:
 
     def place_loaded(self, finished: set[str], failed: set[str]) -> tuple[set[str], set[str]]:
         """Place the segments whose loads have all ended. Returns the requests that are complete,
-        and those of them that failed.
-
-        ``finished``: loads that have ended. ``failed``: those of them that failed. The load of an
-        exact prefix has the name of its request, so a request without segments is complete with
-        that load.
+        and those of them that failed; the parameters are the same of loads. The load of an exact
+        prefix has the name of its request, so a request without segments is complete with it.
         """
         if not self._waiting:
             return finished, failed
@@ -193,8 +190,8 @@ class Placer:
                 else:
                     kept.append((k, v))
         if placement.oracle is not None:
-            prompt, choice = placement.oracle
-            self.oracle.keep(placement.request, KeptSegments(prompt, choice, new, slots, kept))
+            prompt, selection = placement.oracle
+            self.oracle.keep(placement.request, KeptSegments(prompt, selection, new, slots, kept))
         return True
 
 

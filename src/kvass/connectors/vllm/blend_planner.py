@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvass.blend.place import chunk_keys, place
-from kvass.blend.plan import Choice, PlacedSegment, Prompt, all_tokens, plan
+from kvass.blend.plan import PlacedSegment, Prompt, Selection, all_tokens, plan
 from kvass.client.lookups import Match, Pending
 from kvass.client.segments import SegmentClient
 from kvass.connectors.vllm.adapt import VllmRequest
@@ -69,8 +69,8 @@ class BlendPlanner:
     """The planner of an engine's blended requests. It calls ``planner`` for their exact prefixes.
     Used from the scheduler's thread only."""
 
-    def __init__(self, setup: VllmSetup, planner: Planner, choice: Choice) -> None:
-        self._planner, self._choice, self._oracle = planner, choice, setup.blend_oracle
+    def __init__(self, setup: VllmSetup, planner: Planner, selection: Selection) -> None:
+        self._planner, self._selection, self._oracle = planner, selection, setup.blend_oracle
         self._chunk, self._block = setup.chunk_tokens, setup.hash_tokens
         self._client = planner.client
         self._segments = SegmentClient(planner.client, setup.chunk_tokens)
@@ -153,7 +153,7 @@ class BlendPlanner:
         chunks, rest = divmod(state.prefix, self._chunk)
         last = state.request.chunk_hashes(chunks - 1, chunks)[0] if chunks and not rest else b""
         state.prompt = Prompt(len(state.tokens), state.prefix, tuple(segments), last)
-        select = all_tokens if self._oracle else self._choice
+        select = all_tokens if self._oracle else self._selection
         assert callable(select)
         positions = plan(state.prompt, select)
         cuts = np.flatnonzero(np.diff(positions) != 1) + 1
@@ -185,7 +185,7 @@ class BlendPlanner:
         prefix = state.prefix - state.local
         loads = (load.request, name) if prefix else (load.request,)
         assert state.prompt is not None
-        oracle = (state.prompt, self._choice) if self._oracle else None
+        oracle = (state.prompt, self._selection) if self._oracle else None
         placement = Placement(name, loads, tuple(table[0]), spans, oracle)
         self._placements.append(placement)  # nothing may raise from here on
         self._planner.add_load(load)
@@ -255,7 +255,7 @@ class BlendPlanner:
                 continue
             begin, last = state.request.vllm.num_computed_tokens, state.segments[-1].new_end
             whole = begin == state.prefix and begin + scheduled[name] >= last
-            if begin < last and (callable(self._choice) or whole):
+            if begin < last and (callable(self._selection) or whole):
                 names.append(name)
             elif begin < last:
                 state.runs = []

@@ -11,7 +11,7 @@ from typing import Any, Final
 import vllm
 
 from kvass._version import code_version
-from kvass.blend.plan import Choice, parse
+from kvass.blend.plan import Selection, parse
 from kvass.connectors.vllm import namespace
 from kvass.errors import ConfigError
 from kvass.types import GroupLayout
@@ -20,21 +20,21 @@ BLENDS: Final = frozenset({"0.32.0"})
 """Versions of vLLM whose internals ``blend.py`` overrides."""
 
 
-def read_choice(
+def read_selection(
     blend: str, oracle: bool, vllm_config: Any, layouts: Sequence[GroupLayout]
-) -> Choice:
-    """The choice of tokens that ``blend``, the value of ``kvass.blend``, asks for. ``oracle`` is
+) -> Selection:
+    """The selection of tokens that ``blend``, the value of ``kvass.blend``, asks for. ``oracle`` is
     the value of ``kvass.blend_oracle``. Raises :class:`ConfigError` for an engine that blend does
     not support."""
-    choice = parse(blend)
-    if not callable(choice) and not oracle:
+    selection = parse(blend)
+    if not callable(selection) and not oracle:
         raise ConfigError(
             f"kvass.blend {blend!r}: use first_k:TOKENS, all or none in vLLM; "
             "kv_dev works with kvass.blend_oracle alone"
         )
     if reason := next(_unblended(vllm_config, layouts), ""):
         raise ConfigError(f"kvass.blend: {reason}")
-    return choice
+    return selection
 
 
 def _unblended(vllm_config: Any, layouts: Sequence[GroupLayout]) -> Iterator[str]:

@@ -171,8 +171,8 @@ def replace_create_engine_config(make: Callable[[Any, Callable[[], Any]], Any]) 
     if hasattr(made, "kvass"):
         return ""
     (term,) = (term for term in terms() if term.name == "EngineArgs.create_engine_config")
-    if (there := _parameters(made)) != term.rest:
-        return f"{term.text} is {there or 'not there'}"
+    if (found := _parameters(made)) != term.rest:
+        return f"{term.text} is {found or 'not there'}"
 
     @functools.wraps(made)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:

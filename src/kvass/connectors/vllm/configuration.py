@@ -41,7 +41,7 @@ from kvass.transfer import DEVICES
 from kvass.types import MAX_RANKS, GroupLayout, chunk_blocks
 
 if TYPE_CHECKING:
-    from kvass.blend.plan import Choice
+    from kvass.blend.plan import Selection
 
 
 class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
@@ -113,7 +113,7 @@ class VllmSetup(EngineSetup):
     global_media_ids: bool = False
     dtype: Any = None
     generated: bool = True
-    blend: Choice | None = None
+    blend: Selection | None = None
     blend_oracle: bool = False
 
 
@@ -172,9 +172,9 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     if options.blend or options.blend_oracle:
         if options.shadow:
             raise ConfigError("kvass.shadow does not work with kvass.blend: use one of them")
-        from kvass.connectors.vllm.blend_setup import read_choice
+        from kvass.connectors.vllm.blend_setup import read_selection
 
-        blend = read_choice(options.blend, options.blend_oracle, vllm_config, layouts)
+        blend = read_selection(options.blend, options.blend_oracle, vllm_config, layouts)
     model = vllm_config.model_config
     source = str(model.model_weights or model.model)  # a URL, a path, or a name on the Hub
     source = os.path.realpath(source) if os.path.exists(source) else source

@@ -405,7 +405,7 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._run(self._copier, None, Copier.wait)
 
     def shutdown(self) -> None:
-        """End the copies, then the session with the daemon."""
+        """End the copies, then the connection to the daemon."""
         if self._setup is not None:
             self._setup.weights.cancel()
         if self._rest is not None:

@@ -365,11 +365,11 @@ def differences(package: Path, version: str) -> list[str]:
         for term in lines:
             if term.since > release(version):
                 continue
-            there = describe(top, term.name)
-            if there is None:
+            defined = describe(top, term.name)
+            if defined is None:
                 found.append(f"{term.name} is not in {file}")
-            elif term.rest not in ("", there):
-                found.append(f"{term.name}{there} in {file} was {term.name}{term.rest}")
+            elif term.rest not in ("", defined):
+                found.append(f"{term.name}{defined} in {file} was {term.name}{term.rest}")
     return found
 
 

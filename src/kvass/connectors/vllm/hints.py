@@ -28,7 +28,7 @@ SKIP_SAVE: Final = "lmcache.skip_save"
 """LMCache's key: ``true`` stores nothing."""
 
 SESSION: Final = "kvass.session"
-"""Names the session of the request: a text. It wins over the ``session_id`` of vLLM's own."""
+"""Names the request's session, the client's: a text. It wins over vLLM's ``session_id``."""
 TTL: Final = "kvass.ttl"
 """0: the session ends with this request. Seconds up to a day, or a text like ``5m`` or ``1h``: its
 rows are retained for so long."""

@@ -34,10 +34,8 @@ OWN_NAMES: Final = frozenset({"id"})
 
 
 def held_adapters(rank: int, boundary: Boundary) -> HeldAdapters | None:
-    """The adapters that this worker, rank ``rank``, holds. None if its LoRA manager is not found.
-
-    Call it while the worker makes its connector.
-    """
+    """The adapters that this worker holds. None if its LoRA manager is not found. Call it while the
+    worker makes its connector."""
     if (runner := borrowed.lora_runner()) is None:
         return None
     manager = runner.lora_manager

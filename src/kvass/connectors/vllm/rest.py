@@ -136,8 +136,8 @@ class Rest:
         if (rpc := self._rpc()) is None:
             return None
         reports: list[StepReport | None] = rpc(report_copies, args=(self._instance, most_s))
-        there = [one for one in reports if one is not None]
-        return reduce(lambda one, other: one.aggregate(other), there) if there else None
+        given = [one for one in reports if one is not None]
+        return reduce(lambda one, other: one.aggregate(other), given) if given else None
 
 
 def begin(instance: str, boundary: Boundary) -> Rest | None:

@@ -79,10 +79,8 @@ def judge(version: str, differences: Sequence[str]) -> Verdict:
 
 
 def verdict_on(package: Path, version: str) -> Verdict:
-    """The decision for the vLLM whose Python package is the folder ``package``.
-
-    Its sources are read only if ``version`` was never tested.
-    """
+    """The decision for the vLLM in the folder ``package``. Its sources are read only if ``version``
+    was never tested."""
     code = code_version(version)
     differences = () if code in TESTED_VLLM else _differences(package, code)
     return judge(code, differences)
