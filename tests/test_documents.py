@@ -22,7 +22,7 @@ DOCS: Final = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 MAPS: Final = [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "laws.md"]
 """All that looks like a path in these has to exist; in other documents only tests have to."""
 
-PATH: Final = re.compile(r"(?P<path>[\w.*-][\w./*-]*)(?:::(?P<name>[\w.]+))?")
+PATH: Final = re.compile(r"(?P<path>[\w.*-][\w./*-]*)(?:::(?P<name>[\w.]+|(?<=txt::).+))?")
 SUFFIXES: Final = (".py", ".md", ".toml", ".json", ".txt", ".c", "/")
 LAW: Final = re.compile(r"\blaws? (\d+(?:(?:, | and |-)\d+)*)", re.IGNORECASE)
 
@@ -63,8 +63,11 @@ def wrong_paths(text: str, tests_only: bool = False) -> list[str]:
 
 
 def defines(file: Path, name: str) -> bool:
-    """Whether a Python file defines each part of ``Class.method``, ``function`` or ``CONSTANT``."""
+    """Whether a Python file defines each part of ``Class.method``, ``function`` or ``CONSTANT``, or
+    a script has the story."""
     source = file.read_text()
+    if file.suffix == ".txt":
+        return f"== {name}\n" in source
     return all(
         re.search(rf"^\s*(?:(?:async )?def|class) {part}\b|^\s*{part}\b[^=\n(]*=", source, re.M)
         for part in name.split(".")
@@ -134,7 +137,7 @@ def test_a_law_that_is_named_is_in_the_list() -> None:
 def test_every_law_names_a_test_and_every_mutant_is_one() -> None:
     text = (ROOT / "docs" / "laws.md").read_text()
     for law in text.split("\n## ")[1:]:
-        assert "::test_" in law, law
+        assert re.search(r"::test_|\.txt::", law), law
     lines = re.findall(r"^- mutants? (.+)$", text, re.M)
     named = {mutant for line in lines for mutant in line.split('"')[1::2]}
     assert named
@@ -231,6 +234,9 @@ def test_negative_control_what_is_wrong_is_seen() -> None:
     assert wrong_paths("`tests/core/`, `tests/nowhere/`") == ["tests/nowhere/"]
     assert wrong_paths("`core/rows/row_table.py::READY`, `core/rows/row_table.py::no_such`") == [
         "core/rows/row_table.py::no_such"
+    ]
+    assert wrong_paths("`core/scripts/ranks.txt`, `core/scripts/ranks.txt::no such story`") == [
+        "core/scripts/ranks.txt::no such story"
     ]
     assert wrong_paths("`config.json`", tests_only=True) == []
     assert wrong_paths("`core/test_none.py`", tests_only=True) == ["core/test_none.py"]

@@ -160,12 +160,14 @@ def test_no_two_public_classes_have_one_name() -> None:
 
 
 def without_test(source: Path, tests: Path) -> set[str]:
-    """Files of the package ``source`` that have no file of tests with their name in ``tests``."""
+    """Files of the package ``source`` that have no tests, and no script, of their name in
+    ``tests``."""
     files = [path for path in source.rglob("*.py") if path.name != "__init__.py"]
     return {
         path.relative_to(source).as_posix()
         for path in files
         if not (tests / f"test_{path.name}").exists()
+        and not (tests / "scripts" / f"{path.stem}.txt").exists()
     }
 
 

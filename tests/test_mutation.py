@@ -47,6 +47,7 @@ def test_the_breaks_of_a_file_are_these(tmp_path: Path) -> None:
     [
         ("layout/spans.py", ["tests/layout/test_spans.py"]),
         ("engine/changes.py", ["tests/engine/test_scheduler_changes.py"]),
+        ("core/pending/settlement.py", ["tests/core/scripts/settlement.txt"]),
         ("layout/__init__.py", ["tests/layout"]),
     ],
 )

@@ -9,6 +9,7 @@ from kvass import messages as m
 from kvass.core.effects import Faulted, Received, Stored, TierReport
 from kvass.core.event_lines import line, parse
 from tests.core.rig import WIDTH, digests
+from tests.core.spelling import tokens
 
 
 def test_an_event_comes_back_from_its_line() -> None:
@@ -29,3 +30,10 @@ def test_the_line_of_a_huge_event_is_cut() -> None:
     assert len(cut) < 70_000
     with pytest.raises(ValueError, match="line 1 column"):
         parse(cut)
+
+
+def test_a_line_shows_no_tokens() -> None:
+    event = Received(1, m.FindSegments(seq=1, space=b"s", tokens=tokens("a")))
+    hidden = Received(1, m.FindSegments(seq=1, space=b"s", tokens=bytes(64)))
+    assert parse(line(5.0, event)) == (5.0, hidden)
+    assert parse(line(5.0, event, max_chars=None)) == (5.0, event)

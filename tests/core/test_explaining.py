@@ -7,7 +7,15 @@ from typing import Any
 from kvass import messages as m
 from kvass.core.clients.lookup_log import ENTRIES
 from tests.core.rig import BOOT, Engine, Rig
-from tests.core.test_explain import entries, last
+
+
+def entries(rig: Rig, **fields: Any) -> list[dict[str, Any]]:
+    """What ``kvass explain`` gets."""
+    return list(rig.ask(rig.open(), m.Explain(seq=3, **fields)).lookups)
+
+
+def last(rig: Rig) -> dict[str, Any]:
+    return entries(rig)[-1]
 
 
 def note(engine: Engine, why: str, request: str = "r", **fields: Any) -> list[Any]:
@@ -28,31 +36,6 @@ def test_an_engine_adds_what_the_daemon_could_not_see(rig: Rig) -> None:
     assert (len(last(rig)["why"]), len(last(rig)["detail"])) == (64, 512)
 
 
-def test_a_load_that_failed_changes_the_entry_of_its_lookup(rig: Rig) -> None:
-    e = rig.engine()
-    e.store("a")
-    found = e.lookup("a", "b")
-    assert last(rig)["hit_tokens"] == 16
-    note(e, "load_failed_here")
-    (entry,) = entries(rig)
-    assert (entry["why"], entry["hit_tokens"], entry["end_token"]) == ("load_failed_here", 0, 0)
-    e.give_back(found.lease)
-    note(e, "load_failed_here", "unknown", when_s=rig.now)
-    assert last(rig)["request"] == "unknown"
-
-
-def test_only_a_scheduler_adds_and_only_what_is_possible(rig: Rig) -> None:
-    e = rig.engine()
-    notes = m.LookupNotes(boot=BOOT, notes=(m.LookupNote(request="r", why="x"),))
-    assert rig.code(rig.open(), notes) == "not_registered"
-    assert rig.code(e.workers[0], notes) == "bad_rank"
-    for wrong in ("", "r" * 600):
-        (error,) = note(e, "x", wrong)
-        assert error.code == "bad_value"
-    assert rig.code(e.scheduler, m.LookupNotes(boot=b"another", notes=notes.notes)) == "wrong_boot"
-    assert entries(rig) == []
-
-
 def test_a_note_that_is_refused_leaves_the_others(rig: Rig) -> None:
     e = rig.engine()
     notes = tuple(m.LookupNote(request=name, why="x") for name in ("a", "b" * 600, "c"))
@@ -71,10 +54,3 @@ def test_a_question_is_bounded(rig: Rig) -> None:
     assert [each["request"] for each in entries(rig, limit=2)] == ["r510", "r511"]
     assert entries(rig, engine="f") == []
     assert len(entries(rig, request="r51", limit=m.MOST_EXPLAINED)) == 2
-
-
-def test_the_entries_of_an_engine_that_is_gone_stay(rig: Rig) -> None:
-    e = rig.engine()
-    e.lookup("a")
-    e.quit()
-    assert last(rig)["why"] == "absent"

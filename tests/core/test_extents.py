@@ -104,9 +104,3 @@ def test_a_removed_set_leaves_its_bytes_and_row_ids() -> None:
     again = extents.add((5,), 4)
     assert again is not None
     assert (again.first_row, again.bases, extents.free_bytes) == (0, (0,), 0)
-
-
-# ---------------------------------------------------------------- rows
-
-
-# ---------------------------------------------------------------- least recently used

@@ -20,7 +20,7 @@ from kvass.core.clients.registry import (
 )
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.groups import FULL, LONG, SHORT, STATE, engine
-from tests.core.rig import RESERVE_S, WIDTH, Rig, digests, layout
+from tests.core.rig import Rig, layout
 from tests.core.tier_rig import TierRig
 
 
@@ -74,54 +74,6 @@ WRONG_SCHEDULERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "says"), WRONG_SCHEDULERS)
-def test_a_scheduler_whose_strategy_contradicts_its_workers(
-    rig: Rig, wrong: dict[str, Any], says: str
-) -> None:
-    workers = [rig.open(), rig.open()]
-    for rank, session in enumerate(workers):
-        rig.ask(session, terms(rank))
-    scheduler = rig.open()
-    no = refused(rig, scheduler, terms(**wrong))
-    assert (no.code, no.text) == ("contradiction", says)
-    lookup = m.Lookup(seq=3, request="r", digests=digests("a"), width=WIDTH)
-    assert rig.code(scheduler, lookup) == "not_registered"
-    assert rig.ask(scheduler, terms()).namespace, "with the right terms it is in"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "code", "says"),
-    [
-        ({"rank": 2}, "bad_rank", "rank: 2 is outside the world of 2"),
-        ({"rank": -2}, "bad_rank", "rank: -2 is outside"),
-        ({"rank": 0}, "rank_taken", "rank 0 of instance 'e' is alive already"),
-        ({"ranks": 129}, "bad_rank", "ranks: 129 is not in 1..128"),
-        ({"shard": 2}, "bad_value", "shard: 2 is not in 0..1"),
-        ({"shard": -1}, "bad_value", "shard: -1 is not in 0..1"),
-        ({"world_size": 3}, "bad_value", "world_size: 3 is not in 1..2"),
-        ({"shard": 0}, "contradiction", "writer: rank 0 writes shard 0 already"),
-        ({"shard": 0, "writer": False}, "contradiction", "writer: no rank writes shards [1]"),
-        ({"writer": False}, "contradiction", "writer: no rank writes shards [1]"),
-        (
-            {"shard": 0, "writer": False, "layout": layout(2)},
-            "contradiction",
-            "layout: differs from rank 0's of the same shard",
-        ),
-        ({"layout": layout(1, 1)}, "contradiction", "layout: groups "),
-        ({"layout": None}, "bad_value", "layout: every worker gives one"),
-    ],
-)
-def test_a_rank_that_cannot_be(rig: Rig, wrong: dict[str, Any], code: str, says: str) -> None:
-    scheduler, first = rig.open(), rig.open()
-    rig.ask(scheduler, terms())
-    rig.ask(first, terms(0))
-    second = rig.open()
-    no = refused(rig, second, terms(**{"rank": 1, "shard": 1, "layout": layout(1), **wrong}))
-    assert no.code == code
-    assert says in no.text
-    assert rig.ask(second, terms(1)).namespace, "with the right terms the world is complete"
-
-
 def test_replicas_must_hold_the_same_bytes(rig: Rig) -> None:
     """MLA: equal sizes in other layers are other bytes."""
     mla = {"world_size": 1, "shard": 0}
@@ -131,23 +83,6 @@ def test_replicas_must_hold_the_same_bytes(rig: Rig) -> None:
     session = rig.open()
     assert refused(rig, session, wrong).text.startswith("layout: differs from rank 0's")
     assert rig.ask(session, terms(1, **mla, writer=False)).namespace
-
-
-def test_engines_tell_the_size_of_their_own_caches_and_replicas_count_once(rig: Rig) -> None:
-    mla = {"world_size": 1, "shard": 0, "cache_bytes": 100}
-    ranks = [rig.open(), rig.open()]
-    rig.ask(ranks[0], terms(0, **mla))
-    rig.ask(ranks[1], terms(1, **mla, writer=False))
-    rig.engine("dense", ranks=2, cache_bytes=30)
-    rig.engine("silent")
-    told = {engine["instance"]: engine["cache_bytes"] for engine in rig.status["engines"]}
-    assert told == {"e": 100, "dense": 60, "silent": 0}
-    assert rig.gauge("engine_cache_bytes") == (160,)
-    rig.lose(*ranks)
-    assert rig.gauge("engine_cache_bytes") == (60,)
-    namespaces = {engine["namespace"] for engine in rig.status["engines"]}
-    rig.engine("other size", ranks=2, cache_bytes=31)
-    assert {engine["namespace"] for engine in rig.status["engines"]} == namespaces
 
 
 # ---------------------------------------------------------------- a rank that comes back changed
@@ -174,62 +109,6 @@ def test_an_engine_that_says_that_it_is_off_stays_what_it_is_and_is_shown(rig: R
     assert e.holds("a") == 1
     too_long = rig.register(e.scheduler, "e", **world, uncached="x" * (1 << 20))
     assert too_long.code == "limit"
-
-
-def test_a_rank_that_comes_back_with_another_layout_makes_another_namespace(rig: Rig) -> None:
-    """Its former life is over and contradicts nobody; its bytes are others, so the namespace is."""
-    e = rig.engine(ranks=2)
-    e.store("a")
-    rig.lose(e.workers[1])
-    e.workers[1] = rig.open()
-    reply = rig.ask(e.workers[1], terms(1, layout=layout(3)))
-    assert len(reply.namespace) == 32
-    assert reply.namespace != e.namespace
-    assert e.holds("a") == 0
-    e.store("b")
-    assert e.holds("b") == 1
-
-    rig.lose(e.workers[1])
-    e.workers[1] = rig.open()
-    assert rig.ask(e.workers[1], terms(1)).namespace == e.namespace
-    assert (e.holds("a"), e.holds("b")) == (1, 0)
-
-
-def test_what_was_given_before_a_rank_came_back_changed_settles_as_it_was_given(rig: Rig) -> None:
-    e = rig.engine(ranks=2)
-    e.store("a")
-    lease = e.lookup("a", readers=(0, 1)).lease
-    grant = e.reserve("b")
-    e.hand_over(leases=(lease,), reservations=(grant.reservation,))
-    rig.lose(e.workers[1])
-    e.workers[1] = rig.open()
-    rig.ask(e.workers[1], terms(1, layout=layout(3)))
-    assert e.commit(grant.reservation, 1) == e.release(lease, 1) == []
-    assert rig.gauge("leases", "reservations") == (1, 1), "rank 0 still reads and writes"
-    e.release(lease, 0)
-    e.commit(grant.reservation, 0)
-    rig.wait(RESERVE_S)
-    assert rig.gauge("leases", "pins", "reservations", "quarantined_bytes") == (0, 0, 0, 0)
-    assert rig.gauge("rows") == (1,)
-    assert e.holds("b") == 0
-
-
-def test_a_rank_that_comes_back_against_a_living_one_is_a_contradiction(rig: Rig) -> None:
-    e = rig.engine(ranks=2)
-    e.store("a")
-    rig.lose(e.workers[1])
-    session = rig.open()
-    for wrong, says in (
-        ({"layout": layout(1, 1)}, "layout: groups"),
-        ({"shard": 0, "writer": False}, "writer: no rank writes shards [1]"),
-        ({"identity": {"model": "n"}}, "identity[model]"),
-    ):
-        no = refused(rig, session, terms(1, **wrong))
-        assert (no.code, no.text.startswith(says)) == ("contradiction", True)
-        assert e.lookup("a").chunks == 0, "a rank is missing"
-    e.workers[1] = session
-    assert rig.ask(session, terms(1)).namespace == e.namespace
-    assert e.holds("a") == 1
 
 
 def test_a_row_takes_what_a_hit_can_use() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvass.core import state
 from kvass.core.state import CoreConfig, State
-from kvass.types import PAGE, Quota
+from kvass.types import Quota
 from tests.core.rig import Rig
 from tests.core.rows import spec
 
@@ -24,32 +24,6 @@ def test_engines_that_are_refused_are_named_until_they_register() -> None:
     assert "e9" not in {r["instance"] for r in rig.status["refusals"]}
 
 
-def test_an_engine_has_figures_of_its_own() -> None:
-    rig = Rig()
-    one, other = rig.engine("one"), rig.engine("other")
-    one.store("a")
-    one.holds("a", "b")
-    rig.wait(5.0)
-    other.holds("a")
-    figures = {
-        e["instance"]: (e["lookup_tokens"], e["hit_tokens"], e["seen_s"], e["connected_s"])
-        for e in rig.status["engines"]
-    }
-    assert figures == {"one": (32, 16, 5.0, 5.0), "other": (16, 16, 0.0, 5.0)}
-
-
-def test_an_engine_has_its_part_of_the_prefill_that_was_saved() -> None:
-    rig = Rig()
-    one, other = rig.engine("one"), rig.engine("other")
-    one.store("a", "b")
-    one.lookup("a", "b", prefill_tokens_s=8.0)
-    other.lookup("a", prefill_tokens_s=16.0)
-    other.lookup("a", prefill_tokens_s=0.5)  # slower than any engine is: the last known counts
-    saved = {e["instance"]: e["saved_prefill_s"] for e in rig.status["engines"]}
-    assert saved == {"one": 4.0, "other": 2.0}
-    assert rig.status["namespaces"][0]["saved_prefill_s"] == sum(saved.values())
-
-
 def test_what_a_forgotten_namespace_counted_stays_under_its_model_for_so_many_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -62,19 +36,6 @@ def test_what_a_forgotten_namespace_counted_stays_under_its_model_for_so_many_mo
     rig.engine("last", identity={"model": "last"})
     counted = {f["model"]: f["lookups"] for f in rig.status["forgotten"]}
     assert counted == {"a": 2, "b": 1, "other": 2}
-
-
-def test_a_hit_that_has_only_what_the_engine_has_itself_takes_no_lease() -> None:
-    rig = Rig()
-    e = rig.engine()
-    e.store("a")
-    assert e.lookup("a", first=1).lease == 0
-    assert rig.count("hit_chunks") == rig.count("l1_lent_bytes") == 0
-    lease = e.lookup("a").lease
-    assert (rig.count("hit_chunks"), rig.count("l1_lent_bytes")) == (1, 0)
-    e.hand_over(leases=(lease,))
-    e.release(lease)
-    assert (rig.count("hit_chunks"), rig.count("l1_lent_bytes")) == (1, PAGE)
 
 
 def test_an_extent_is_64_mib_or_a_64th_of_a_small_arena() -> None:

@@ -2,7 +2,8 @@
 
 ``python -m tests.simulation.mutants`` writes ``noticed.txt``: which check noticed each break first.
 With parts of names after it, it judges only those breaks. A break is shown first to the check that
-noticed it last time, because that is quick. If ``noticed.txt`` is out of date, other checks follow.
+noticed it last time, because that is quick. A story of a script is named after its file. If
+``noticed.txt`` is out of date, other checks follow.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ def previous_checks(mutant: Mutant) -> tuple[list[int], list[str]]:
     check = noticed().get(mutant.name, "")
     seed = re.match(r"seed (\d+):", check)
     test = re.fullmatch(r"`(test_\w+)`", check)
+    story = re.fullmatch(r"`(\w+\.txt): (.+)`", check)
     tests = [
         f"{file}::{test[1]}"
         for file in (ROOT / "tests" / "core").glob("test_*.py")
         if test and f"def {test[1]}(" in file.read_text()
     ]
+    if story and f"== {story[2]}\n" in (text := ROOT / "tests/core/scripts" / story[1]).read_text():
+        tests.append(f"{text}::{story[2]}")
     return [int(seed[1])] if seed else [], tests
 
 
@@ -75,7 +79,10 @@ def _check(printed: str) -> str:
     seed = re.match(r"seed (\d+) failed: \w+: (?:(law \d+)|(.{0,48}))", printed)
     if seed:
         return f"seed {seed[1]}: {seed[2] or seed[3]}".replace("|", "/")
-    return f"`{printed.split('::')[1].split(' ')[0].split('[')[0]}`" if printed else "-"
+    if not printed:
+        return "-"
+    file, _, name = printed.partition(" ")[2].partition(" - ")[0].strip().partition("::")
+    return f"`{Path(file).name}: {name}`" if file.endswith(".txt") else f"`{name.split('[')[0]}`"
 
 
 def _judge(mutant: Mutant) -> str:

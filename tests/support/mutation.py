@@ -129,6 +129,7 @@ def judges_of(file: Path) -> list[str]:
     module = ".".join(file.relative_to(SOURCE).with_suffix("").parts)
     folder = ROOT / "tests" / module.split(".")[1]
     named = [folder / f"test_{by}{file.stem}.py" for by in ("", "scheduler_")]
+    named.append(folder / "scripts" / f"{file.stem}.txt")
     imported = re.compile(rf"\b{re.escape(module)}\b|from kvass\S* import .*\b{file.stem}\b")
     own = [one for one in named if one.exists()] or [
         one for one in sorted(folder.glob("test_*.py")) if imported.search(one.read_text())
