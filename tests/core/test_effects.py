@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import get_args
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 
 from kvass.core import machine
 from kvass.core.effects import (
+    ENDS,
     Effect,
     Event,
     FromTier,
@@ -18,10 +21,9 @@ from kvass.core.effects import (
     Probed,
     Stored,
     TierReport,
-    ToTier,
 )
 
-KINDS = [*get_args(Event), *get_args(Effect)]
+KINDS = [*get_args(Event), *get_args(Effect), *ENDS, *ENDS.values()]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -36,10 +38,10 @@ def test_an_assignment_to_a_field_is_an_error() -> None:
 
 
 def test_the_machine_handles_every_event() -> None:
-    assert set(machine._EVENTS) == set(get_args(Event))
+    assert set(machine._EVENTS) == {*get_args(Event), *ENDS.values()} - {FromTier}
 
 
-@pytest.mark.parametrize("union", [FromTier | TierReport, ToTier])
+@pytest.mark.parametrize("union", [reduce(or_, ENDS.values(), TierReport), reduce(or_, ENDS)])
 def test_what_goes_to_a_tier_or_comes_from_it_is_told_apart_by_its_tag(
     union: type[msgspec.Struct],
 ) -> None:
@@ -50,7 +52,7 @@ def test_what_goes_to_a_tier_or_comes_from_it_is_told_apart_by_its_tag(
 
 
 def test_every_operation_of_a_tier_has_a_number_and_so_has_its_end() -> None:
-    for kind in (*get_args(ToTier), *get_args(FromTier)):
+    for kind in (*ENDS, *ENDS.values()):
         assert "op" in kind.__struct_fields__, kind
     for kind in (Probed, Loaded, Stored):
         assert kind.__struct_fields__[1] in ("held", "which")

@@ -29,7 +29,7 @@ from tests.core.rig import WIDTH, Engine, Rig, digests
 
 BUDGET_S = 0.1
 """How long a lookup waits if it does not say how long."""
-Asked = TypeVar("Asked", TierProbe, TierLoad, TierStore, TierEpoch, TierClear)
+Asked = TypeVar("Asked", bound=ToTier)
 Record = tuple[bytes, int, int, bytes]
 
 
@@ -75,15 +75,15 @@ class TierRig(Rig):
         """As the tier would; or with ``which``."""
         self.asked.remove(op)
         shelf = self.shelves[op.tier]
-        if isinstance(op, TierEpoch):
+        if self.down and not which:
+            self.step(op.failed())
+        elif isinstance(op, TierEpoch):
             notes = self.notes[op.tier]
-            if not self.down:
-                notes[op.namespace] = to_note(op, notes.get(op.namespace), self.now)
-            self.step(EpochIs(op.op, None if self.down else notes[op.namespace]))
+            notes[op.namespace] = to_note(op, notes.get(op.namespace), self.now)
+            self.step(EpochIs(op.op, notes[op.namespace]))
         elif isinstance(op, TierClear):
-            if not self.down:
-                shelf.clear()
-            self.step(Emptied(op.op, not self.down))
+            shelf.clear()
+            self.step(Emptied(op.op, True))
         elif isinstance(op, TierStore):
             good = self._bools(which, names(op.records), lambda one: True)
             shelf |= {one for one, ok in zip(names(op.records), good, strict=True) if ok}
@@ -92,13 +92,13 @@ class TierRig(Rig):
             good = self._bools(which, names(op.records), shelf.__contains__)
             self.step(Loaded(op.op, good))
         else:
+            assert isinstance(op, TierProbe), op
             every = [one for batch in op.batches for one in names(batch)]
             self.step(Probed(op.op, self._bools(which, every, shelf.__contains__)))
 
     def _bools(self, which: tuple[bool, ...], every: list[Record], right: Any) -> Any:
         assert not which or len(which) == len(every), every
-        said = [bool(right(one)) and not self.down for one in every]
-        return np.array(which or said, np.bool_)
+        return np.array(which or [bool(right(one)) for one in every], np.bool_)
 
     def replies(self, session: int) -> list[Any]:
         """What ``session`` was sent since the last call."""

@@ -8,6 +8,7 @@ import time
 import numpy as np
 
 from kvass.core.effects import (
+    ENDS,
     Emptied,
     EpochIs,
     Loaded,
@@ -18,7 +19,9 @@ from kvass.core.effects import (
     TierLoad,
     TierProbe,
     TierStore,
+    ToTier,
 )
+from kvass.daemon.tier_process.operations import OPERATIONS
 from kvass.types import Slots
 from tests.daemon.tier_rig import (
     PAGE,
@@ -91,6 +94,23 @@ def test_clear() -> None:
     with rig(tier) as made:
         assert made.ask(TierClear(0, 4)) == Emptied(4, True)
         assert tier.records == {}
+
+
+def test_every_operation_is_carried_out_and_ends_as_its_kind_also_if_it_fails() -> None:
+    where = slots(1)
+    asked: list[ToTier] = [
+        TierProbe(0, 1, (records(1),)),
+        TierLoad(0, 2, records(1), where, (PAGE, PAGE)),
+        TierStore(0, 3, records(1), where, (PAGE, PAGE)),
+        TierEpoch(0, 4, SPACE, fresh=300),
+        TierClear(0, 5),
+    ]
+    assert {*map(type, asked)} == ENDS.keys() == OPERATIONS.keys()
+    with rig(MemoryTier()) as made:
+        for effect in asked:
+            done, failed = made.ask(effect), effect.failed()
+            assert type(done) is type(failed) is ENDS[type(effect)]
+            assert done.op == failed.op == effect.op
 
 
 # ---------------------------------------------------------------- epochs

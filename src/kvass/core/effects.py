@@ -7,7 +7,7 @@ because they are encoded for the tier's process.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -107,50 +107,48 @@ class Stopping(msgspec.Struct, frozen=True):
     queued. If its memory has a place, nothing more is granted."""
 
 
-# The answers of tiers. Each ends one operation, ``op``. They come in any order. ``held`` and
-# ``which`` have one bool per record.
+class FromTier(msgspec.Struct, frozen=True, tag=True):
+    """The answer of a tier, which ends the operation ``op``. Answers come in any order. ``held``
+    and ``which`` have one bool per record."""
+
+    op: int
 
 
-class Probed(msgspec.Struct, frozen=True, tag=True):
+class Probed(FromTier, frozen=True):
     """The end of a ``TierProbe``. ``held``: which records the tier has, all batches
     concatenated."""
 
-    op: int
     held: npt.NDArray[np.bool_]
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class Loaded(FromTier, frozen=True):
     """The end of a ``TierLoad``: the tier no longer writes to the slots. ``which``: the records
     that it loaded."""
 
-    op: int
     which: npt.NDArray[np.bool_]
 
 
-class Stored(msgspec.Struct, frozen=True, tag=True):
+class Stored(FromTier, frozen=True):
     """The end of a ``TierStore``: the tier no longer reads the slots. ``which``: the records that
     it stored.
 
     ``down``: the tier is down or was not asked, so the records may be stored later.
     """
 
-    op: int
     which: npt.NDArray[np.bool_]
     down: bool = False
 
 
-class EpochIs(msgspec.Struct, frozen=True, tag=True):
+class EpochIs(FromTier, frozen=True):
     """The end of a ``TierEpoch``. ``epoch``: the epoch that the tier has noted now; ``None``: it
     could not read or write its note."""
 
-    op: int
     epoch: int | None
 
 
-class Emptied(msgspec.Struct, frozen=True, tag=True):
+class Emptied(FromTier, frozen=True):
     """The end of a ``TierClear``. ``done``: whether it succeeded."""
 
-    op: int
     done: bool
 
 
@@ -161,7 +159,6 @@ class TierReport(msgspec.Struct, frozen=True, tag=True):
     fields: dict[str, Any]
 
 
-FromTier = Probed | Loaded | Stored | EpochIs | Emptied
 FromSession = Opened | Received | Faulted | Lost | ProcessEnded | FormerEnded
 Instruction = QuotasAre | TiersAre | Stopping
 Event = FromSession | PopulatedTo | Instruction | Tick | TierReport | FromTier
@@ -217,60 +214,89 @@ class Records(msgspec.Struct, frozen=True):
     keys: U64Array
 
 
-class TierProbe(msgspec.Struct, frozen=True, tag=True):
-    """Ask tier number ``tier`` which of these records it has. ``Probed`` ends it."""
+class ToTier(msgspec.Struct, frozen=True, tag=True):
+    """An operation that tier number ``tier`` is asked for. ``ENDS`` has the event that ends it."""
 
     tier: int
     op: int
+
+    def failed(self) -> FromTier:
+        """Its end if it failed, or was not passed to the tier."""
+        raise NotImplementedError
+
+
+class TierProbe(ToTier, frozen=True):
+    """Ask a tier which of these records it has."""
+
     batches: tuple[Records, ...]
 
+    def failed(self) -> Probed:
+        return Probed(self.op, _none(*self.batches))
 
-class TierLoad(msgspec.Struct, frozen=True, tag=True):
+
+class TierLoad(ToTier, frozen=True):
     """Have the tier load each record into one of ``slots``, which have shards of ``shard_bytes``.
-    ``Loaded`` ends it; until then nobody else uses the slots."""
+    Until it ends nobody else uses the slots."""
 
-    tier: int
-    op: int
     records: Records
     slots: Slots
     shard_bytes: tuple[int, ...]
 
+    def failed(self) -> Loaded:
+        return Loaded(self.op, _none(self.records))
 
-class TierStore(msgspec.Struct, frozen=True, tag=True):
-    """Have the tier store each of ``slots`` as a record. ``Stored`` ends it; until then the slots
-    do not change. ``tenant`` pays for the rows."""
 
-    tier: int
-    op: int
+class TierStore(ToTier, frozen=True):
+    """Have the tier store each of ``slots`` as a record. Until it ends the slots do not change.
+    ``tenant`` pays for the rows."""
+
     records: Records
     slots: Slots
     shard_bytes: tuple[int, ...]
     tenant: str = DEFAULT_TENANT
 
+    def failed(self) -> Stored:
+        return Stored(self.op, _none(self.records), down=True)
 
-class TierEpoch(msgspec.Struct, frozen=True, tag=True):
-    """Have a tier note a namespace's epoch, and ask for that epoch. ``EpochIs`` ends it.
+
+class TierEpoch(ToTier, frozen=True):
+    """Have a tier note a namespace's epoch, and ask for that epoch.
 
     ``core.tiers.epochs.to_note`` computes the epoch. ``renew``: it must be a fresh one. ``fresh``:
     the random bits of a fresh epoch. ``known``: the highest epoch that the daemon has seen in that
     tier; 0: none.
     """
 
-    tier: int
-    op: int
     namespace: bytes
     fresh: int
     renew: bool = False
     known: int = 0
 
+    def failed(self) -> EpochIs:
+        return EpochIs(self.op, None)
 
-class TierClear(msgspec.Struct, frozen=True, tag=True):
-    """Have the tier delete every record of all namespaces. ``Emptied`` ends it."""
 
-    tier: int
-    op: int
+class TierClear(ToTier, frozen=True):
+    """Have the tier delete every record of all namespaces."""
+
+    def failed(self) -> Emptied:
+        return Emptied(self.op, False)
+
+
+def _none(*batches: Records) -> npt.NDArray[np.bool_]:
+    return np.zeros(sum(len(records.keys) for records in batches), np.bool_)
+
+
+ENDS: Final[dict[type[ToTier], type[FromTier]]] = {
+    TierProbe: Probed,
+    TierLoad: Loaded,
+    TierStore: Stored,
+    TierEpoch: EpochIs,
+    TierClear: Emptied,
+}
+"""All operations of tiers, and the event that ends each. ``daemon/tier_process/operations.py`` has
+how each is carried out."""
 
 
 ToSession = Send | Close | HalfClose
-ToTier = TierProbe | TierLoad | TierStore | TierEpoch | TierClear
 Effect = ToSession | Watch | ToTier

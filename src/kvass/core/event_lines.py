@@ -12,13 +12,15 @@ from typing import Any, Final, get_args
 import msgspec
 import numpy as np
 
-from kvass.core.effects import Event, Received
+from kvass.core.effects import ENDS, Event, Received
 from kvass.messages import FindSegments, IndexChunks
 
 MAX_CHARS: Final = 8 << 20
 """The length at which a line of a log is cut. The line of the largest frame is shorter."""
 
-_KINDS: Final[dict[str, type[Event]]] = {kind.__name__: kind for kind in get_args(Event)}
+_KINDS: Final[dict[str, type[Event]]] = {
+    kind.__name__: kind for kind in (*get_args(Event), *ENDS.values())
+}
 
 
 def line(now: float, event: Event, max_chars: int | None = MAX_CHARS) -> str:

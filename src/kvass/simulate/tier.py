@@ -78,6 +78,7 @@ class SimulatedTier:
             case effects.TierClear():
                 self._store.clear()
                 return now, effects.Emptied(effect.op, True)
+        return now, effect.failed()
 
     def _busy_until(self, effect: effects.ToTier, now: float, size: int) -> float:
         """The time at which it has moved ``size`` more bytes. Loads and stores do not slow each

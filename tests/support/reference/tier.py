@@ -37,8 +37,10 @@ class ReferenceTier:
             epoch = to_note(effect, self._notes.get(effect.namespace), 0.0)
             self._notes[effect.namespace] = epoch
             return fx.EpochIs(effect.op, epoch)
-        self._records.clear()
-        return fx.Emptied(effect.op, True)
+        if isinstance(effect, fx.TierClear):
+            self._records.clear()
+            return fx.Emptied(effect.op, True)
+        return effect.failed()
 
     def _load(self, effect: fx.TierLoad) -> npt.NDArray[np.bool_]:
         which = np.ones(len(effect.records.keys), np.bool_)

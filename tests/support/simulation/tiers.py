@@ -177,7 +177,7 @@ class SimTiers:
         elif isinstance(effect, fx.TierEpoch):
             if not self._fails(tier):
                 self._at(under, self._note)
-        else:
+        elif isinstance(effect, fx.TierClear):
             self._at(under, self._empty)
         world.later(under.ends, partial(self._finish, under))
         if rng.random() < 0.02:
@@ -325,7 +325,9 @@ class SimTiers:
             told = under.tier.told
             told[effect.namespace] = max(under.told, told.get(effect.namespace, 0))
             return fx.EpochIs(effect.op, under.told)
-        return fx.Emptied(effect.op, bool(under.told))
+        if isinstance(effect, fx.TierClear):
+            return fx.Emptied(effect.op, bool(under.told))
+        return effect.failed()
 
     def _keep(self, under: Operation) -> npt.NDArray[np.bool_]:
         which = np.ones(len(under.keys), np.bool_)

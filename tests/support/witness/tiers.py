@@ -28,14 +28,6 @@ from tests.support.witness.state import ObservedState
 LOADING_SHARE = 0.5
 """Of the arena: the most that may be LOADING at a time."""
 
-_ENDS: dict[type[fx.ToTier], type[fx.FromTier]] = {
-    fx.TierProbe: fx.Probed,
-    fx.TierLoad: fx.Loaded,
-    fx.TierStore: fx.Stored,
-    fx.TierEpoch: fx.EpochIs,
-    fx.TierClear: fx.Emptied,
-}
-
 
 def digests_of(keys: U64Array) -> list[bytes]:
     """The chunk hashes of records without their padding (no hash here ends in a zero)."""
@@ -90,7 +82,7 @@ class TierWitness:
         """An operation is over."""
         state = self.state
         effect = state.ops.pop(event.op)
-        if not isinstance(event, _ENDS[type(effect)]):
+        if not isinstance(event, fx.ENDS[type(effect)]):
             raise BrokenLawError(f"{effect} ended as {event}")
         if isinstance(event, fx.Loaded):
             self._loaded(event)

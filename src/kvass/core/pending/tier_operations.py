@@ -17,22 +17,26 @@ from kvass.core.rows.row_table import ClassRows
 from kvass.types import I64Array, U64Array
 
 
-class Probing(msgspec.Struct):
-    """A ``TierProbe`` for one promotion. ``wanted``: per class, the chunks that it names."""
+class Op(msgspec.Struct, eq=False):
+    """What the core remembers of an operation that tier number ``tier`` was asked for."""
 
     tier: int
+
+
+class Probing(Op, eq=False):
+    """A ``TierProbe`` for one promotion. ``wanted``: per class, the chunks that it names."""
+
     promotion: int
     wanted: list[I64Array]
 
 
-class Looking(msgspec.Struct, eq=False):
+class Looking(Op, eq=False):
     """A ``TierProbe`` for a ``Present``, whose message was ``seq`` of ``session``.
 
     ``epoch``: ``Namespace.epoch`` when it was asked. ``there``: per class, which of ``keys`` L1 or
     a tier has, as far as they were asked.
     """
 
-    tier: int
     session: int
     seq: int
     namespace: Namespace
@@ -41,42 +45,38 @@ class Looking(msgspec.Struct, eq=False):
     there: list[BoolArray]
 
 
-class Loading(msgspec.Struct):
+class Loading(Op, eq=False):
     """A ``TierLoad`` into LOADING rows. ``waiters``: the promotions that wait for some of them."""
 
-    tier: int
     begun: float
     part: ClassRows
     size_bytes: int
     waiters: set[int]
 
 
-class Flushing(msgspec.Struct):
+class Flushing(Op, eq=False):
     """A ``TierStore`` of rows, which are pinned until it ends."""
 
-    tier: int
     begun: float
     part: ClassRows
     size_bytes: int
 
 
-class NotingEpoch(msgspec.Struct):
+class NotingEpoch(Op, eq=False):
     """A ``TierEpoch``. ``clearing``: the clear that waits for it.
 
     ``renew``: the tier must note a fresh epoch. ``epoch``: ``Namespace.epoch`` when it began.
     """
 
-    tier: int
     namespace: Namespace
     epoch: int
     renew: bool
     clearing: Clearing | None
 
 
-class Emptying(msgspec.Struct):
+class Emptying(Op, eq=False):
     """A ``TierClear``."""
 
-    tier: int
     clearing: Clearing
 
 
@@ -102,5 +102,4 @@ class Clearing(msgspec.Struct, eq=False):
     sets: I64Array = msgspec.field(default_factory=lambda: np.empty(0, np.int64))
 
 
-Op = Probing | Looking | Loading | Flushing | NotingEpoch | Emptying
-OneOp = TypeVar("OneOp", Probing, Looking, Loading, Flushing, NotingEpoch, Emptying)
+OneOp = TypeVar("OneOp", bound=Op)

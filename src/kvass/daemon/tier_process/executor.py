@@ -10,7 +10,7 @@ a note of the tier, and no other thread may write that note between the read and
 kind also has its own ``Health``, so that a disk that has become read-only still serves loads;
 ``TierEpoch`` shares that of probes.
 
-An exception of the tier is a failure of that kind of work. While any call but a clear runs for too
+An exception of the tier is a failure of that kind of work. While a ``bounded`` call runs for too
 long, no further call begins: queued and new effects fail.
 """
 
@@ -25,10 +25,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from kvass.core import effects
 from kvass.core.effects import FromTier, TierReport, ToTier
 from kvass.daemon.tier_process.health import Health, HealthState
-from kvass.daemon.tier_process.operations import failed_result, perform
+from kvass.daemon.tier_process.operations import how, perform
 from kvass.daemon.tier_process.reports import LINE_CHARS, reportable
 from kvass.errors import TierDown
 from kvass.processes import lower_priority
@@ -79,20 +78,16 @@ class Executor:
         self._arena, self._post, self._clock = arena, post, clock
         self._slow_s, self._report_s = slow_s, report_s
         probing, loading, storing = (Health(FIRST_PAUSE_S, _LONGEST_PAUSE_S) for _ in range(3))
-        probe, epoch = _Work("probe", 2, 0, probing), _Work("epoch", 1, 0, probing)
-        load, store = _Work("load", 4, 5, loading), _Work("store", 2, 10, storing)
-        self._kinds = probe, epoch, load, store
-        self._kind_of: dict[type[ToTier], _Work] = {
-            effects.TierProbe: probe,
-            effects.TierEpoch: epoch,
-            effects.TierLoad: load,
-            effects.TierStore: store,
-            effects.TierClear: store,
+        self._works = {
+            "probe": _Work("probe", 2, 0, probing),
+            "epoch": _Work("epoch", 1, 0, probing),
+            "load": _Work("load", 4, 5, loading),
+            "store": _Work("store", 2, 10, storing),
         }
         self._lock = threading.Lock()
         """Guards the fields below and all queues. It is never held during a call of the tier."""
         self._running: dict[int, float] = {}
-        """Thread -> the time at which its call of the tier began. Clears are not in it."""
+        """Thread -> the time at which its call of the tier began, if it is ``bounded``."""
         self._errors = self._refused = 0
         self._trouble = ""
         self._logged: set[type[BaseException]] = set()
@@ -107,12 +102,12 @@ class Executor:
             self._registered.set()
         else:
             self._running[_REGISTRATION] = clock()
-            epoch.pool.submit(self._register, register)
+            self._works["epoch"].pool.submit(self._register, register)
         threading.Thread(target=self._watch, name="kvass-watch", daemon=True).start()
 
     def submit(self, effect: ToTier) -> None:
         """Queue ``effect``, or refuse it if the tier is down. The result is passed to ``post``."""
-        work = self._kind_of[type(effect)]
+        work = self._works[how(effect).work]
         with self._lock:
             now = self._clock()
             overdue = self._has_overdue(now)
@@ -133,8 +128,7 @@ class Executor:
                 return
             effect, now = work.queue.popleft(), self._clock()
             begun = None if self._has_overdue(now) else work.health.begin(now)
-            if begun is not None and not isinstance(effect, effects.TierClear):
-                # A clear may take long if there are many records. The tier serves meanwhile.
+            if begun is not None and how(effect).bounded:
                 self._running[thread] = now
         if begun is None:
             self._refuse(effect)
@@ -143,7 +137,7 @@ class Executor:
         try:
             end = perform(effect, self._tier, self._arena)
         except BaseException as raised:  # noqa: BLE001 - a tier may raise anything; no caller above
-            error, end = raised, failed_result(effect)
+            error, end = raised, effect.failed()
             self._log_once(error)
         with self._lock:
             self._running.pop(thread, None)
@@ -170,7 +164,7 @@ class Executor:
         with self._lock:
             self._refused += len(effects)
         for effect in effects:
-            self._post(failed_result(effect))
+            self._post(effect.failed())
 
     def _log_once(self, error: BaseException) -> None:
         """Log an exception that a tier may not raise, once per type. ``TierDown`` is not logged
@@ -202,7 +196,7 @@ class Executor:
         """Log that the tier went down or is back. Post the tier's report if it has changed."""
         fields = self._report_of_tier()
         with self._lock:
-            healthy = all(work.health.state is HealthState.UP for work in self._kinds)
+            healthy = all(work.health.state is HealthState.UP for work in self._works.values())
             up = healthy and not overdue
             trouble = f"a call has been running for more than {self._slow_s:g} s"
             fields |= {
@@ -211,7 +205,7 @@ class Executor:
                 "trouble": trouble if overdue else "" if up else self._trouble,
                 "errors": self._errors,
                 "refused": self._refused,
-                "queued": sum(len(work.queue) for work in self._kinds),
+                "queued": sum(len(work.queue) for work in self._works.values()),
             }
         if up and not self._reported["up"]:
             _log.warning("tier %s is back", self._name)
@@ -233,8 +227,8 @@ class Executor:
 
     def _refuse_queued(self) -> None:
         with self._lock:
-            queued = [effect for work in self._kinds for effect in work.queue]
-            for work in self._kinds:
+            queued = [effect for work in self._works.values() for effect in work.queue]
+            for work in self._works.values():
                 work.queue.clear()
         self._refuse(*queued)
 
@@ -256,7 +250,7 @@ class Executor:
         return not closer.is_alive()
 
     def _close_tier(self) -> None:
-        for work in self._kinds:
+        for work in self._works.values():
             work.pool.shutdown()
         try:
             self._tier.close()

@@ -7,12 +7,14 @@ its bytes, in the machine's byte order.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
 
-from kvass.core.effects import FromTier, TierReport, ToTier
+from kvass.core.effects import ENDS, FromTier, TierReport, ToTier
 from kvass.wire.framing import Decoder, frame
 
 LIMIT: Final = 256 << 20
@@ -76,5 +78,9 @@ def _unpack(kind: Any, packed: Any) -> object:
 
 
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_pack)
-_to_process: Final = msgspec.msgpack.Decoder[ToProcess](ToProcess, dec_hook=_unpack)
-_from_process: Final = msgspec.msgpack.Decoder[FromProcess](FromProcess, dec_hook=_unpack)
+_to_process: Final = msgspec.msgpack.Decoder[ToProcess](
+    reduce(or_, [Start, Heartbeat, *ENDS]), dec_hook=_unpack
+)
+_from_process: Final = msgspec.msgpack.Decoder[FromProcess](
+    reduce(or_, [TierOpened, Heartbeat, TierReport, *ENDS.values()]), dec_hook=_unpack
+)

@@ -1,14 +1,17 @@
 """Carries out the core's effects on a tier: calls the tier, and makes the event with the result.
 
+``OPERATIONS`` has how each is carried out. A new one is a line there, and the effect and its end in
+``core/effects.py``.
+
 Law of this file: the tier gets the arena's bytes as views; this file never reads them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,38 +32,6 @@ _MEET_S: Final = 0.2
 about the same time, and each write one. All then use the epoch that was written last."""
 
 
-def perform(effect: effects.ToTier, tier: Tier, arena: Buffer) -> effects.FromTier:
-    """Carry out ``effect`` on ``tier`` in the calling thread, and return the result. Blocks until
-    the tier has finished. Raises ``TierDown``, and anything that a faulty tier raises."""
-    if isinstance(effect, effects.TierProbe):
-        keys = [key for batch in effect.batches for key in _keys(batch)]
-        return effects.Probed(effect.op, _flags(tier.probe(keys), len(keys)))
-    if isinstance(effect, effects.TierLoad):
-        keys = _keys(effect.records)
-        into = shards(arena, effect.slots, effect.shard_bytes)
-        return effects.Loaded(effect.op, _flags(tier.load(keys, into), len(keys)))
-    if isinstance(effect, effects.TierStore):
-        return effects.Stored(effect.op, _store(effect, tier, arena))
-    if isinstance(effect, effects.TierEpoch):
-        return effects.EpochIs(effect.op, _epoch(effect, tier))
-    tier.clear()
-    return effects.Emptied(effect.op, True)
-
-
-def failed_result(effect: effects.ToTier) -> effects.FromTier:
-    """Return the result of an effect that failed, or was not passed to the tier."""
-    if isinstance(effect, effects.TierProbe):
-        return effects.Probed(effect.op, _none(sum(len(batch.keys) for batch in effect.batches)))
-    if isinstance(effect, effects.TierLoad):
-        return effects.Loaded(effect.op, _none(len(effect.records.keys)))
-    if isinstance(effect, effects.TierStore):
-        return effects.Stored(effect.op, _none(len(effect.records.keys)), down=True)
-    if isinstance(effect, effects.TierEpoch):
-        return effects.EpochIs(effect.op, None)
-    assert isinstance(effect, effects.TierClear)
-    return effects.Emptied(effect.op, False)
-
-
 def shards(arena: Buffer, slots: Slots, shard_bytes: tuple[int, ...]) -> list[Shards]:
     """Return views of the slots: for each row a list with one view per shard."""
     ranks = [slots.offsets(rank, size).tolist() for rank, size in enumerate(shard_bytes)]
@@ -79,8 +50,19 @@ def _keys(records: effects.Records) -> list[bytes]:
     ]
 
 
-def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[np.bool_]:
-    """Store the records that the tier does not hold. Returns for each whether it is held now.
+def _probe(effect: effects.TierProbe, tier: Tier, arena: Buffer) -> effects.Probed:
+    keys = [key for batch in effect.batches for key in _keys(batch)]
+    return effects.Probed(effect.op, _flags(tier.probe(keys), len(keys)))
+
+
+def _load(effect: effects.TierLoad, tier: Tier, arena: Buffer) -> effects.Loaded:
+    keys = _keys(effect.records)
+    into = shards(arena, effect.slots, effect.shard_bytes)
+    return effects.Loaded(effect.op, _flags(tier.load(keys, into), len(keys)))
+
+
+def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> effects.Stored:
+    """Store the records that the tier does not hold.
 
     Another daemon may have stored a record already. It is not written again, because equal keys
     mean equal bytes.
@@ -95,10 +77,14 @@ def _store(effect: effects.TierStore, tier: Tier, arena: Buffer) -> npt.NDArray[
             store = partial(tier.store_for, effect.tenant)
         done = store([keys[i] for i in missing], [data[i] for i in missing])
         held[missing] = _flags(done, len(missing))
-    return held
+    return effects.Stored(effect.op, held)
 
 
-def _epoch(effect: effects.TierEpoch, tier: Tier) -> int | None:
+def _epoch(effect: effects.TierEpoch, tier: Tier, arena: Buffer) -> effects.EpochIs:
+    return effects.EpochIs(effect.op, _note(effect, tier))
+
+
+def _note(effect: effects.TierEpoch, tier: Tier) -> int | None:
     """Read the epoch's note, write it if the epoch changes, and return the epoch.
 
     No other thread of this process writes the note meanwhile (``Executor``). Another daemon may; if
@@ -121,11 +107,47 @@ def _noted(tier: Tier, name: str) -> int | None:
     return int.from_bytes(note, "big") if note is not None and len(note) == _EPOCH_BYTES else None
 
 
+def _clear(effect: effects.TierClear, tier: Tier, arena: Buffer) -> effects.Emptied:
+    tier.clear()
+    return effects.Emptied(effect.op, True)
+
+
 def _flags(answers: Sequence[bool], count: int) -> npt.NDArray[np.bool_]:
     if len(answers) != count:
         raise TierDown(f"it gave {len(answers)} answers about {count} records")
     return np.array([bool(answer) for answer in answers], np.bool_)
 
 
-def _none(count: int) -> npt.NDArray[np.bool_]:
-    return np.zeros(count, np.bool_)
+class Operation(NamedTuple):
+    """How an operation is carried out.
+
+    ``work``: the kind of work, of ``executor``. ``carry_out``: does it in the calling thread.
+    ``slots``: whether the tier reads or writes slots of the arena. Then it has not failed before
+    the tier's process has ended, and one that writes not before its devices have stopped, either.
+    ``bounded``: whether the tier is down if it takes too long.
+    """
+
+    work: Literal["probe", "epoch", "load", "store"]
+    carry_out: Callable[[Any, Tier, Buffer], effects.FromTier]
+    slots: Literal["none", "read", "written"] = "none"
+    bounded: bool = True
+
+
+OPERATIONS: Final[dict[type[effects.ToTier], Operation]] = {
+    effects.TierProbe: Operation("probe", _probe),
+    effects.TierLoad: Operation("load", _load, slots="written"),
+    effects.TierStore: Operation("store", _store, slots="read"),
+    effects.TierEpoch: Operation("epoch", _epoch),
+    # A clear may take long if there are many records. The tier serves meanwhile.
+    effects.TierClear: Operation("store", _clear, bounded=False),
+}
+
+
+def how(effect: effects.ToTier) -> Operation:
+    return OPERATIONS[type(effect)]
+
+
+def perform(effect: effects.ToTier, tier: Tier, arena: Buffer) -> effects.FromTier:
+    """Carry out ``effect`` on ``tier`` in the calling thread, and return the result. Blocks until
+    the tier has finished. Raises ``TierDown``, and anything that a faulty tier raises."""
+    return how(effect).carry_out(effect, tier, arena)

@@ -22,12 +22,12 @@ from typing import Any, Final
 
 import msgspec
 
-from kvass.core.effects import FromTier, TierLoad, TierReport, TierStore, ToTier
+from kvass.core.effects import FromTier, TierReport, ToTier
 from kvass.daemon import logs
 from kvass.daemon.tier_process import frames
 from kvass.daemon.tier_process.child import spawn, wait_or_kill
 from kvass.daemon.tier_process.health import Health, HealthState
-from kvass.daemon.tier_process.operations import failed_result
+from kvass.daemon.tier_process.operations import how
 from kvass.errors import ConfigError, FrameError
 from kvass.types import DEVICE_S
 
@@ -118,7 +118,7 @@ class TierProcess:
             self._open_requests[effect.op] = effect
             self._send(effect)
         else:
-            self._loop.call_soon(self._post, failed_result(effect))
+            self._loop.call_soon(self._post, effect.failed())
 
     @property
     def number(self) -> int:
@@ -151,10 +151,10 @@ class TierProcess:
         await self.close()
         self._silent = False
         failing, self._open_requests = list(self._open_requests.values()), {}
-        if any(isinstance(effect, TierLoad) for effect in failing):
+        if any(how(effect).slots == "written" for effect in failing):
             await asyncio.sleep(self._periods.device_s)
         for effect in failing:
-            self._post(failed_result(effect))
+            self._post(effect.failed())
 
     async def close(self) -> None:
         """Close the socket, and return when the process has ended. The process refuses queued
@@ -240,11 +240,11 @@ class TierProcess:
         self._fail_slotless()
 
     def _fail_slotless(self) -> None:
-        """Fail the open requests that use no slots: all but loads and stores."""
+        """Fail the open requests that use no slots."""
         for effect in list(self._open_requests.values()):
-            if not isinstance(effect, TierLoad | TierStore):
+            if how(effect).slots == "none":
                 del self._open_requests[effect.op]
-                self._post(failed_result(effect))
+                self._post(effect.failed())
 
     async def _end_process(self, trouble: str) -> None:
         """Kill the process if it still runs, wait for its end, and fail its open requests."""
@@ -263,10 +263,10 @@ class TierProcess:
         )
         self._report_down(trouble or ended)
         for effect in failing:
-            if isinstance(effect, TierLoad):
-                self._loop.call_later(self._periods.device_s, self._post, failed_result(effect))
+            if how(effect).slots == "written":
+                self._loop.call_later(self._periods.device_s, self._post, effect.failed())
             else:
-                self._post(failed_result(effect))
+                self._post(effect.failed())
 
     # ------------------------------------------------------------ messages and reports
 
