@@ -21,10 +21,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Final
 
+import msgspec
 import pytest
 
 from kvass.cli.main import COMMANDS
-from kvass.config import Config, load
+from kvass.config import Config, EngineOptions, load
 from kvass.errors import KvassError
 from kvass.testing.daemon import running_daemon
 from tests.site_tables import parser_of
@@ -167,6 +168,7 @@ def test_the_script_of_wrong_tokens_asks_with_a_salt_or_without(tmp_path: Path) 
 def test_the_connectors_options_in_the_documents_are_there() -> None:
     table = (ROOT / "docs" / "vllm.md").read_text()
     there = set(re.findall(r"^\| `(kvass\.\w+)` \|", table, re.MULTILINE))
+    assert there == {f.encode_name for f in msgspec.structs.fields(EngineOptions)}
     settings = [
         json.loads(text)
         for path in [*DOCS, *(ROOT / "deploy").rglob("*.yml")]

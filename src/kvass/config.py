@@ -1,12 +1,12 @@
-"""The daemon's configuration: its options, and the four sources of their values.
+"""The options of the daemon and of engines, and the daemon's four sources of their values.
 
-Law of this file: ``Config`` alone names the options. Flags, ``KVASS_*`` environment names, YAML
-keys and ``--print-config`` are derived from its fields, so they cannot disagree. An unknown name is
-an error in every source. A flag overrides the environment, which overrides the file, which
-overrides the default.
+Law of this file: ``Config`` alone names the options of the daemon, and ``EngineOptions`` those of
+engines. Flags, ``KVASS_*`` environment names, YAML keys and ``--print-config`` are derived from the
+fields, so they cannot disagree. An unknown name is an error in every source. A flag overrides the
+environment, which overrides the file, which overrides the default.
 
-An engine reads its options from the same environment names and the same file (``given``). So the
-names of ``ENGINE_OPTIONS`` are known here, and ignored.
+An engine reads its options from the same environment names and the same file (``given``,
+``engine/options.py``). So the daemon knows the names of ``ENGINE_OPTIONS``, and ignores them.
 """
 
 from __future__ import annotations
@@ -34,30 +34,13 @@ from kvass.wire.channel import check_path
 from kvass.wire.places import default_socket, service_socket
 
 ENV_PREFIX: Final = "KVASS_"
+ENGINE_PREFIX: Final = "kvass."
 FILE_ENV: Final = ENV_PREFIX + "CONFIG"
 _HIDDEN: Final = "# Secrets are hidden: put them where *** stands.\n"
 _SERVICE: Final = re.compile(
     r"KVASS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
 """Variables that Kubernetes sets in every pod for a service whose name begins with kvass."""
-
-
-ENGINE_OPTIONS: Final = (
-    "socket",
-    "daemon_uid",
-    "chunk_tokens",
-    "tag",
-    "blend",
-    "blend_oracle",
-    "generated",
-    "model_id",
-    "kv_layout",
-    "fixed_weights",
-    "global_media_ids",
-    "shadow",
-    "verify",
-)
-"""The options of an engine's connector, without their prefix ``kvass.``."""
 
 
 def default_l1_size() -> Size:
@@ -68,6 +51,40 @@ CONNECTION: Final = ("socket", "daemon_uid")
 """The options that say which daemon a command connects to."""
 Seconds = Annotated[float, Meta(gt=0, le=MOST_S)]
 Uid = Annotated[int, Meta(ge=0, lt=2**32 - 1)]
+
+
+class AnyEngineOptions(msgspec.Struct, frozen=True, kw_only=True, rename=ENGINE_PREFIX.__add__):
+    """The options that every engine's connector has. An empty ``socket`` stands for the default
+    sockets."""
+
+    socket: str = ""
+    daemon_uid: Uid | None = None
+    tag: str = ""
+    model_id: Annotated[str, Meta(min_length=1)] = ""
+    fixed_weights: bool = False
+    """Nobody replaces weights without a call that the connector sees."""
+
+
+class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_PREFIX.__add__):
+    """The options of vLLM's connector, and all that an engine reads in the environment and the
+    file."""
+
+    chunk_tokens: Annotated[int, Meta(ge=1)] = 0
+    blend: str = ""
+    blend_oracle: bool = False
+    generated: Literal["auto", "on", "off"] = "auto"
+    """Whether KV of generated tokens is stored. ``auto``: unless the engine has a reasoning
+    parser."""
+    kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
+    """``blocks`` chooses the one of the other two layouts that the device's kernels need."""
+    global_media_ids: bool = False
+    shadow: bool | Annotated[float, Meta(ge=0, le=1)] = False
+    """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""
+    verify: Annotated[int, Meta(ge=0)] | None = None
+    """After the first copies, verify those of one in so many jobs (``engine/verifier.py``)."""
+
+
+ENGINE_OPTIONS: Final = EngineOptions.__struct_fields__
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,8 +239,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
-_BOOLS: Final = {"yes": True, "no": False}
+BOOLS: Final = {"yes": True, "no": False}
 _FIELDS: Final = {f.name: f for f in msgspec.structs.fields(Config)}
+HTTP: Final = tuple(name for name in _FIELDS if name.startswith("http"))
+"""The options of ``kvass serve`` that ``kvass web`` has, too."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -472,14 +491,14 @@ def _convert(name: str, value: Any, origin: str, strict: bool = False) -> Any:
     converted to another type."""
     kind = _unwrap(name)[0]
     if not strict and kind is bool:
-        value = _BOOLS.get(value, value)
+        value = BOOLS.get(value, value)
     if name == "allow_uid" and isinstance(value, list):
         value = [user_id(user, origin) for user in value]
     if name == "numa" and type(value) is int:  # YAML: `numa: 0`
         value = str(value)
     if name == "daemon_uid":
         value = user_id(value, origin)
-    choices = get_args(kind) if get_origin(kind) is Literal else [*_BOOLS] if kind is bool else []
+    choices = get_args(kind) if get_origin(kind) is Literal else [*BOOLS] if kind is bool else []
     if choices and not isinstance(value, bool) and value not in choices:
         raise ConfigError(
             f"{origin}: say one of {', '.join(choices)} (got {redacted(repr(value))})"
@@ -514,7 +533,7 @@ def _is_list(name: str) -> bool:
 def _metavar(name: str) -> str:
     kind = _unwrap(name)[0]
     if kind is bool:
-        return "|".join(_BOOLS)
+        return "|".join(BOOLS)
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     return name.rsplit("_", 1)[-1].upper()

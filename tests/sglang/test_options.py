@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvass.connectors.sglang.options import StorageOptions, read_options
+from kvass.connectors.sglang.options import StorageOptions
+from kvass.engine import options
 from kvass.errors import ConfigError
+
+
+def read_options(extra: dict[str, object], env: dict[str, str]) -> StorageOptions:
+    return options.read(extra, StorageOptions, env, "docs/sglang.md")
 
 
 def test_the_extra_config_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -24,8 +31,8 @@ def test_the_extra_config_wins_over_the_environment_and_that_over_the_file(tmp_p
 
 
 def test_values_of_the_environment_are_converted() -> None:
-    options = read_options({}, {"KVASS_FIXED_WEIGHTS": "yes", "KVASS_DAEMON_UID": "root"})
-    assert options == StorageOptions(fixed_weights=True, daemon_uid=0)
+    found = read_options({}, {"KVASS_FIXED_WEIGHTS": "yes", "KVASS_DAEMON_UID": "root"})
+    assert found == StorageOptions(fixed_weights=True, daemon_uid=0)
     assert read_options({}, {"KVASS_TAG": "", "KVASS_TENANT": "a"}) == StorageOptions()
     assert read_options({"kvass.tenant": "a"}, {}).tenant == "a"
 
@@ -51,3 +58,9 @@ def test_a_wrong_option_is_one_line(
 def test_an_option_without_its_prefix_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert read_options({"socket": "/x"}, {}) == StorageOptions()
     assert "write it 'kvass.socket'" in caplog.text
+
+
+def test_the_document_lists_the_options() -> None:
+    page = (Path(__file__).parents[2] / "docs/sglang.md").read_text()
+    listed = re.findall(r"^\| `(kvass\.\w+)` \|", page, re.MULTILINE)
+    assert sorted(listed) == sorted(f.encode_name for f in msgspec.structs.fields(StorageOptions))

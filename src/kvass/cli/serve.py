@@ -19,8 +19,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from kvass.cli.web import HTTP
-from kvass.config import FILE_ENV, Config, Parser, add_flags, load, to_yaml
+from kvass.config import FILE_ENV, HTTP, Config, Parser, add_flags, load, to_yaml
 from kvass.daemon import logs
 from kvass.errors import ConfigError
 from kvass.wire.places import default_socket

@@ -6,14 +6,10 @@ import os
 import socket
 import sys
 import threading
-from typing import Final
 
 from kvass.cli.daemon import add_daemon
-from kvass.config import CONNECTION, Parser, add_flags, load
+from kvass.config import CONNECTION, HTTP, Parser, add_flags, load
 from kvass.daemon import logs
-
-HTTP: Final = ("http", "http_host", "http_token_file", "http_read_token_file")
-"""The options of ``kvass serve`` that this command has, too."""
 
 
 def run(argv: list[str]) -> int:

@@ -60,11 +60,11 @@ class CoreConfig(msgspec.Struct, frozen=True):
     tiers: tuple[str, ...] = ()
     """The names of the tiers at the start, in the order in which lookups ask them."""
     flush: FlushMode = "write_through"
-    retain_promoted: bool = True
+    keep_loaded: bool = True
     """Whether promoted rows stay in L1 after their last unpin."""
     keep_share: float = 0.25
     """The part of a tenant's share of L1 that its retained rows may take."""
-    weigh_loads: bool = True
+    skip_slow_loads: bool = True
     """Whether a promotion is skipped if computing the tokens is faster."""
     quotas: tuple[Quota, ...] = ()
     slice_slots: int = 2048

@@ -151,9 +151,9 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
         started_s=time.monotonic(),
         tiers=tuple(tier_name(url) for url in config.tier),
         flush=config.flush,
-        retain_promoted=config.keep_loaded,
+        keep_loaded=config.keep_loaded,
         keep_share=config.keep_share,
-        weigh_loads=config.skip_slow_loads,
+        skip_slow_loads=config.skip_slow_loads,
         quotas=quotas(config),
     )
 

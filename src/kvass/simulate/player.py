@@ -170,8 +170,8 @@ class Player:
                 arena_bytes=setting.l1_bytes,
                 tiers=("l2",) if setting.l2_bytes else (),
                 flush=setting.flush,
-                retain_promoted=setting.keep_loaded,
-                weigh_loads=setting.skip_slow_loads,
+                keep_loaded=setting.keep_loaded,
+                skip_slow_loads=setting.skip_slow_loads,
             )
         )
         self.now = 0.0

@@ -354,7 +354,7 @@ class Reference:
             arena_bytes=len(self.arena),
             limits=Limits(instance_write_share=1.0),
             tiers=() if self.tier is None else ("tier",),
-            retain_promoted=self.retain,
+            keep_loaded=self.retain,
         )
         self.machine = CacheMachine(config)
         return boot

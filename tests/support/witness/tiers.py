@@ -144,7 +144,7 @@ class TierWitness:
             for page in pages(place):
                 state.claim(page)
                 state.loading[page] = effect.op
-        passing = not state.config.retain_promoted
+        passing = not state.config.keep_loaded
         rows = [LoadedRow(row, place, passing=passing) for row, place in placed]
         size = len(placed) * sum(effect.shard_bytes)
         state.loads[effect.op] = TierLoading(namespace, namespace.epoch, size, rows)

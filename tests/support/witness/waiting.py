@@ -101,7 +101,7 @@ class WaitingWitness:
             if (source := state.ready.get(row, (None,))[0]) is not None:
                 one.before[row] = source
         weighed = isinstance(one.message, m.Lookup) and one.message.prefill_tokens_s
-        weighed = weighed and state.config.weigh_loads
+        weighed = weighed and state.config.skip_slow_loads
         if state.holds is None or weighed or len(set(keys)) < len(keys):
             return
         digest = state.digest(namespace)

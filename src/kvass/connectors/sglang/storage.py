@@ -32,10 +32,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvass._version import TESTED_SGLANG
 from kvass.connectors.sglang import hits, namespace, weight_files
 from kvass.connectors.sglang.generation import Generation, agreed_token
-from kvass.connectors.sglang.options import read_options
+from kvass.connectors.sglang.options import StorageOptions
 from kvass.connectors.sglang.pools import HostPool
 from kvass.engine import identity, weights
 from kvass.engine.boundary import Boundary, log, log_off
+from kvass.engine.options import read
 from kvass.engine.pages import PageStore
 from kvass.errors import KvassError, UsageError
 
@@ -70,7 +71,9 @@ class KvassStorage(HiCacheStorage):
         _backends += 1
         config = self._config
         try:
-            self._options = read_options(config.extra_config or {}, os.environ)
+            self._options = read(
+                config.extra_config or {}, StorageOptions, os.environ, "docs/sglang.md"
+            )
             if reason := unsupported(config, sglang.__version__):
                 raise UsageError(reason)
             settings = namespace.Settings()

@@ -59,7 +59,7 @@ class Files:
         return found
 
 
-def sources(arguments: Any, settings: Any, model_id: str | None) -> tuple[Source, ...]:
+def sources(arguments: Any, settings: Any, model_id: str) -> tuple[Source, ...]:
     """The weights of the model, its drafter and the adapters of ``--lora-paths``. ``arguments``:
     SGLang's ``ServerArgs``. ``settings`` gives the resolved value of a setting.
 

@@ -20,21 +20,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import vllm
-from msgspec import Meta
 
 from kvass.client.parallel import ParallelStrategy
-from kvass.config import Uid
+from kvass.config import EngineOptions
 from kvass.connectors.vllm import borrowed, groups, making, namespace, weight_files
 from kvass.connectors.vllm.contract import release
 from kvass.connectors.vllm.opt_in import is_seeded_at_random
 from kvass.connectors.vllm.served import Verdict, verdict_on
-from kvass.connectors.vllm.sources import gather
 from kvass.engine import identity, weights
 from kvass.engine.boundary import log
+from kvass.engine.options import gather, read
 from kvass.engine.setup import Admission, EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
 from kvass.transfer import DEVICES
@@ -44,57 +42,17 @@ if TYPE_CHECKING:
     from kvass.blend.plan import Selection
 
 
-class Options(msgspec.Struct, frozen=True, rename=lambda name: f"kvass.{name}"):
-    """The options of the connector: the ``kvass.*`` keys of ``kv_connector_extra_config``, and of
-    the environment and the file (``sources.py``).
-
-    Keys without this prefix are ignored. An empty ``socket`` stands for the default sockets.
-    ``config.ENGINE_OPTIONS`` has the same names.
-    """
-
-    socket: str = ""
-    daemon_uid: Uid | None = None
-    chunk_tokens: Annotated[int, Meta(ge=1)] = 0
-    tag: str = ""
-    blend: str = ""
-    blend_oracle: bool = False
-    generated: Literal["auto", "on", "off"] = "auto"
-    """Whether KV of generated tokens is stored. ``auto``: unless the engine has a reasoning
-    parser."""
-    model_id: Annotated[str, Meta(min_length=1)] = ""
-    kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
-    """``blocks`` chooses the one of the other two layouts that the device's kernels need."""
-    fixed_weights: bool = False
-    global_media_ids: bool = False
-    shadow: bool | Annotated[float, Meta(ge=0, le=1)] = False
-    """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""
-    verify: Annotated[int, Meta(ge=0)] | None = None
-    """After the first copies, verify those of one in so many jobs (``engine/verifier.py``)."""
-
-
-def read_options(extra: Mapping[str, Any]) -> Options:
+def read_options(extra: Mapping[str, Any]) -> EngineOptions:
     """The options in ``extra``, the connector's extra config, in the environment and in the file.
     Raises :class:`ConfigError` for an unknown ``kvass.*`` key, a wrong type or a wrong value."""
-    kvass_options, _ = gather(extra, Options, os.environ)
-    known = {f.encode_name for f in msgspec.structs.fields(Options)}
-    for key in extra:
-        if f"kvass.{key}" in known:
-            log.warning("option %r is not kvass's: write it 'kvass.%s'", key, key)
-    if unknown := sorted(kvass_options.keys() - known):
-        raise ConfigError(f"unknown option {unknown[0]!r}: use one of {', '.join(sorted(known))}")
-    try:
-        return msgspec.convert(kvass_options, Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"an option in kv_connector_extra_config: {error}; docs/vllm.md lists their values"
-        ) from None
+    return read(extra, EngineOptions, os.environ, "docs/vllm.md")
 
 
 def log_sources(vllm_config: Any) -> None:
     """Log which source of an option wins over another one, and which names are unknown. Called once
     in an engine. Raises :class:`ConfigError`."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    for line in gather(extra, Options, os.environ)[1]:
+    for line in gather(extra, EngineOptions, os.environ)[1]:
         log.warning("%s", line)
 
 
@@ -149,7 +107,10 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     try:
         layouts = groups.read_groups(kv_cache_config, blocks)
         groups.page_formats(kv_cache_config)  # if it raises, raise here and not later in a worker
-        fields = namespace.describe(vllm_config, kv_cache_config, vllm.__version__)
+        tokens = f"{chunk_tokens}/{blocks}/{hash_tokens}"
+        fields = namespace.describe(
+            vllm_config, kv_cache_config, vllm.__version__, tokens, options.tag
+        )
         adapters = namespace.adapter_settings(vllm_config.lora_config)
         # An API server has no engines of its own: ``data_parallel_size_local`` is 0 there.
         ranks = parallel.world_size * parallel.data_parallel_size_local
@@ -160,12 +121,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         )
     except (groups.Unsupported, identity.Indescribable) as error:
         return Inert(str(error))
-    # These numbers decide which tokens, heads and layers a rank's page holds.
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)  # vLLM before 0.31 has no such field
-    interleave = parallel.cp_kv_cache_interleave_size if dcp > 1 else 1
-    fields["parallel"] = identity.canonical([tp, pp, dcp, interleave])
-    fields |= {"tokens": f"{chunk_tokens}/{blocks}/{hash_tokens}", "tag": options.tag}
     spare = _spare_chunks(vllm_config, kv_cache_config, chunk_tokens)
     each_block = hash_tokens == blocks[0] == unit and not spare
     blend = None
@@ -229,7 +186,7 @@ def _admission(vllm_config: Any, layouts: tuple[GroupLayout, ...]) -> Admission 
     )
 
 
-def _stores_generated(options: Options, vllm_config: Any) -> bool:
+def _stores_generated(options: EngineOptions, vllm_config: Any) -> bool:
     """Whether KV of generated tokens is stored. Chat templates leave the reasoning of earlier turns
     out of the next prompt, so with a reasoning parser no later prompt begins with that KV."""
     if options.generated != "auto":
@@ -240,7 +197,7 @@ def _stores_generated(options: Options, vllm_config: Any) -> bool:
 def asks_for(vllm_config: Any, option: str) -> bool:
     """Whether ``option`` is set. Its value is not checked here."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    options, _ = gather(extra, Options, os.environ)
+    options, _ = gather(extra, EngineOptions, os.environ)
     return bool(options.get(option))
 
 

@@ -55,9 +55,12 @@ KNOWN_PLUGINS: Final = ("vllm", "kvass")
 """Packages whose plug-ins are left out: vLLM's version is a field, and kvass computes no KV."""
 
 
-def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, str]:
-    """The fields by name, without empty ones. ``read_setup`` adds those of weights, parallelism and
-    options. ``version`` is vLLM's complete version. Raises ``identity.Indescribable``."""
+def describe(
+    vllm_config: Any, kv_cache_config: Any, version: str, tokens: str, tag: str
+) -> dict[str, str]:
+    """The fields by name, but for ``weights``, whose name may come later. ``version`` is vLLM's
+    complete version. ``tokens``: the sizes of chunks, blocks and hashes. Raises
+    ``identity.Indescribable``."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
@@ -91,7 +94,13 @@ def describe(vllm_config: Any, kv_cache_config: Any, version: str) -> dict[str, 
     since_ns = making.since_ns(vllm_config)
     for name, value in settings_of(vllm_config, "vllm_config", since_ns).items():
         fields[name] = identity.canonical(value, name)
-    return {name: text for name, text in fields.items() if text}
+    parallel = vllm_config.parallel_config
+    dcp = parallel.decode_context_parallel_size
+    # These numbers decide which tokens, heads and layers a rank's page holds.
+    ranks = [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, dcp]
+    ranks.append(parallel.cp_kv_cache_interleave_size if dcp > 1 else 1)
+    always = {"parallel": identity.canonical(ranks), "tokens": tokens, "tag": tag}
+    return {name: text for name, text in fields.items() if text} | always
 
 
 def adapter_settings(lora: Any) -> str:

@@ -72,7 +72,7 @@ def loaded(state: State, event: Loaded) -> list[Promotion]:
     tier.counters["loaded_rows"] += len(good)
     tier.counters["loaded_bytes"] += size
     tier.counters["load_misses"] += len(failed)
-    state.rows.publish_loaded(good, state.config.retain_promoted)
+    state.rows.publish_loaded(good, state.config.keep_loaded)
     earlier_tiers = state.tiers.used[: max(0, tier.place - 1)]
     flush.queue_written(state, ClassRows(op.part.row_class, good), earlier_tiers)
     state.rows.fail(failed)

@@ -63,7 +63,7 @@ def plan(state: State, promotion: Promotion) -> None:
 def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks: int) -> bool:
     """Whether loading takes no longer than computing the tokens. It is True if the engine's speed
     is not known. A tier of unknown speed counts as infinitely fast."""
-    if not state.config.weigh_loads or not (speed := promotion.context.prefill_tokens_s):
+    if not state.config.skip_slow_loads or not (speed := promotion.context.prefill_tokens_s):
         return True
     ns, tiers = promotion.namespace, state.tiers.all
     sizes = np.zeros(len(tiers), np.int64)
