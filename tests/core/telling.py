@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import pytest
 
@@ -124,7 +124,7 @@ class Teller:
                 until = effect.until - self.rig.now
                 how = "until its end" if math.isinf(until) else f"for {until:g}s"
                 return f"{self.name(effect.session)} watched {how}"
-        if not isinstance(effect, get_args(ToTier)):
+        if not isinstance(effect, ToTier):
             return str(effect)
         what: Any = effect
         records = getattr(what, "batches", None) or [r for r in (getattr(what, "records", 0),) if r]
