@@ -18,7 +18,7 @@ from kvass.cli.main import main
 from kvass.client.explanation import CAUSES, REASONS, is_request, sentence, span, users_id
 from kvass.core.explain import HINTS
 from kvass.core.metrics import MISSES
-from kvass.core.rows import left
+from kvass.core.rows import causes
 from kvass.engine.explain import CLIENTS
 from kvass.testing.daemon import running_daemon
 from kvass.types import SHORT_NAME, short_name
@@ -39,8 +39,8 @@ ENTRY: dict[str, Any] = {
 
 def test_every_reason_has_a_sentence_and_is_in_the_documents() -> None:
     known = {*MISSES, *HINTS, *CLIENTS}
-    assert CAUSES.keys() == left.CAUSES.keys()
-    with_causes = set(left.CAUSES.values())
+    assert CAUSES.keys() == causes.CAUSES.keys()
+    with_causes = set(causes.CAUSES.values())
     assert known <= REASONS.keys() | with_causes
     text = (DOCS / "explain.md").read_text()
     for name in (*REASONS, *CAUSES, *with_causes):

@@ -8,10 +8,13 @@ import numpy as np
 
 from kvass.core.clients.registry import RowClassSpec
 from kvass.core.histogram import Histogram
+from kvass.core.rows.features import Features
 from kvass.core.rows.row_allocator import RowAllocator
-from kvass.core.rows.row_classes import RowClass, RowClasses
+from kvass.core.rows.row_class import RowClass
+from kvass.core.rows.row_classes import RowClasses
 from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.row_table import FREE, KEY_WORDS, READY, WRITING, RowTable
+from kvass.core.rows.tables import CoreTables
 from kvass.types import GroupLayout, I64Array, U64Array
 
 
@@ -23,6 +26,13 @@ def ready_table(rows: int) -> RowTable:
     table.move(every, FREE, WRITING)
     table.move(every, WRITING, READY)
     return table
+
+
+def tables_of(table: RowTable) -> CoreTables:
+    """The tables of an empty arena, with ``table`` as the rows."""
+    tables = CoreTables(0)
+    tables.table = table
+    return tables
 
 
 def keys(*numbers: int) -> U64Array:
@@ -41,14 +51,23 @@ def spec(group: int = 0, row_bytes: int = 1, chunk_blocks: int = 0) -> RowClassS
 class Rows:
     """An arena of ``arena_bytes`` bytes in extents of ``extent_bytes``."""
 
-    def __init__(self, arena_bytes: int = 16, extent_bytes: int = 4) -> None:
+    def __init__(
+        self, arena_bytes: int = 16, extent_bytes: int = 4, keep_share: float = 0.25
+    ) -> None:
         self.counters = Counter[str]()
-        self.classes = RowClasses(arena_bytes, extent_bytes, self.counters, b"seed", 1 << 16)
-        self.rows = RowStates(self.classes, self.counters)
+        self.tables = tables = CoreTables(arena_bytes)
+        follow = Features(tables, self.counters, Histogram(), b"seed", 1 << 16, keep_share)
+        self.features = follow
+        self.classes = RowClasses(
+            tables, extent_bytes, b"seed", follow.policy, follow.saving, follow.listeners
+        )
+        self.rows = RowStates(self.classes)
         self.rows.uses.mark(0, now=0.0)
-        self.allocator = RowAllocator(self.rows, self.counters, Histogram(), 2048)
+        self.allocator = RowAllocator(self.rows, tables, 2048)
 
-    def write(self, row_class: RowClass, *numbers: int, tenant: str = "") -> I64Array:
+    def write(
+        self, row_class: RowClass, *numbers: int, tenant: str = "", session: int = 0
+    ) -> I64Array:
         """WRITING rows with the keys of ``numbers``, as many as there is room for."""
         (rows,), _ = self.allocator.allocate(
             [row_class],
@@ -56,12 +75,15 @@ class Rows:
             [np.arange(len(numbers))],
             self.rows.table.clock,
             self.classes.tenants.payer(tenant),
+            session=session,
         )
         return rows
 
-    def store(self, row_class: RowClass, *numbers: int, tenant: str = "") -> I64Array:
+    def store(
+        self, row_class: RowClass, *numbers: int, tenant: str = "", session: int = 0
+    ) -> I64Array:
         """READY rows with the keys of ``numbers``, used now."""
-        rows = self.write(row_class, *numbers, tenant=tenant)
+        rows = self.write(row_class, *numbers, tenant=tenant, session=session)
         self.rows.publish(rows)
         self.rows.touch(row_class, rows)
         return rows

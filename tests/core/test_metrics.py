@@ -25,7 +25,8 @@ from kvass.core.metrics import (
     TIER_HISTOGRAMS,
 )
 from kvass.core.results import OF_ENGINES
-from kvass.core.rows.left import CAUSES
+from kvass.core.rows.causes import CAUSES
+from kvass.core.rows.counts import EVICTED, LET_GO
 from tests.core.tier_rig import TierRig
 
 SOURCES = [path.read_text() for path in Path(kvass.core.__file__).parent.rglob("*.py")]
@@ -34,8 +35,9 @@ SOURCES = [path.read_text() for path in Path(kvass.core.__file__).parent.rglob("
 def test_what_is_counted_is_declared_and_what_is_declared_is_counted() -> None:
     text = "\n".join(SOURCES)
     counted = set(re.findall(r'counters(?:\[tier\])?\["(\w+)"\] \+=', text))
-    for reason in re.findall(r'_evict(?:ed)?\([^"]*, "(\w+)"[,)]', text):
+    for reason in (*EVICTED, "orphaned"):
         counted |= {f"evicted_{reason}", f"bytes_evicted_{reason}"}
+    counted |= {f"bytes_evicted_{reason}" for reason in LET_GO}
     counted |= {f"discarded_{reason}" for reason in re.findall(r'discard\(\w+, "(\w+)"\)', text)}
     codes = {name for name in COUNTERS if name.startswith(("refused_", "ended_"))}
     assert counted - codes == (set(COUNTERS) | set(TIER_COUNTERS)) - codes

@@ -45,7 +45,7 @@ def test_a_hit_keeps_the_chunks_young_that_the_engine_has_itself() -> None:
     other = core.store(row_class, 3)
     view = view_of(core, 1, 2, first=1)
     view.use(view.longest(view.there()))
-    oldest = row_class.log.oldest(9, core.rows.table.clock)
+    oldest = row_class.order.oldest(9, core.rows.table.clock)
     assert oldest.tolist()[0] == other[0]
 
 

@@ -44,7 +44,7 @@ def test_a_removed_class_is_found_no_more_and_its_bytes_are_nobodys() -> None:
     kept, gone = core.classes.add(spec(), namespace=1), core.classes.add(spec(), namespace=2)
     core.store(kept, 1)
     rows = core.store(gone, 2, 3)
-    core.classes.remove([gone])
+    core.classes.remove([2], [gone], "forgotten")
     assert list(core.classes.by_id) == [kept.id]
     assert core.rows.class_of(rows) is None
     assert core.classes.sets.cleared == 1
@@ -97,7 +97,7 @@ def test_memory_of_removed_classes_is_given_back_a_few_at_a_time(
 ) -> None:
     monkeypatch.setattr(row_classes, "GONE_A_STEP", 2)
     core = Rows()
-    core.classes.remove([core.classes.add(spec(), namespace=1) for _ in range(5)])
+    core.classes.remove([1], [core.classes.add(spec(), namespace=1) for _ in range(5)], "reset")
     left = []
     while core.classes.unfinished:
         core.classes.free_memory()

@@ -64,7 +64,7 @@ def test_a_forgotten_row_is_not_found_and_keeps_its_slot_until_its_last_unpin() 
     row_class = core.classes.add(spec(), namespace=1)
     rows = core.store(row_class, 1, 2, 3)
     core.rows.pin(rows[:1])
-    core.rows.forget(rows[:2])
+    core.rows.forget(rows[:2], "cleared")
     assert row_class.index.find(keys(1, 2, 3)).tolist() == [ABSENT, ABSENT, rows[2]]
     assert core.rows.table.state[rows].tolist() == [FAILED, FREE, READY]
     core.rows.unpin(rows[:1])
@@ -118,10 +118,10 @@ def test_rows_of_several_tenants_are_freed_and_touched_each_in_its_own_class() -
     core.rows.touch(row_class, np.concatenate([mine[:1], theirs, mine[1:]]))
     other = row_class.of_tenants[tenant.id]
     clock = core.rows.table.clock
-    assert row_class.log.oldest(9, clock).tolist() == mine[::-1].tolist()
-    assert other.log.oldest(9, clock).tolist() == theirs.tolist()
+    assert row_class.order.oldest(9, clock).tolist() == mine[::-1].tolist()
+    assert other.order.oldest(9, clock).tolist() == theirs.tolist()
     before = len(row_class.free), len(other.free)
-    core.rows.free(np.concatenate([mine, theirs]))
+    core.rows.free(np.concatenate([mine, theirs]), "capacity")
     assert (len(row_class.free), len(other.free)) == (before[0] + 2, before[1] + 1)
     assert row_class.rows[READY] == other.rows[READY] == 0
 

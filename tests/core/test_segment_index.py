@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvass.blend.match import Chunks, entry_bytes
 from kvass.core.rows import segment_index
 from kvass.core.rows.index import ABSENT
+from kvass.core.rows.listeners import Left
+from kvass.core.rows.row_table import READY
 from kvass.core.rows.segment_index import SIZES, NamespaceEntries, SegmentIndex
+from kvass.types import U64Array
 from tests.core.rows import keys
 
 TOKENS = 16
@@ -78,16 +84,22 @@ def test_without_room_for_one_chunk_nothing_is_indexed() -> None:
     assert index.sizes == {}
 
 
+def left(index: SegmentIndex, namespace: int, gone: U64Array) -> None:
+    """Rows with the keys ``gone`` left L1."""
+    row_class: Any = SimpleNamespace(namespace=namespace)
+    index.left(Left(row_class, np.arange(len(gone)), gone, READY, "capacity", 0.0))
+
+
 @pytest.mark.parametrize("in_tiers", [False, True])
 def test_an_entry_leaves_with_its_row_unless_a_tier_may_have_it(in_tiers: bool) -> None:
     index = index_of()
     entries = begin(index, 1, in_tiers=in_tiers)
     add(entries, 1, 2)
-    index.left(1, keys(1, 1, 7))
+    left(index, 1, keys(1, 1, 7))
     assert known(entries, 1, 2) == [in_tiers, True]
     index.forget(1, keys(1))
     assert known(entries, 1, 2) == [False, True]
-    index.left(5, keys(1))
+    left(index, 5, keys(1))
     index.forget(5, keys(1))
 
 

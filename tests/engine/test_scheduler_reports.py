@@ -15,7 +15,7 @@ from kvass.client.client import Client
 from kvass.client.explanation import REASONS
 from kvass.connectors.vllm.hints import REPORT
 from kvass.core.metrics import MISSES
-from kvass.core.rows import left
+from kvass.core.rows import causes
 from kvass.testing.daemon import Daemon
 from tests.engine import conftest
 from tests.support.vllm.ranks import StubModelEngine, making, until
@@ -91,7 +91,7 @@ def test_of_each_reason_it_is_decided_whether_a_client_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A new reason must be put into one of the two sets; until then it is not told."""
-    assert {*MISSES, *REASONS, *left.CAUSES.values()} == TOLD | NOT_TOLD
+    assert {*MISSES, *REASONS, *causes.CAUSES.values()} == TOLD | NOT_TOLD
     assert not TOLD & NOT_TOLD
     client, world = rig()
     said = reports(world)

@@ -24,7 +24,8 @@ import numpy.typing as npt
 from kvass.core.clients.traffic import Traffic
 from kvass.core.pending.settlement import former_session
 from kvass.core.rows.extents import ExtentSet
-from kvass.core.rows.row_classes import Namespace, RowClass
+from kvass.core.rows.row_class import RowClass
+from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import (
     FAILED,
     FREE,
@@ -89,7 +90,7 @@ def adopt(state: State, index: SavedIndex) -> Adoption:
     state.settlement.rest(_parts(state, found.loading), loaded)
     begun = index.begin(state.config.arena_bytes, _entries(state))
     assert begun, "less needs no more memory"
-    state.classes.saving.begin(index)
+    state.features.saving.begin(index)
     size = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.classes.by_id.values())
     state.counters["l1_in_bytes"] += size
     resting = len(found.written) + len(found.loading)
@@ -245,7 +246,7 @@ def _enter(state: State, good: I64Array) -> None:
     for row_class in state.classes.by_id.values():
         mine = owners == row_class.id
         row_class.index.fill(good[mine])
-        row_class.log.fill(good[mine], stamps[mine])
+        row_class.order.fill(good[mine], stamps[mine])
         every = sets.rows_of(np.flatnonzero(sets.owner == row_class.id))
         states = table.state[every]
         for one in (READY, FAILED, QUARANTINED):

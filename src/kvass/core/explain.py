@@ -12,7 +12,7 @@ from kvass.core.clients.lookup_log import TEXT, LookupEntry
 from kvass.core.clients.registry import Instance, differences, distance
 from kvass.core.matching.coverage import BoolArray
 from kvass.core.matching.prefix import Hit, PrefixView
-from kvass.core.rows.left import CAUSES
+from kvass.core.rows.causes import CAUSES
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
 from kvass.kinds import KINDS
@@ -69,7 +69,7 @@ def why_ended(
         wanted, after = view.keys[chunk : chunk + 1], view.keys[chunk : chunk + KEYS]
     ns, spec = view.ns, view.ns.classes[number].spec
     kind = spec.layout.kind
-    if (gone := state.classes.left.find(ns.id, spec.group, wanted)) is not None:
+    if (gone := state.features.left.find(ns.id, spec.group, wanted)) is not None:
         return Ending(CAUSES[gone.cause], gone.cause, gone.when, kind)
     if len(state.namespaces) > 1 and (detail := _elsewhere(state, ns, after)):
         return Ending("other_namespace", kind=kind, detail=detail)

@@ -224,7 +224,7 @@ def _rows(state: State) -> None:
     free, readable, failed = table.state == FREE, table.state >= READY, table.state == FAILED
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
     assert not table.key[free].any(), "a FREE row keeps a key"
-    assert not state.classes.tags.of(np.flatnonzero(free)).any(), "a FREE row keeps a session"
+    assert not state.features.tags.of(np.flatnonzero(free)).any(), "a FREE row keeps a session"
     home = np.full(len(table), NOBODY)
     for extent_set in state.classes.extents.sets.values():
         home[extent_set.first_row : extent_set.end_row] = extent_set.id
@@ -263,12 +263,12 @@ def _ended(state: State) -> None:
     """The rows of a session that has ended are among those that are evicted first, each once; some
     may join in later steps."""
     listed = np.concatenate(
-        [np.empty(0, np.int64), *[c.log.ended.rows() for c in state.classes.by_id.values()]]
+        [np.empty(0, np.int64), *[c.order.first() for c in state.classes.by_id.values()]]
     )
     assert len(np.unique(listed)) == len(listed), "a row of an ended session is listed twice"
     rows = np.flatnonzero(state.rows.table.state != FREE)
-    rows = rows[state.rows.of_ended(rows)]
-    joining = np.isin(state.classes.tags.of(rows), [end.tag for end in state.endings])
+    rows = rows[state.features.tags.ended(rows)]
+    joining = np.isin(state.features.tags.of(rows), [end.tag for end in state.endings])
     cleared = state.classes.sets.owner[state.rows.table.set_of[rows]] == CLEARED
     lost = rows[~(joining | cleared | np.isin(rows, listed))]
     assert not len(lost), "a row of an ended session is not among those that are evicted first"
@@ -336,7 +336,7 @@ def _tenants(state: State) -> None:
 
 def _kept(state: State) -> None:
     """Retained rows are rows of live classes, counted, and no more than their tenants' caps."""
-    kept, table, sets = state.classes.kept, state.rows.table, state.classes.sets
+    kept, table, sets = state.features.kept, state.rows.table, state.classes.sets
     rows = np.flatnonzero(kept.of(np.arange(len(table))))
     assert (table.state[rows] != FREE).all(), "a FREE row is retained"
     owners = sets.owner[table.set_of[rows]]
@@ -351,9 +351,10 @@ def _kept(state: State) -> None:
         assert held[tenant.id] == tenant.kept_bytes, "retained bytes were miscounted"
         assert tenant.kept_bytes <= kept.cap(tenant), "more is retained than may be"
     there = sets.owner != NOBODY
-    count = np.zeros_like(sets.kept)
+    in_sets = kept.in_sets()
+    count = np.zeros_like(in_sets)
     np.add.at(count, table.set_of[rows], 1)
-    assert (count == sets.kept)[there].all(), "the retained rows of a set were miscounted"
+    assert (count == in_sets)[there].all(), "the retained rows of a set were miscounted"
 
 
 def _sums(state: State) -> None:
@@ -381,7 +382,7 @@ def _instances(state: State) -> None:
 
 def _segments(state: State) -> None:
     """An indexed chunk has rows, unless its namespace uses tiers. The counts are right."""
-    segments, count = state.classes.segments, Counter[int]()
+    segments, count = state.features.segments, Counter[int]()
     for namespace, entries in segments.of.items():
         ns, matcher = state.namespaces[namespace], entries.chunks.matcher
         assert entries.in_tiers == bool(state.tiers.used and ns.tier_epochs), "tiers came or went"

@@ -126,15 +126,15 @@ def _probed(state: State, event: effects.Probed) -> None:
 
 
 def _reclaim(state: State) -> None:
-    state.allocator.reclaim()
+    state.reclaim()
     state.classes.warm()
 
 
 _WORK: Final[dict[str, Callable[[State], None]]] = {
     "clears": clearing.clear_more,
     "endings": ending.end_more,
-    "classes.kept.sweeping": lambda state: state.classes.kept.sweep_more(state.now),
-    "allocator.unfinished": _reclaim,
+    "features.kept.sweeping": lambda state: state.features.kept.sweep_more(state.now),
+    "unreclaimed": _reclaim,
 }
 """Work that is done in slices, one in a step: what of the state is true while there is any, and
 what does the next slice. Each kind has its turn, in this order, so that much of one kind keeps no

@@ -24,10 +24,12 @@ from kvass.core.pending.promotion import Promotions
 from kvass.core.pending.settlement import Settlement
 from kvass.core.pending.tier_operations import Clearing
 from kvass.core.pending.tier_state import FlushMode, Tiers
+from kvass.core.rows.features import Features
 from kvass.core.rows.row_allocator import RowAllocator
 from kvass.core.rows.row_classes import Namespace, RowClasses
 from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.session_end import SessionEnd
+from kvass.core.rows.tables import CoreTables
 from kvass.core.saved.index_file import SavedIndex
 from kvass.messages import FromClient, FromDaemon, Matched, RequestContext
 from kvass.types import Limits, Quota, Timing
@@ -88,23 +90,21 @@ class State:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
-        self.classes = RowClasses(
-            config.arena_bytes,
-            extent,
-            self.counters,
-            config.seed,
-            config.limits.segment_index_bytes,
-            index,
-        )
-        self.rows = RowStates(self.classes, self.counters)
-        self.allocator = RowAllocator(
-            self.rows,
+        tables = CoreTables(config.arena_bytes, index)
+        follow = self.features = Features(
+            tables,
             self.counters,
             self.histograms["age_at_eviction_seconds"],
-            config.slice_slots,
+            config.seed,
+            config.limits.segment_index_bytes,
+            config.keep_share,
         )
-        self.classes.kept.share = config.keep_share
-        self.tenants = self.classes.tenants
+        self.classes = RowClasses(
+            tables, extent, config.seed, follow.policy, follow.saving, follow.listeners
+        )
+        self.rows = RowStates(self.classes)
+        self.allocator = RowAllocator(self.rows, tables, config.slice_slots)
+        self.tenants = tables.tenants
         for quota in config.quotas:
             self.tenants.set(quota)
         self.follow_ups = FollowUps()
@@ -150,6 +150,16 @@ class State:
         written is soon either complete or given up. Lookups are answered until the end."""
         return self.stopping and self.config.lasting
 
+    @property
+    def unreclaimed(self) -> bool:
+        """Whether ``reclaim``, or ``warm`` of the classes, has work left."""
+        return bool(self.allocator.unfinished or self.features.segments.cleared)
+
+    def reclaim(self) -> None:
+        """Give back a part of what cleared rows had: room of L1, and memory."""
+        self.allocator.reclaim()
+        self.features.segments.reclaim()
+
     def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
         """Add an effect that sends a message."""
         self.out.append(Send(session, message, with_arena))
@@ -193,7 +203,7 @@ class State:
         if not (seconds := context.keep_s):
             return 0
         payer = self.tenants.payer(context.tenant)
-        kept, clipped = keeping.keep(self.rows, ns, found, seconds, payer)
+        kept, clipped = keeping.keep(self.rows, self.features.kept, ns, found, seconds, payer)
         self.counters["not_kept_chunks"] += clipped
         return kept
 

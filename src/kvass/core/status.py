@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from kvass.core.clients.tenants import Tenant
     from kvass.core.clients.traffic import Traffic
     from kvass.core.pending.ledger import Entry
-    from kvass.core.rows.row_classes import Namespace, RowClass
+    from kvass.core.rows.row_class import RowClass
+    from kvass.core.rows.row_classes import Namespace
     from kvass.core.state import State
 
 
@@ -36,7 +37,7 @@ def status(state: State, terms_of: Collection[bytes] = ()) -> dict[str, Any]:
     groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.classes.sets.cleared_bytes
     loads, timing = state.tiers.ops.values(), state.config.timing
-    matchers = [chunks.matcher for chunks in state.classes.segments.sizes.values()]
+    matchers = [chunks.matcher for chunks in state.features.segments.sizes.values()]
     return {
         "boot": state.config.boot.hex(),
         "version": state.config.version,

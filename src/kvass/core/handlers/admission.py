@@ -154,7 +154,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         traffic=Traffic(from_tiers=[0] * len(state.tiers.all)),
     )
     state.by_digest[digest] = new
-    state.classes.saving.put(state.namespaces[new].saved)
+    state.features.saving.put(state.namespaces[new].saved)
     epochs.namespace_added(state, state.namespaces[new])
     return new
 
@@ -204,9 +204,9 @@ def _drop(state: State, gone: list[Namespace]) -> None:
     promote.cancel(state, gone)  # a tier may not have said yet what it holds
     for ns in gone:
         state.forget(ns)
-        state.classes.segments.clear(ns.id)
         del state.namespaces[ns.id], state.by_digest[ns.digest]
         state.former_ids[ns.digest] = ns.id
-    state.classes.saving.remove("namespace", (ns.id for ns in gone))
-    state.classes.remove([c for ns in gone for c in ns.classes], "forgotten")
-    state.allocator.reclaim()
+    state.features.saving.remove("namespace", (ns.id for ns in gone))
+    classes = [c for ns in gone for c in ns.classes]
+    state.classes.remove([ns.id for ns in gone], classes, "forgotten")
+    state.reclaim()

@@ -35,7 +35,7 @@ def clear(state: State, session: ClientSession, msg: Clear) -> None:
     state.clears.append(clearing)
     state.classes.void(clearing.left)
     _clear_some(state, clearing)
-    state.allocator.reclaim()
+    state.reclaim()
 
 
 def clear_more(state: State) -> None:
@@ -161,11 +161,11 @@ def set_quota(state: State, session: ClientSession, msg: SetQuota) -> QuotaSet:
         state.tenants.remove(msg.quota.tenant)
     else:
         state.tenants.set(msg.quota)
-    state.classes.kept.trim()
+    state.features.kept.trim()
     return QuotaSet()
 
 
 def replace_quotas(state: State, quotas: tuple[Quota, ...]) -> None:
     """Replace all quotas by those of the daemon's configuration."""
     state.tenants.replace(quotas)
-    state.classes.kept.trim()
+    state.features.kept.trim()

@@ -17,7 +17,8 @@ from kvass.core.handlers.reserve_items import Item
 from kvass.core.matching.coverage import first_chunk
 from kvass.core.matching.keeping import Found
 from kvass.core.rows.index import ABSENT, repeated
-from kvass.core.rows.row_classes import Namespace, RowClass
+from kvass.core.rows.row_class import RowClass
+from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import ClassRows
 from kvass.core.state import State
 from kvass.messages import Grant
@@ -79,7 +80,7 @@ def grant(
 def _note_refused(state: State, ns: Namespace, item: Item, chunks: I64Array) -> None:
     """Record that these chunks were offered and not stored."""
     group = item.classes[0].spec.group
-    state.classes.left.note(ns.id, group, item.keys[chunks], "refused", state.now)
+    state.features.left.note(ns.id, group, item.keys[chunks], "refused", state.now)
 
 
 def _allocate(
@@ -90,19 +91,23 @@ def _allocate(
     Returns per class the chunks that got rows, and the rows. Records the blocks of the rows.
     """
     rows, end = state.allocator.allocate(
-        item.classes, item.keys[:until], wanted, protect, state.tenants.payer(item.context.tenant)
+        item.classes,
+        item.keys[:until],
+        wanted,
+        protect,
+        state.tenants.payer(item.context.tenant),
+        session=item.context.session,
     )
     for i, w in enumerate(wanted if end < until else ()):
         n = int(w.searchsorted(end))  # a chunk after one without a row is of no use
         state.rows.discard(rows[i][n:])
         state.rows.free(rows[i][n:])
         wanted[i], rows[i] = w[:n], rows[i][:n]
-    for r in rows:
-        state.classes.tags.stored(r, item.context.session)
     if item.prints is not None:
         for c, w, r in zip(item.classes, wanted, rows, strict=True):
             ends = len(w) > 0 and w[-1] == len(item.keys) - 1
-            state.rows.note_blocks(c, r, item.prints[w - item.first], item.tail * ends)
+            assert c.blocks is not None, "blocks of a class whose hits end with a chunk"
+            c.blocks.prints.note(r, item.prints[w - item.first], item.tail * ends)
             state.counters["tails_granted"] += bool(item.tail and ends and c is item.classes[0])
     return wanted, rows
 

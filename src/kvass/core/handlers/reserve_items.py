@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvass.core.handlers.checks import check_request, most_keys, split_keys
-from kvass.core.rows.row_classes import Namespace, RowClass
+from kvass.core.rows.row_class import RowClass
+from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
 from kvass.errors import Refused
 from kvass.messages import RequestContext, ReserveItem

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvass.core.clients.tenants import Tenant
 from kvass.core.rows.index import ABSENT
+from kvass.core.rows.retention import Retention
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.row_table import LOADING, READY, WRITING
@@ -21,14 +22,19 @@ each chunk from that one on."""
 
 
 def keep(
-    rows: RowStates, ns: Namespace, found: list[Found], seconds: float, payer: Tenant
+    rows: RowStates,
+    kept: Retention,
+    ns: Namespace,
+    found: list[Found],
+    seconds: float,
+    payer: Tenant,
 ) -> tuple[int, int]:
     """Retain rows of a prompt for ``seconds``.
 
     ``found``: its rows by class. Returns how many of its chunks are retained now, and how many are
     not because the payer may retain no more.
     """
-    kept, sets, table = rows.classes.kept, rows.classes.sets, rows.table
+    sets, table = rows.classes.sets, rows.table
     kept.sweep(rows.uses.now)
     cost = np.zeros(max(begin + len(each) for begin, each in found), np.int64)
     there = []

@@ -34,6 +34,7 @@ import msgspec
 
 from kvass.core.pending.follow_ups import FirstHit, FollowUps, Published, Woken
 from kvass.core.pending.ledger import Lease, Ledger, Reservation, soonest
+from kvass.core.rows.causes import Cause
 from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.row_table import ClassRows
 from kvass.types import DEVICE_S, SCHEDULER, Timing
@@ -189,7 +190,7 @@ class Settlement:
             reservation.discarded = True
             self._counters[f"discarded_{reason}"] += 1
             self._wake(reservation)
-            cause = "cleared" if reason == "cleared" else "unfinished"
+            cause: Cause = "cleared" if reason == "cleared" else "unfinished"
             for part in reservation.parts:
                 self.rows.discard(part.rows, cause)
 

@@ -50,8 +50,12 @@ class BlockPrints:
         return keys
 
     def note(self, rows: I64Array, prints: U64Array, tail: int) -> None:
-        """Record the prints of rows that are being written. ``tail``: how many first blocks of the
-        last row are written; 0: all."""
+        """Record the prints of the blocks of WRITING ``rows``: uint64, shape ``(len(rows),
+        chunk_blocks - 1)``. They leave out the last block of a chunk.
+
+        ``tail``: how many first blocks of the last row will be written; 0: all of them. No tier is
+        offered a tail, because a record always takes the size of a whole row.
+        """
         if len(self.of) < len(self.table):
             self.of, old = self._memory(len(self.table)), self.of
             self.of[: len(old)] = old
@@ -60,14 +64,8 @@ class BlockPrints:
             )
         self.of[rows], self.tail[rows] = prints, 0
         self.tail[rows[-1:]] = tail
+        self.table.offered[rows[-1:]] = tail > 0
         self.table.entry[rows] = NOTED
-
-    def tails(self, rows: I64Array) -> npt.NDArray[np.bool_]:
-        """Which of ``rows`` are tails. A row whose blocks are not known is not a tail."""
-        known = self.table.entry[rows] != UNKNOWN
-        found = np.zeros(len(rows), np.bool_)
-        found[known] = self.tail[rows[known]] > 0
-        return found
 
     def _memory(self, rows: int) -> U64Array:
         """Zeroed memory in small pages, because the first touch of a huge page takes long

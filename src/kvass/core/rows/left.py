@@ -14,48 +14,19 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvass.core.rows.causes import CAUSES
 from kvass.core.rows.index import odd_numbers
+from kvass.core.rows.listeners import ClassesGone, Left, Listener
+from kvass.core.rows.row_table import READY
+from kvass.core.rows.tables import CoreTables
 from kvass.types import I64Array, U64Array
 
 ROOM: Final = 1 << 17
 """The number of places: 2.1 MiB, which are allocated when the first row leaves."""
-CAUSES: Final[dict[str, str]] = {
-    "capacity": "evicted",
-    "handed_over": "evicted",
-    "quota": "over_quota",
-    "not_retained": "evicted",
-    "cleared": "cleared",
-    "reset": "cleared",
-    "forgotten": "cleared",
-    "unfinished": "not_stored",
-    "refused": "not_stored",
-    "load_failed": "load_failed",
-    "ended": "evicted",
-    "kept": "evicted",
-}
-"""By cause, the reason of a miss (``metrics.MISSES``).
-
-- capacity: it was evicted to make room for rows of its layer group.
-- handed_over: it was evicted to make room for another layer group or tenant.
-- quota: it was evicted because its tenant has no more room.
-- not_retained: it was loaded from a tier, and the daemon does not keep such rows.
-- cleared: a command cleared it. reset: its engine did.
-- forgotten: its namespace was removed to make room for another.
-- unfinished: an engine reserved it and did not write it in time.
-- refused: an engine offered it, and L1 had no room or the engine's share was used up.
-- load_failed: a tier had it, and could not load it.
-- kept: it was evicted although it was retained, because nothing else could go.
-- ended: it was evicted before others, because its client had ended its session.
-"""
 _NAMES: Final = tuple(CAUSES)
 _NUMBERS: Final = {name: number for number, name in enumerate(_NAMES)}
 _HALF, _ONE, _PLACE = np.uint64(32), np.uint64(1), np.uint64(64 - (ROOM - 1).bit_length())
 _WORD: Final = (1 << 64) - 1
-
-
-def origin(namespace: int, group: int, cause: str) -> int:
-    """One number for the arguments of ``note_cleared``, for a column of the table of sets."""
-    return namespace << 16 | group << 8 | _NUMBERS[cause]
 
 
 class Departure(NamedTuple):
@@ -67,10 +38,14 @@ class Departure(NamedTuple):
     which: int
 
 
-class LeftRows:
+class LeftRows(Listener):
     """The table. ``seed``: as ``RowClasses``."""
 
-    def __init__(self, seed: bytes) -> None:
+    def __init__(self, seed: bytes, tables: CoreTables) -> None:
+        self._table, self._sets, self._uses = tables.table, tables.sets, tables.uses
+        self._origins: I64Array = np.empty(0, np.int64)
+        """Of each extent set whose class was removed: its namespace, group and cause, in one
+        number. The rows of such sets are recorded when their slots become free."""
         self._odd = odd_numbers(seed + b"left")
         self._marks: U64Array = np.empty(0, np.uint64)
         self._times: npt.NDArray[np.float64] = np.empty(0)
@@ -87,9 +62,27 @@ class LeftRows:
         self._marks[places], self._times[places] = marks, now
         self._causes[places] = _NUMBERS[cause]
 
-    def note_cleared(self, origin: int, keys: U64Array, now: float) -> None:
-        """``note`` for rows of a cleared set."""
-        self.note(origin >> 16, origin >> 8 & 0xFF, keys, _NAMES[origin & 0xFF], now)
+    def left(self, told: Left) -> None:
+        cause, where = "quota" if told.own else told.cause, told.row_class
+        if cause in CAUSES:
+            self.note(where.namespace, where.spec.group, told.keys, cause, told.now)
+
+    def gone(self, told: ClassesGone) -> None:
+        if len(told.sets):
+            grown = np.zeros(len(self._sets.owner), np.int64)
+            grown[: len(self._origins)] = self._origins
+            every = sorted(told.classes, key=lambda row_class: row_class.id)
+            ids, cause = np.array([c.id for c in every]), _NUMBERS[told.cause]
+            origins = np.array([c.namespace << 16 | c.spec.group << 8 | cause for c in every])
+            grown[told.sets] = origins[ids.searchsorted(self._sets.owner[told.sets])]
+            self._origins = grown
+
+    def reclaimed(self, rows: I64Array) -> None:
+        rows = rows[self._table.state[rows] >= READY]
+        origins = self._origins[self._table.set_of[rows]]
+        for origin in np.unique(origins).tolist():
+            keys, cause = self._table.keys_of(rows[origins == origin]), _NAMES[origin & 0xFF]
+            self.note(origin >> 16, origin >> 8 & 0xFF, keys, cause, self._uses.now)
 
     def find(self, namespace: int, group: int, keys: U64Array) -> Departure | None:
         """The first of ``keys`` that is known to have left. ``None``: none is."""

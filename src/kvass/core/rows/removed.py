@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvass.core.rows.row_table import KEY_WORDS
+from kvass.core.rows.listeners import ClassesGone, Left, Listener
+from kvass.core.rows.row_table import KEY_WORDS, READY
 from kvass.types import I64Array, U64Array
 
 ROOM: Final = 1 << 16
@@ -21,7 +22,7 @@ AT_ONCE: Final = 1 << 13
 """The most entries of one answer, and the most keys for which one question asks whether they are
 READY."""
 _ALL: Final = -1
-"""In place of a group: all rows of a group of the namespace left L1."""
+"""In place of a group: all rows of the namespace left L1."""
 
 
 class RemovedPart(NamedTuple):
@@ -35,7 +36,7 @@ class RemovedPart(NamedTuple):
     keys: dict[int, U64Array]
 
 
-class RemovedRows:
+class RemovedRows(Listener):
     """A ring buffer of entries, and the sessions that read it."""
 
     def __init__(self) -> None:
@@ -69,9 +70,12 @@ class RemovedRows:
         at = np.arange(self.end - len(keys), self.end) % ROOM
         self._keys[at], self._places[at] = keys, (namespace, group)
 
-    def note_all(self, namespace: int) -> None:
-        """Record that all rows of a layer group left L1."""
-        if self.noted:
+    def left(self, told: Left) -> None:
+        if self.noted and told.state >= READY:
+            self.note(told.row_class.namespace, told.row_class.spec.group, told.keys)
+
+    def gone(self, told: ClassesGone) -> None:
+        for namespace in sorted({c.namespace for c in told.classes}) if self.noted else ():
             self.note(namespace, _ALL, np.zeros((1, KEY_WORDS), np.uint64))
 
     def read(self, session: int, namespace: int, since: int) -> RemovedPart:

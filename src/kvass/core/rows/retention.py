@@ -19,9 +19,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.clients.tenants import Tenant, Tenants
-from kvass.core.rows.row_table import RowTable
-from kvass.core.rows.sets import SetTable
+from kvass.core.clients.tenants import Tenant
+from kvass.core.rows.listeners import ClassesGone, Left, Listener, Used
+from kvass.core.rows.tables import CoreTables
 from kvass.types import I64Array
 
 SHORTEST_S: Final = 1.0
@@ -34,17 +34,19 @@ _SLICE: Final = 8192
 """The most rows that it drops: 0.4 ms of work."""
 
 
-class Retention:
-    """The retained rows of ``table``."""
+class Retention(Listener):
+    """The retained rows of ``tables``. ``share``: as of ``CoreConfig.keep_share``."""
 
-    def __init__(self, table: RowTable, sets: SetTable, tenants: Tenants) -> None:
-        self._table, self._sets, self._tenants = table, sets, tenants
-        self.share = 0.25
+    def __init__(self, tables: CoreTables, share: float) -> None:
+        self._table, self._sets, self._tenants = tables.table, tables.sets, tables.tenants
+        self.share = share
         self.releases = 0
         """How often rows that stay in L1 stopped being retained."""
         self._for_s: npt.NDArray[np.float32] = np.empty(0, np.float32)
         """For how long a use retains the row; 0: it is not retained."""
         self._until: npt.NDArray[np.float64] = np.empty(0)
+        self._of_sets: I64Array = np.empty(0, np.int64)
+        """How many rows of each extent set are retained."""
         self._swept = float("-inf")
         self._next = 0
         """The row with which a sweep goes on."""
@@ -77,14 +79,30 @@ class Retention:
         self._for_s[rows] = min(max(seconds, SHORTEST_S), LONGEST_S)
         self._until[rows] = now + self._for_s[rows]
 
-    def used(self, rows: I64Array, now: float) -> None:
-        """``rows`` were used: the time of those that are retained begins anew."""
-        if self.any:
-            rows = rows[self.of(rows)]
-            self._until[rows] = now + self._for_s[rows]
+    def in_sets(self) -> I64Array:
+        """How many rows of each extent set are retained, by the number of the set."""
+        if len(self._of_sets) < (size := len(self._sets.owner)):
+            grown = np.zeros(size, np.int64)
+            grown[: len(self._of_sets)] = self._of_sets
+            self._of_sets = grown
+        return self._of_sets
+
+    def used(self, told: Used) -> None:
+        """The time of the rows that are retained begins anew."""
+        if self.any and told.session is not None:
+            rows = told.rows[self.of(told.rows)]
+            self._until[rows] = told.now + self._for_s[rows]
+
+    def left(self, told: Left) -> None:
+        self.drop(told.rows)
+
+    def gone(self, told: ClassesGone) -> None:
+        if self.any and self.in_sets()[told.sets].any():
+            rows = self._retained()
+            self.drop(rows[np.isin(self._table.set_of[rows], told.sets)])
 
     def drop(self, rows: I64Array) -> None:
-        """``rows`` are not retained any more, for example because they are FREE now."""
+        """``rows`` are not retained any more."""
         if self.any and len(rows := np.unique(rows[self.of(rows)])):
             self._drop(rows)
 
@@ -93,12 +111,6 @@ class Retention:
         self._count(rows, -1)
         self._for_s[rows] = 0
         self.releases += 1
-
-    def drop_sets(self, sets: I64Array) -> None:
-        """No row of ``sets`` is retained any more: their class was removed."""
-        if self.any and self._sets.kept[sets].any():
-            rows = self._retained()
-            self.drop(rows[np.isin(self._table.set_of[rows], sets)])
 
     def sweep(self, now: float) -> None:
         """Begin to look for rows whose time is over, unless the last look began within
@@ -148,7 +160,7 @@ class Retention:
 
     def _count(self, rows: I64Array, sign: int) -> None:
         """Count ``rows``, which begin (1) or end (-1) to be retained."""
-        np.add.at(self._sets.kept, self._table.set_of[rows].astype(np.int64), sign)
+        np.add.at(self.in_sets(), self._table.set_of[rows].astype(np.int64), sign)
         sums = np.bincount(self._payers(rows), self._sizes(rows)).astype(np.int64)
         for tenant in self._tenants.all.values() if len(rows) else ():
             if tenant.id < len(sums):

@@ -1,6 +1,6 @@
-"""The row classes and namespaces, and the key indexes in which their rows are found.
+"""The row classes and namespaces, and the memory of the indexes in which their rows are found.
 
-Law of this file: an index entry names a row that is WRITING, LOADING, READY or TRANSIENT.
+Law of this file: a class that was removed has no set and no row any more, and no lookup finds it.
 
 An index allocates its memory at its first use. One step never touches or frees all memory of a
 large index: ``warm`` and ``free_memory`` do a part of it per call.
@@ -16,30 +16,22 @@ import msgspec
 import numpy as np
 
 from kvass.core.clients.registry import RowClassSpec
-from kvass.core.clients.tenants import Tenant, Tenants
+from kvass.core.clients.tenants import Tenant
 from kvass.core.clients.traffic import Traffic
 from kvass.core.rows.blocks import BlockIndex, BlockPrints
-from kvass.core.rows.eviction import UseLog
-from kvass.core.rows.extents import ExtentMap
+from kvass.core.rows.causes import ClearCause
 from kvass.core.rows.index import FILL, Keyed, KeyIndex, odd_numbers
-from kvass.core.rows.left import LeftRows, origin
-from kvass.core.rows.removed import RemovedRows
-from kvass.core.rows.retention import Retention
-from kvass.core.rows.row_table import NEVER, READY, STATE_NAMES, RowTable
+from kvass.core.rows.listeners import ClassesGone, Listeners
+from kvass.core.rows.policy import Policy
+from kvass.core.rows.row_class import RowClass
+from kvass.core.rows.row_table import NEVER, READY, STATE_NAMES
 from kvass.core.rows.saving import Saving
-from kvass.core.rows.segment_index import SegmentIndex
-from kvass.core.rows.session_tags import SessionTags
-from kvass.core.rows.sets import CLEARED, FreeSlots, SetTable
-from kvass.core.saved.directory import SavedClass, SavedNamespace
-from kvass.core.saved.index_file import SavedIndex
+from kvass.core.rows.sets import CLEARED, FreeSlots
+from kvass.core.rows.tables import ROOM, CoreTables
+from kvass.core.saved.directory import SavedNamespace
 from kvass.messages import Register
-from kvass.types import I64Array, U64Array
+from kvass.types import U64Array
 
-TYPICAL_ROW: Final = 1 << 20
-ROOM: Final = 9 << 17
-"""The most rows for which the row table and an index reserve room at the start: 1.125 TiB of
-rows of ``TYPICAL_ROW`` bytes. With a smaller arena they reserve less. Growth takes up to 0.3 s in
-one step."""
 INDEX_ROOM: Final = 4 * ROOM
 """The most rows for which all indexes together reserve room (160 MiB), because there may be
 thousands of classes. A class that would exceed it gets a small index, which grows."""
@@ -49,53 +41,6 @@ there."""
 GONE_A_STEP: Final = 64
 """The removed classes whose memory one step frees; 1,000 of them take 6 ms. A step frees only one
 index of ``ROOM`` rows, which takes 2 ms."""
-
-
-class RowClass(msgspec.Struct, eq=False):
-    """The rows of one (namespace, group) that one tenant pays for. All have the same size.
-
-    ``index``: finds rows by key. ``blocks``: finds rows by their first blocks; ``None`` if hits end
-    at chunks. The classes of all tenants of a (namespace, group) share both indexes.
-    ``log``: the uses of its rows. ``free``: its free slots. ``slots``: the slots of its extent
-    sets. ``rows``: the number of its rows by state, except FREE.
-    ``of_tenants``: the classes of the same namespace and group by tenant id. The default tenant's
-    class always exists, and ``Namespace.classes`` names that one. Another tenant's class exists
-    while it has an extent set.
-    """
-
-    id: int
-    namespace: int
-    spec: RowClassSpec
-    log: UseLog
-    slots_per_set: int
-    index: KeyIndex
-    blocks: BlockIndex | None
-    tenant: Tenant
-    of_tenants: dict[int, RowClass]
-    free: FreeSlots = msgspec.field(default_factory=FreeSlots)
-    rows: list[int] = msgspec.field(default_factory=lambda: [0] * len(STATE_NAMES))
-    slots: int = 0
-
-    @property
-    def saved(self) -> SavedClass:
-        """What the next life of the daemon must know of it."""
-        return SavedClass(self.id, self.namespace, self.tenant.name, self.spec)
-
-    @property
-    def undivided(self) -> bool:
-        """Whether no other tenant has a class of this namespace and group."""
-        return len(self.of_tenants) < 2
-
-    @property
-    def in_use(self) -> bool:
-        """Whether any row of this namespace and group, of any tenant, is not FREE."""
-        return any(c.slots != len(c.free) for c in self.of_tenants.values())
-
-    @property
-    def within_cap(self) -> int:
-        """How many more slots of this class fit under its tenant's cap."""
-        left = self.tenant.cap_bytes - self.tenant.taken_bytes
-        return max(0, left // self.spec.row_bytes)
 
 
 class Namespace(msgspec.Struct):
@@ -144,37 +89,27 @@ class Namespace(msgspec.Struct):
 
 
 class RowClasses:
-    """All row classes of an arena of ``arena_bytes``, and the tables that they share.
+    """All row classes, over ``tables``. It tells ``listeners`` what is removed.
 
     It neither changes states of rows (``RowStates`` does) nor allocates slots (``RowAllocator``).
     """
 
     def __init__(
         self,
-        arena_bytes: int,
+        tables: CoreTables,
         extent_bytes: int,
-        counters: dict[str, int],
         seed: bytes,
-        segment_index_bytes: int,
-        index: SavedIndex | None = None,
+        policy: Policy,
+        saving: Saving,
+        listeners: Listeners,
     ) -> None:
-        self.tenants = Tenants(arena_bytes)
-        self.table = RowTable(index)
-        if index is None:
-            self.table.grow(min(arena_bytes // TYPICAL_ROW, ROOM))
-        self.saving = Saving()
-        self.extents = ExtentMap(arena_bytes, 1 << 48 if index is None else index.rows)
-        self.sets = SetTable()
+        self.tenants, self.table, self.uses = tables.tenants, tables.table, tables.uses
+        self.extents, self.sets = tables.extents, tables.sets
+        self.policy, self.saving, self.listeners = policy, saving, listeners
         self.by_id: dict[int, RowClass] = {}
-        self.removed = RemovedRows()
-        self.left = LeftRows(seed)
-        self.tags = SessionTags(self.table)
-        self.kept = Retention(self.table, self.sets, self.tenants)
         self.of_namespace: dict[int, list[RowClass]] = {}
-        self._counters = counters
         self._extent_bytes = extent_bytes
         self._odd = odd_numbers(seed)
-        self.segments = SegmentIndex(segment_index_bytes, seed)
         self._odd_of_blocks = odd_numbers(seed + b"blocks")
         self._prints: dict[int, BlockPrints] = {}
         """By the number of blocks of a chunk."""
@@ -193,7 +128,7 @@ class RowClasses:
             id=next(self._ids),
             namespace=namespace,
             spec=spec,
-            log=UseLog(self.table, self.kept),
+            order=self.policy.order(),
             slots_per_set=self._slots_per_set(spec),
             index=index,
             blocks=self._new_blocks(spec),
@@ -211,7 +146,7 @@ class RowClasses:
         made = msgspec.structs.replace(
             row_class,
             id=next(self._ids),
-            log=UseLog(self.table, self.kept),
+            order=self.policy.order(),
             tenant=tenant,
             free=FreeSlots(),
             rows=[0] * len(STATE_NAMES),
@@ -265,9 +200,11 @@ class RowClasses:
         found: U64Array = keys.dot(self._odd_of_blocks) | np.uint64(1)
         return found
 
-    def remove(self, gone: Collection[RowClass], cause: str = "cleared") -> None:
-        """Remove classes, with those of all tenants. No lookup finds their rows from now on.
-        ``cause``: of ``left.CAUSES``.
+    def remove(
+        self, namespaces: Collection[int], gone: Collection[RowClass], cause: ClearCause
+    ) -> None:
+        """Remove the classes ``gone``, with those of all tenants. ``namespaces`` have no rows in
+        other classes. No lookup finds their rows from now on.
 
         Their extent sets become ``CLEARED``. Leases and reservations on their rows stay valid. A
         set whose rows nobody reads or writes is given back by ``RowAllocator.reclaim``, or earlier
@@ -275,18 +212,15 @@ class RowClasses:
         """
         every = [each for row_class in gone for each in row_class.of_tenants.values()]
         sets = np.flatnonzero(np.isin(self.sets.owner, [c.id for c in every]))
-        self.saving.remove("class", (c.id for c in every))
-        self._note_origins(sets, every, cause)
-        self.kept.drop_sets(sets)
+        told = ClassesGone([*namespaces], every, sets, cause)
+        for hook in self.listeners.gone:
+            hook(told)
         self.sets.owner[sets], self.sets.newest[sets] = CLEARED, NEVER
         self.sets.cleared += len(sets)
         for row_class in every:
             row_class.tenant.taken_bytes -= row_class.slots * row_class.spec.row_bytes
-            held = sum(row_class.rows[READY:]) * row_class.spec.row_bytes
-            self._counters["bytes_evicted_cleared"] += held
             del self.by_id[row_class.id]
         for row_class in gone:
-            self.removed.note_all(row_class.namespace)
             self._index_room += row_class.index.room
             if row_class.blocks is not None:
                 self._index_room += row_class.blocks.index.room
@@ -296,29 +230,20 @@ class RowClasses:
         self._cold = [index for index in self._cold if id(index) not in indexes]
         self._gone += every
 
-    def _note_origins(self, sets: I64Array, every: list[RowClass], cause: str) -> None:
-        """Record whose the extent sets ``sets`` of the classes ``every`` were."""
-        if len(sets):
-            every = sorted(every, key=lambda row_class: row_class.id)
-            origins = np.array([origin(c.namespace, c.spec.group, cause) for c in every])
-            ids = np.array([c.id for c in every])
-            self.sets.origin[sets] = origins[ids.searchsorted(self.sets.owner[sets])]
-
     def void(self, namespaces: Collection[Namespace]) -> None:
         """Void the seals of all rows of ``namespaces``, which are going to be cleared. If the
         daemon dies before the last is, the next one has none of these rows."""
         every = [t.id for ns in namespaces for c in ns.classes for t in c.of_tenants.values()]
         self.table.void(np.flatnonzero(np.isin(self.sets.owner, every)))
 
-    def clear(self, namespaces: Collection[Namespace], cause: str = "cleared") -> int:
+    def clear(self, namespaces: Collection[Namespace], cause: ClearCause = "cleared") -> int:
         """Replace the classes of ``namespaces`` by empty ones. Returns how many rows lookups could
-        find before. ``cause``: as for ``remove``."""
+        find before."""
         used = {c.id: c for ns in namespaces for c in ns.classes if c.slots or not c.undivided}
         every = [each for c in used.values() for each in c.of_tenants.values()]
         matched = sum(sum(each.rows[READY:]) for each in every)
-        self.remove(used.values(), cause)
+        self.remove([ns.id for ns in namespaces], used.values(), cause)
         for ns in namespaces:
-            self.segments.clear(ns.id)
             ns.classes = [self.add(c.spec, ns.id) if c.id in used else c for c in ns.classes]
         return matched
 

@@ -1,19 +1,24 @@
 """The states of rows: who may read, write or free a row.
 
 Law of this file: every change of a row's state goes through ``RowStates.move``, which also updates
-the counts of its extent set and its row class.
+the counts of its extent set and its row class. What becomes of rows is told to ``listeners``. No
+feature is named here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvass.core.rows.causes import Cause
 from kvass.core.rows.index import ABSENT
-from kvass.core.rows.row_classes import RowClass, RowClasses
+from kvass.core.rows.listeners import Entered, Left, Readable, Used
+from kvass.core.rows.row_class import RowClass
+from kvass.core.rows.row_classes import RowClasses
 from kvass.core.rows.row_table import (
     FAILED,
     FREE,
@@ -25,25 +30,23 @@ from kvass.core.rows.row_table import (
     TRANSIENT,
     WRITING,
 )
-from kvass.core.rows.use_times import UseTimes
 from kvass.types import I64Array, Slots, U64Array
 
 _IN_TRANSIT: Final = (WRITING, LOADING, QUARANTINED)
 _LEAVING: Final = (FAILED, TRANSIENT)
 """States whose rows are freed at their last unpin."""
-_INDEXED: Final = ~np.isin(range(len(STATE_NAMES)), (FREE, QUARANTINED, FAILED))
-"""By state, whether a row of a class is in the index of the class."""
+_LISTED: Final = ~np.isin(range(len(STATE_NAMES)), (FREE, QUARANTINED, FAILED))
+"""By state, whether a row has entered and has not left (``listeners.py``)."""
 
 
 class RowStates:
     """The states, pins and uses of the rows of all ``classes``."""
 
-    def __init__(self, classes: RowClasses, counters: dict[str, int]) -> None:
-        self.classes, self.table = classes, classes.table
-        self.uses = UseTimes()
+    def __init__(self, classes: RowClasses) -> None:
+        self.classes, self.table, self.uses = classes, classes.table, classes.uses
         self.pinned = 0
         """The number of pins on all rows. A pin that names a row twice counts twice."""
-        self._sets, self._counters = classes.sets, counters
+        self._sets, self._told = classes.sets, classes.listeners
         self._leaving = 0
         """How many rows are in the states ``_LEAVING``. While there are none, ``unpin`` is
         faster."""
@@ -69,53 +72,32 @@ class RowStates:
         without the chunks before it. Of other groups the deepest becomes the newest, because a hit
         needs only the rows at its end.
         """
-        if len(rows):
-            oldest_first = row_class.spec.layout.rules.oldest_first(rows)
-            stamps = self.table.stamp_rows(oldest_first)
-            if row_class.undivided:
-                row_class.log.touched(oldest_first, stamps)
-            else:
-                self._touch_each(oldest_first, stamps)
-            self._sets.newest[self.table.set_of[rows]] = self.table.clock - 1
-            if session is None:
-                return
-            self.classes.kept.used(rows, self.uses.now)
-            if self.classes.tags.any:
-                self.classes.tags.used(rows, session)
-                if self.classes.tags.has_ended(session):
-                    self.evict_first(rows[self.of_ended(rows)])
+        if not len(rows):
+            return
+        oldest_first = row_class.spec.layout.rules.oldest_first(rows)
+        stamps = self.table.stamp_rows(oldest_first)
+        self._sets.newest[self.table.set_of[rows]] = self.table.clock - 1
+        parts = [(row_class, oldest_first, stamps)]
+        if not row_class.undivided:
+            parts = self._of_tenants(oldest_first, stamps)
+        for owner, used, theirs in parts:
+            told = Used(owner, used, theirs, session, self.uses.now)
+            for hook in self._told.used:
+                hook(told)
 
-    def _touch_each(self, rows: I64Array, stamps: I64Array) -> None:
-        """Record the use of ``rows`` of several tenants in the log of each tenant's class."""
+    def _of_tenants(
+        self, rows: I64Array, stamps: I64Array
+    ) -> list[tuple[RowClass, I64Array, I64Array]]:
+        """``rows`` of several tenants, and their stamps, by the class of each tenant."""
         owners = self._sets.owner[self.table.set_of[rows]]
         order = np.argsort(owners, kind="stable")
         owners, rows, stamps = owners[order], rows[order], stamps[order]
         cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(rows)]
-        for begin, end in pairwise(cuts):
-            log = self.classes.by_id[int(owners[begin])].log
-            log.touched(rows[begin:end], stamps[begin:end])
-
-    # ------------------------------------------------------------ ended sessions
-
-    def of_ended(self, rows: I64Array) -> npt.NDArray[np.bool_]:
-        """Which of ``rows`` belong to sessions that have ended."""
-        return self.classes.tags.ended(rows, self.payers(rows))
-
-    def payers(self, rows: I64Array) -> I64Array:
-        """The id of the tenant that pays for each of ``rows``."""
-        payers: I64Array = self._sets.tenant[self.table.set_of[rows]]
-        return payers
-
-    def evict_first(self, rows: I64Array) -> None:
-        """Have ``rows``, each named once, evicted before all others of their classes, the least
-        recently used first."""
-        rows = self.classes.tags.list_new(rows)
-        self.classes.kept.drop(rows)
-        owners = self._sets.owner[self.table.set_of[rows]]
-        for owner in np.unique(owners).tolist():
-            if (row_class := self.classes.by_id.get(owner)) is not None:
-                theirs = rows[owners == owner]
-                row_class.log.ended.add(theirs[np.argsort(self.table.stamp[theirs])])
+        by_id = self.classes.by_id
+        return [
+            (by_id[int(owners[begin])], rows[begin:end], stamps[begin:end])
+            for begin, end in pairwise(cuts)
+        ]
 
     def slots(self, rows: I64Array) -> Slots:
         """Where the bytes of ``rows`` are in the arena."""
@@ -165,106 +147,114 @@ class RowStates:
         states = table.state[rows]
         leaving = states == FAILED if ahead else np.isin(states, _LEAVING)
         leaving &= table.pins[rows] == 0
-        leavers = np.unique(rows[leaving])
-        if (owner := self.class_of(leavers)) is not None:
-            transient = leavers[table.state[leavers] == TRANSIENT]
-            self._note_left(owner, transient, "not_retained")
-            left = len(transient) * owner.spec.row_bytes
-            self._counters["bytes_evicted_not_retained"] += left
-        self.free(leavers)
+        self.free(np.unique(rows[leaving]), "not_retained")
 
     # ------------------------------------------------------------ states
 
-    def note_blocks(self, row_class: RowClass, rows: I64Array, prints: U64Array, tail: int) -> None:
-        """Record the prints of the blocks of WRITING ``rows``: uint64, shape ``(len(rows),
-        chunk_blocks - 1)``. They leave out the last block of a chunk.
-
-        ``tail``: how many first blocks of the last row will be written; 0: all of them.
-        """
-        assert row_class.blocks is not None, "blocks of a class whose hits end with a chunk"
-        row_class.blocks.prints.note(rows, prints, tail)
-        if tail:
-            self.table.offered[rows[-1]] = True
+    def enter(
+        self, row_class: RowClass, rows: I64Array, keys: U64Array, state: int, session: int
+    ) -> None:
+        """Have FREE ``rows`` of ``row_class`` enter L1 in ``state``, WRITING or LOADING. No row of
+        its namespace and group has one of the ``keys``. ``session``: as of ``touch``."""
+        if len(rows):
+            self.move(rows, FREE, state)
+            self.table.key[rows] = keys
+            told = Entered(row_class, rows, session)
+            for hook in self._told.entered:
+                hook(told)
 
     def publish(self, rows: I64Array) -> I64Array:
         """Make WRITING ``rows`` readable, because every shard of them is written.
 
-        Returns those that may be flushed to tiers: all but tails, because a record always takes the
-        size of a whole row.
+        Returns those that may be flushed to tiers: all but tails.
         """
-        owner = self.class_of(rows)
-        if owner is None or owner.blocks is None:
-            self.move(rows, WRITING, READY)
-            return rows
-        tails = owner.blocks.prints.tails(rows)
+        tails = self.table.offered[rows]
         self.move(rows, WRITING, READY, tails)
-        whole = rows[~tails]
-        for row in owner.blocks.add(rows).tolist():
-            self._counters["tails_replaced"] += 1
-            if self.table.pins[row] > 0:
-                self.move(np.array([row]), READY, TRANSIENT)
-            else:
-                self._counters["bytes_evicted_replaced"] += owner.spec.row_bytes
-                self.free(np.array([row]))
-        return whole
+        self._tell_readable(rows)
+        return rows[~tails]
 
     def publish_loaded(self, rows: I64Array, retain: bool) -> None:
         """Make LOADING ``rows`` readable, because a tier has filled them. ``retain``: they stay in
         L1 after their last unpin."""
         self.move(rows, LOADING, READY if retain else TRANSIENT)
         self.table.offered[rows] = True
+        self._tell_readable(rows)
+
+    def _tell_readable(self, rows: I64Array) -> None:
+        """Tell that ``rows`` may be read, and let those go that they replace."""
+        if (owner := self.class_of(rows)) is None:
+            return
+        told = Readable(owner, rows)
+        for replaced in [hook(told) for hook in self._told.readable]:
+            if replaced is not None and len(replaced):
+                pinned = self.table.pins[replaced] > 0
+                for _, theirs in self._parts(replaced[pinned]):
+                    self.move(theirs, READY, TRANSIENT)
+                self.free(replaced[~pinned], "replaced")
 
     def fail(self, rows: I64Array) -> None:
         """Fail LOADING ``rows``, which their tier could not fill. No lookup finds them from now on.
         They are freed when no lookup waits for them."""
-        self._note_left(self.class_of(rows), rows, "load_failed")
-        self._unindex(rows)
-        self.move(rows, LOADING, FAILED)
+        self._leave(rows, LOADING, FAILED, "load_failed")
         self.free(rows[self.table.pins[rows] == 0])
 
-    def forget(self, rows: I64Array) -> None:
+    def forget(self, rows: I64Array, cause: Cause) -> None:
         """Forget readable ``rows`` of one class. No lookup finds them from now on. Those that are
         pinned are freed at their last unpin."""
         pinned = self.table.pins[rows] > 0
-        self.classes.kept.drop(rows)
-        self.free(rows[~pinned])
-        kept = rows[pinned]
-        self._note_removed(kept)
-        self._unindex(kept)
+        self.free(rows[~pinned], cause)
+        rows = rows[pinned]
         for state in (READY, TRANSIENT):
-            self.move(kept[self.table.state[kept] == state], state, FAILED)
+            self._leave(rows[self.table.state[rows] == state], state, FAILED, cause)
 
-    def discard(self, rows: I64Array, cause: str = "unfinished") -> None:
-        """Quarantine WRITING ``rows``: they will not become readable, but ranks may still write.
-        ``cause``: of ``left.CAUSES``."""
-        self._note_left(self.class_of(rows), rows, cause)
-        self._unindex(rows)
-        self.move(rows, WRITING, QUARANTINED)
+    def discard(self, rows: I64Array, cause: Cause = "unfinished") -> None:
+        """Quarantine WRITING ``rows``: they will not become readable, but ranks may still write."""
+        self._leave(rows, WRITING, QUARANTINED, cause)
 
-    def free(self, rows: I64Array) -> None:
-        """Free ``rows``, which nobody reads or writes. All are of one namespace and group."""
-        if not len(rows):
-            return
-        if self.classes.tenants.divided:
-            owners = self._sets.owner[self.table.set_of[rows]]
-            if (owners != owners[0]).any():
-                for owner in np.unique(owners):
-                    self.free(rows[owners == owner])
-                return
-        owner, states = self.class_of(rows), self.table.state[rows]
-        if self.classes.removed.noted:
-            self._note_removed(rows[states >= READY])
-        self._unindex(rows)
-        for before in np.bincount(states).nonzero()[0].tolist():
-            self.move(rows[states == before], before, FREE)
-        if owner is not None:
-            owner.free.give_back(rows)
+    def free(
+        self,
+        rows: I64Array,
+        cause: Cause | None = None,
+        own: bool = False,
+        orphaned: bool = False,
+    ) -> None:
+        """Free ``rows``, which nobody reads or writes. All are of one namespace and group.
 
-    def _note_left(self, owner: RowClass | None, rows: I64Array, cause: str) -> None:
-        """Record that ``rows`` of the class ``owner`` leave L1, or were not stored."""
-        if owner is not None:
-            where = owner.namespace, owner.spec.group
-            self.classes.left.note(*where, self.table.keys_of(rows), cause, self.uses.now)
+        ``cause``, ``own``, ``orphaned``: why those leave that have not left yet, as of ``Left``.
+        """
+        for owner, mine in self._parts(rows):
+            states = self.table.state[mine]
+            if owner is None:
+                for hook in self._told.reclaimed:
+                    hook(mine)
+            for before in np.bincount(states).nonzero()[0].tolist():
+                some = mine[states == before]
+                if owner is not None and _LISTED[before]:
+                    assert cause is not None, "rows leave without a cause"
+                    self._tell_left(owner, some, before, cause, own, orphaned)
+                self.move(some, before, FREE)
+            if owner is not None:
+                owner.free.give_back(mine)
+
+    def _leave(self, rows: I64Array, before: int, after: int, cause: Cause) -> None:
+        """Have ``rows`` of one class, all in state ``before``, leave L1 before they are freed."""
+        if (owner := self.class_of(rows)) is not None:
+            self._tell_left(owner, rows, before, cause)
+        self.move(rows, before, after)
+
+    def _tell_left(
+        self,
+        owner: RowClass,
+        rows: I64Array,
+        state: int,
+        cause: Cause,
+        own: bool = False,
+        orphaned: bool = False,
+    ) -> None:
+        keys, now = self.table.keys_of(rows), self.uses.now
+        told = Left(owner, rows, keys, state, cause, now, own, orphaned)
+        for hook in self._told.left:
+            hook(told)
 
     def move(
         self,
@@ -285,15 +275,13 @@ class RowStates:
             np.add.at(self._sets.used, sets, used)
         if after == FREE:
             self._sets.newest[sets[self._sets.used[sets] == 0]] = NEVER
-            self.classes.tags.freed(rows)
-            self.classes.kept.drop(rows)
         self._leaving += len(rows) * ((after in _LEAVING) - (before in _LEAVING))
         owner = self.class_of(rows)
         if owner is not None:
             owner.rows[before] -= len(rows)
             owner.rows[after] += len(rows)
-            if after >= READY > before:
-                self._counters["l1_in_bytes"] += len(rows) * owner.spec.row_bytes
+
+    # ------------------------------------------------------------ classes
 
     def class_of(self, rows: I64Array) -> RowClass | None:
         """The class of ``rows``, which are all of one class; ``None`` if there are no rows, or if
@@ -302,23 +290,20 @@ class RowStates:
             return None
         return self.classes.by_id.get(int(self._sets.owner[self.table.set_of[rows[0]]]))
 
-    def _note_removed(self, rows: I64Array) -> None:
-        """Record that readable ``rows`` leave L1, if a session wants to know that."""
-        owner = self.class_of(rows)
-        if owner is not None and self.classes.removed.noted:
-            keys = self.table.keys_of(rows)
-            self.classes.removed.note(owner.namespace, owner.spec.group, keys)
+    def by_class(self, rows: I64Array) -> Iterator[tuple[RowClass | None, I64Array]]:
+        """``rows`` by their class; ``None``: it was removed."""
+        owners = self._sets.owner[self.table.set_of[rows]]
+        for owner in np.unique(owners).tolist():
+            yield self.classes.by_id.get(owner), rows[owners == owner]
+
+    def _parts(self, rows: I64Array) -> Iterable[tuple[RowClass | None, I64Array]]:
+        """As ``by_class``, and faster, of rows of one namespace and group."""
+        if not len(rows):
+            return ()
+        if self.classes.tenants.divided:
+            return self.by_class(rows)
+        return ((self.class_of(rows), rows),)
 
     def _sets_of(self, rows: I64Array) -> I64Array:
         """The extent sets of ``rows`` as int64, with which ``np.add.at`` is twice as fast."""
         return self.table.set_of[rows].astype(np.int64)
-
-    def _unindex(self, rows: I64Array) -> None:
-        """Remove ``rows`` from the indexes in which they are."""
-        owner = self.class_of(rows)
-        if owner is not None:
-            known = rows[_INDEXED[self.table.state[rows]]]
-            self.classes.segments.left(owner.namespace, self.table.keys_of(known))
-            owner.index.remove(known)
-            if owner.blocks is not None:
-                owner.blocks.remove(rows)

@@ -147,8 +147,8 @@ class RowTable:
         self.slot: npt.NDArray[np.uint32] = self._records["slot"]
         self.state: npt.NDArray[np.uint8] = self._records["state"]
         self.offered: npt.NDArray[np.bool_] = self._records["offered"]
-        """Whether a tier loaded the row, or it was queued for tiers. ``--flush on_evict`` queues a
-        row once."""
+        """Whether a tier loaded the row, or it was queued for tiers, or it is a tail, which no tier
+        gets. ``--flush on_evict`` queues a row once."""
         self.read: npt.NDArray[np.bool_] = self._records["read"]
         """Whether a lookup hit the row."""
         self.entry: npt.NDArray[np.uint8] = self._records["entry"]

@@ -11,11 +11,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvass.core.rows.extents import ExtentSet
+from kvass.core.rows.listeners import ClassesGone, Listener
 from kvass.core.saved.directory import Entry, Kind, SavedSet
 from kvass.core.saved.index_file import SavedIndex
 
 
-class Saving:
+class Saving(Listener):
     """The writer of an index's directory. Until ``begin``, and without an index, it does
     nothing."""
 
@@ -34,6 +35,9 @@ class Saving:
         """Note that entries are gone."""
         if self._index is not None:
             self._index.directory.remove(kind, np.array([*ids], np.int64))
+
+    def gone(self, told: ClassesGone) -> None:
+        self.remove("class", (row_class.id for row_class in told.classes))
 
 
 def saved_set(made: ExtentSet, owner: int) -> SavedSet:

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvass.blend.match import ChunkMatcher, Chunks, entry_bytes
 from kvass.core.rows.index import ABSENT, KeyIndex, odd_numbers, repeated
+from kvass.core.rows.listeners import ClassesGone, Left, Listener
 from kvass.types import I64Array, U64Array
 
 SIZES: Final = 4
@@ -69,7 +70,7 @@ class NamespaceEntries(NamedTuple):
     in_tiers: bool
 
 
-class SegmentIndex:
+class SegmentIndex(Listener):
     """The indexed chunks of all namespaces.
 
     ``room_bytes``: the memory for each size of chunks. ``seed`` is secret.
@@ -115,11 +116,15 @@ class SegmentIndex:
         elif entries is not None and entries.in_tiers and not in_tiers:
             self.clear(namespace)
 
-    def left(self, namespace: int, keys: U64Array) -> None:
-        """Rows with these keys left L1: remove their entries, unless tiers may have the rows."""
-        entries = self.of.get(namespace)
+    def left(self, told: Left) -> None:
+        """Remove the entries of rows that left L1, unless tiers may have the rows."""
+        entries = self.of.get(told.row_class.namespace)
         if entries is not None and not entries.in_tiers:
-            self.forget(namespace, keys)
+            self.forget(told.row_class.namespace, told.keys)
+
+    def gone(self, told: ClassesGone) -> None:
+        for namespace in told.namespaces:
+            self.clear(namespace)
 
     def forget(self, namespace: int, keys: U64Array) -> None:
         """Neither L1 nor a tier has rows with these keys any more: remove their entries."""

@@ -14,7 +14,9 @@ from typing import Final
 
 import numpy as np
 
+from kvass.core.rows.policy import Policy
 from kvass.core.rows.row_states import RowStates
+from kvass.core.rows.session_tags import SessionTags
 from kvass.types import I64Array
 
 SLICE: Final = 4096
@@ -41,22 +43,21 @@ class SessionEnd:
         """The stamps at which the next slices end; the last slice is first. Empty: the search is
         not over."""
 
-    def go_on(self, rows: RowStates) -> bool:
+    def go_on(self, rows: RowStates, tags: SessionTags) -> bool:
         """Do the next slice. Returns whether it was the last one."""
-        if not rows.classes.tags.has_ended(self.tag, self.tenant):
+        if not tags.has_ended(self.tag, self.tenant):
             return True
         if not self._bounds:
-            self._find(rows)
+            self._find(rows, tags)
             if len(self._bounds) != 1:
                 return False
-        self._join(rows)
+        self._join(rows, tags.policy)
         return not self._bounds
 
-    def _find(self, rows: RowStates) -> None:
+    def _find(self, rows: RowStates, tags: SessionTags) -> None:
         """Find the rows of a slice."""
-        tags, begin = rows.classes.tags, self._next
-        found, self._next = tags.rows_of(self.tag, begin, SLICE)
-        found = found[rows.payers(found) == self.tenant]
+        found, self._next = tags.rows_of(self.tag, self._next, SLICE)
+        found = found[rows.classes.sets.tenant[rows.table.set_of[found]] == self.tenant]
         stamps = rows.table.stamp[found]
         order = np.argsort(stamps)
         self._parts.append((found[order], stamps[order]))
@@ -65,7 +66,7 @@ class SessionEnd:
             every = SLICE // _SAMPLED
             self._bounds = [_END, *sampled[every::every].tolist()[::-1]]
 
-    def _join(self, rows: RowStates) -> None:
+    def _join(self, rows: RowStates, policy: Policy) -> None:
         """Have the rows of a slice join those that are evicted first, unless they were used or
         freed since they were found."""
         bound, taken = self._bounds.pop(), []
@@ -76,4 +77,6 @@ class SessionEnd:
         found, stamps = map(np.concatenate, zip(*taken, strict=True))
         found = found[rows.table.stamp[found] == stamps]
         self.rows += len(found)
-        rows.evict_first(found)
+        for row_class, theirs in rows.by_class(found):
+            if row_class is not None:
+                policy.evict_first(row_class, theirs)

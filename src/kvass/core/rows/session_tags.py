@@ -7,8 +7,8 @@ Laws of this file:
 - Nothing here survives a restart, and nothing here says what a lookup finds.
 
 A *session* is a client's conversation. Engines name it by a tag of 32 bits (``types.session_tag``).
-Two sessions with one tag count as one. The columns take 12 bytes a row, from the first tag of a
-boot on.
+Two sessions with one tag count as one. The column takes 4 bytes a row, from the first tag of a boot
+on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.rows.row_table import NEVER, RowTable
+from kvass.core.rows.listeners import Entered, Left, Listener, Used
+from kvass.core.rows.policy import Policy
+from kvass.core.rows.tables import CoreTables
 from kvass.types import I64Array
 
 NO_SESSION: Final = 0
@@ -30,14 +32,13 @@ LOOK: Final = 8192
 """How many tags ``rows_of`` compares at a time."""
 
 
-class SessionTags:
-    """The tag of each row of ``table``."""
+class SessionTags(Listener):
+    """The tag of each row of ``tables``. ``policy`` is told which rows belong to sessions that have
+    ended."""
 
-    def __init__(self, table: RowTable) -> None:
-        self._table = table
+    def __init__(self, tables: CoreTables, policy: Policy) -> None:
+        self._table, self._sets, self.policy = tables.table, tables.sets, policy
         self._tags: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
-        self._listed: I64Array = np.empty(0, np.int64)
-        """The stamp that a row had when it was listed among those that are evicted first."""
         self._ended: dict[int, int] = {}
         """The sessions that have ended, with the id of the tenant that ended each. The oldest is
         first."""
@@ -51,19 +52,24 @@ class SessionTags:
         """The number of rows that may have a tag."""
         return len(self._tags)
 
-    def stored(self, rows: I64Array, session: int) -> None:
-        """A request of ``session`` stores the new ``rows``."""
-        if session or self.any:
+    def entered(self, told: Entered) -> None:
+        """A request of the session stores new rows."""
+        if told.session or self.any:
             self._fit()
-            self._tags[rows] = session
+            self._tags[told.rows] = told.session
 
-    def used(self, rows: I64Array, session: int) -> None:
-        """A request of ``session`` uses ``rows``. Those of other sessions lose their tag."""
-        if self.any:
-            self._tags[rows[self.of(rows) != session]] = NO_SESSION
+    def used(self, told: Used) -> None:
+        """A request of a session uses rows. Those of other sessions lose their tag."""
+        if told.session is None or not self.any:
+            return
+        self._tags[told.rows[self.of(told.rows) != told.session]] = NO_SESSION
+        if self.has_ended(told.session):
+            self.policy.evict_first(told.row_class, told.rows[self.ended(told.rows)])
 
-    def freed(self, rows: I64Array) -> None:
-        """``rows`` are FREE now."""
+    def left(self, told: Left) -> None:
+        self.reclaimed(told.rows)
+
+    def reclaimed(self, rows: I64Array) -> None:
         if self.any:
             self._fit()
             self._tags[rows] = NO_SESSION
@@ -87,15 +93,6 @@ class SessionTags:
             begin, most = min(begin + LOOK, size), most - len(found[-1])
         return np.concatenate(found) if found else np.empty(0, np.int64), begin
 
-    def list_new(self, rows: I64Array) -> I64Array:
-        """Note that ``rows``, each named once, are among those that are evicted first. Returns
-        those that were not: a row leaves when it is used or freed."""
-        self._fit()
-        stamps = self._table.stamp[rows]
-        new: I64Array = rows[self._listed[rows] != stamps]
-        self._listed[rows] = stamps
-        return new
-
     # ------------------------------------------------------------ ends
 
     def end(self, session: int, tenant: int, joining: Container[int] = ()) -> None:
@@ -110,12 +107,11 @@ class SessionTags:
         """A request of ``session`` begins, so the session has not ended."""
         self._ended.pop(session, None)
 
-    def ended(self, rows: I64Array, tenants: I64Array) -> npt.NDArray[np.bool_]:
-        """Which of ``rows`` belong to sessions that have ended. ``tenants``: the id of the tenant
-        that pays for each."""
+    def ended(self, rows: I64Array) -> npt.NDArray[np.bool_]:
+        """Which of ``rows`` belong to sessions that have ended."""
         over = np.zeros(len(rows), np.bool_)
         if self._ended and self.any:
-            tags = self.of(rows)
+            tags, tenants = self.of(rows), self._sets.tenant[self._table.set_of[rows]]
             for tag in self._ended.keys() & np.unique(tags).tolist():
                 over |= (tags == tag) & (tenants == self._ended[tag])
         return over
@@ -130,6 +126,4 @@ class SessionTags:
         if len(self._tags) < len(self._table):
             tags = np.zeros(len(self._table), np.uint32)
             tags[: len(self._tags)] = self._tags
-            listed = np.full(len(self._table), NEVER)
-            listed[: len(self._listed)] = self._listed
-            self._tags, self._listed = tags, listed
+            self._tags = tags

@@ -28,30 +28,28 @@ class SetTable:
     FREE or it is cleared. ``held``: the pins on its rows plus its rows that are WRITING, LOADING or
     QUARANTINED. A set whose ``held`` is 0 may be given back. ``used``: its rows that are not FREE.
     ``first``, ``slots``: its first row and the number of its rows. ``tenant``: the id of the tenant
-    that pays for it. ``bytes``: its size in the arena. ``origin``: of a ``CLEARED`` set, whose it
-    was and why it was cleared (``left.origin``). ``kept``: how many of its rows are retained.
+    that pays for it. ``bytes``: its size in the arena.
     """
 
     def __init__(self) -> None:
-        self._view(np.empty((10, 0), np.int64))
+        self._view(np.empty((8, 0), np.int64))
         self.cleared = 0
         """The number of ``CLEARED`` sets."""
 
     def _view(self, columns: I64Array) -> None:
         self._columns = columns
         self.owner, self.newest, self.held, self.used, *rest = columns
-        self.first, self.slots, self.tenant, self.bytes, self.origin, self.kept = rest
+        self.first, self.slots, self.tenant, self.bytes = rest
 
     def add(self, made: ExtentSet, owner: int, tenant: int) -> None:
         """Enter a new extent set of a row class and a tenant."""
         if made.id >= (known := len(self.owner)):
-            columns = np.zeros((10, 2 * made.id + 1), np.int64)
+            columns = np.zeros((8, 2 * made.id + 1), np.int64)
             columns[:, :known] = self._columns
             self._view(columns)
             self.owner[known:], self.newest[known:] = NOBODY, NEVER
         self.owner[made.id], self.newest[made.id] = owner, NEVER
         self.first[made.id], self.slots[made.id] = made.first_row, made.slots
-        self.kept[made.id] = 0
         self.tenant[made.id], self.bytes[made.id] = tenant, sum(made.extent_bytes)
 
     def rows_of(self, sets: I64Array) -> I64Array:

@@ -23,7 +23,8 @@ from typing import Final
 from kvass.core.effects import Emptied, EpochIs, Records, TierClear, TierEpoch
 from kvass.core.pending.tier_operations import Clearing, Emptying, NotingEpoch
 from kvass.core.pending.tier_state import TierState
-from kvass.core.rows.row_classes import Namespace, RowClass
+from kvass.core.rows.row_class import RowClass
+from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
 from kvass.messages import Cleared, Error
 from kvass.types import U64Array

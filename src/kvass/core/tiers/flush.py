@@ -26,7 +26,7 @@ from kvass.core.effects import Stored, TierStore
 from kvass.core.pending.follow_ups import FirstHit, Published
 from kvass.core.pending.tier_operations import Flushing
 from kvass.core.pending.tier_state import Queued, TierState
-from kvass.core.rows.row_classes import RowClass
+from kvass.core.rows.row_class import RowClass
 from kvass.core.rows.row_table import READY, ClassRows
 from kvass.core.state import State
 from kvass.core.tiers import epochs
@@ -76,7 +76,7 @@ def queue_next_victims(state: State) -> None:
     if state.config.flush == "on_evict" and state.classes.extents.free_bytes <= size // _ROOM_SHARE:
         for row_class in state.classes.by_id.values():
             if len(row_class.free) * row_class.spec.row_bytes <= size // _ROOM_SHARE:
-                _queue_new(state, row_class, row_class.log.oldest(_AHEAD, state.rows.table.clock))
+                _queue_new(state, row_class, row_class.order.oldest(_AHEAD, state.rows.table.clock))
 
 
 def hit_first(state: State, told: list[FirstHit]) -> None:
@@ -99,7 +99,7 @@ def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
 
 def _queue(state: State, part: ClassRows, tiers: list[TierState]) -> None:
     """Queue rows, unless they belong to a session that has ended."""
-    if (over := state.rows.of_ended(part.rows)).any():
+    if (over := state.features.tags.ended(part.rows)).any():
         part = ClassRows(part.row_class, part.rows[~over])
     state.rows.table.offered[part.rows] = True
     row_class = state.classes.by_id.get(part.row_class)  # None: cleared, and then dropped

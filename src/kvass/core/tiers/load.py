@@ -13,7 +13,8 @@ import numpy as np
 from kvass.core.effects import Loaded, TierLoad
 from kvass.core.pending.promotion import Promotion
 from kvass.core.pending.tier_operations import Loading
-from kvass.core.rows.row_classes import Namespace, RowClass
+from kvass.core.rows.row_class import RowClass
+from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import LOADING, ClassRows
 from kvass.core.state import State
 from kvass.core.tiers import epochs, flush
@@ -38,7 +39,7 @@ def load(
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
-            state.rows.free(taken)
+            state.rows.free(taken, "not_loaded")
         return cut
     for c, w, taken, home in zip(classes, wanted, rows, promotion.homes, strict=True):
         state.rows.touch(c, taken)
