@@ -17,8 +17,9 @@ in_folder = cmp -s requirements/$(1).txt $(2)/.made-from || { echo "== $(1) into
   && $(PIP) --quiet --no-deps --target $(2) -r requirements/$(1).txt && cp requirements/$(1).txt $(2)/.made-from; }
 SEEDS  ?= 10000
 MINUTES ?= 10
-# Processes that share the tests (tests/side_by_side.py); 0: pytest itself runs them, for --pdb.
-WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 2 || echo 0)
+# Processes that share the tests (tests/side_by_side.py): one more than cores, because many tests wait for
+# a daemon or an engine. 0: pytest itself runs them, for --pdb.
+WORKERS ?= $(shell [[ $$(nproc) -gt 1 ]] && echo 3 || echo 0)
 
 .PHONY: help setup demo demo-sglang demo-upgrade quick test test-all test-versions test-sglang test-upstream check docs locks mutants sim soak bench bench-check bench-peers judge clean
 

@@ -1,4 +1,4 @@
-"""Tests in several processes at once (``make test`` runs two): which share a process, and when.
+"""Tests in several processes at once (``make test`` runs three): which share a process, and when.
 
 pytest-xdist hands out the groups that this file forms, in the order in which they come. Its own
 ``--dist loadgroup`` marks tests by an attribute that pytest 9.2 no longer has. It also cannot keep
