@@ -163,7 +163,7 @@ def test_preemption_under_a_tiny_budget(
     loaded = 0
     for _ in range(10):  # computed and stored; then loaded
         small.reset_hooks()
-        answers = small.generate(*(Prompt(tokens, 120) for tokens in prompts))
+        answers = small.generate(*(Prompt(tokens, 80) for tokens in prompts))
         assert small.hooks().preemptions > 0
         for tokens, answer in zip(prompts, answers, strict=True):
             judge.check(tokens, answer, alike=False)

@@ -292,8 +292,8 @@ def strike(
     it to copy is copied. What was owed then; nothing is, soon after vLLM has ended the engine."""
     pids = [engine.pid, *engine.ranks]
     victim = engine.ranks[rank]
-    watched(engine, Settings(copy_delay_s=2.0))
-    engine.arm(hook, "after", [(victim, signal.SIGSTOP, 3.0)], rank=rank)
+    watched(engine, Settings(copy_delay_s=1.0))
+    engine.arm(hook, "after", [(victim, signal.SIGSTOP, 1.5)], rank=rank)
     engine.submit(Prompt(tokens))
     until(lambda: state(victim) == "T", "the rank to stop in the middle")
     held = daemon.status()
