@@ -23,7 +23,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Final
 
+import _hypothesis_pytestplugin
 import pytest
+import pytest_timeout
 from hypothesis import Phase, settings
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -96,10 +98,9 @@ def unit_tests(*args: str) -> str:
     )
     os.chdir(ROOT)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to import them all takes half the time
-    plugins = "-p pytest_timeout -p _hypothesis_pytestplugin -p no:cacheprovider"
-    options = f"-x -q -s --tb=no {plugins} --hypothesis-profile=once"
-    with redirect_stdout(io.StringIO()) as said:
-        status = pytest.main([*options.split(), *args])
+    options = "-x -q -s --tb=no -p no:cacheprovider --hypothesis-profile=once"
+    with redirect_stdout(io.StringIO()) as said:  # plugins by name are looked for in all packages
+        status = pytest.main([*options.split(), *args], [pytest_timeout, _hypothesis_pytestplugin])
     lines = [x for x in said.getvalue().splitlines() if x.startswith(("FAILED ", "ERROR "))]
     assert bool(lines) == bool(status), said.getvalue()
     return "".join(lines[:1])

@@ -8,7 +8,10 @@ from multiprocessing import get_context
 from multiprocessing.pool import Pool
 from typing import Final
 
-PRELOADED: Final = ["hypothesis", "numpy", "pytest", "kvass.client.parallel", "kvass.wire.framing"]
+PRELOADED: Final = [
+    *("hypothesis", "numpy", "pytest", "kvass.client.parallel", "kvass.wire.framing"),
+    *("asyncio", "numpy.random", "pdb", "tests.conftest", "tests.support.mutants", "unittest.mock"),
+]
 """These import nothing of ``kvass.core``, which a mutant changes before it is imported."""
 
 
