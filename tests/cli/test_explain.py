@@ -16,10 +16,10 @@ from kvass.cli.bench.rig import WIDTH
 from kvass.cli.explain import lines
 from kvass.cli.main import main
 from kvass.client.explanation import CAUSES, REASONS, is_request, sentence, span, users_id
+from kvass.client.lookups import CLIENTS
 from kvass.core.explain import HINTS
 from kvass.core.metrics import MISSES
 from kvass.core.rows import causes
-from kvass.engine.explain import CLIENTS
 from kvass.testing.daemon import running_daemon
 from kvass.types import SHORT_NAME, short_name
 

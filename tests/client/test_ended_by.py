@@ -25,7 +25,7 @@ from kvass.messages import (
     Welcome,
     context_of,
 )
-from tests.client.test_scheduler import CHUNKS, DIGESTS, WIDTH, hasty, match
+from tests.client.test_scheduler import CHUNKS, DIGESTS, WIDTH, hasty
 from tests.support.waiting import eventually
 from tests.support.wire.scripted_daemon import ScriptedDaemon
 
@@ -40,6 +40,13 @@ def scheduler(daemon: ScriptedDaemon, registration: Register) -> Iterator[Schedu
     client.connect(5)
     yield client
     client.close()
+
+
+def ended_by(client: SchedulerClient, request: str = "r", first: int = 0) -> str:
+    """Why a miss is one; empty while the answer is pending, too."""
+    found = client.look_up(request, DIGESTS, WIDTH, first)
+    assert found.match is PENDING or found.match is None
+    return found.why
 
 
 def explains(daemon: ScriptedDaemon) -> None:
@@ -60,24 +67,18 @@ def test_the_daemon_says_it(daemon: ScriptedDaemon, scheduler: SchedulerClient) 
             Matched(seq=message.seq, boot=daemon.boot, first=first, chunks=first, why="evicted")
         ]
 
-    assert scheduler.ended_by("r") == ""
     daemon.answers[Lookup] = missed
-    assert match(scheduler) is None
-    assert scheduler.ended_by("r") == "evicted"
+    assert ended_by(scheduler) == "evicted"
     context = RequestContext(
         prompt_tokens=1000, local_tokens=32, if_absent="other_salt", tenant="t"
     )
-    scheduler.match("r", DIGESTS, WIDTH, 0, context)
+    scheduler.look_up("r", DIGESTS, WIDTH, 0, context)
     asked = context_of(daemon.got(Lookup)[-1])
     assert asked.budget_ms, "which the client adds"
     assert asked == msgspec.structs.replace(context, budget_ms=asked.budget_ms)
     daemon.answers[Lookup] = daemon.hit
-    match(scheduler, first=1)
-    assert scheduler.ended_by("r") == ""
-    assert match(scheduler, first=CHUNKS) is None
-    assert scheduler.ended_by("r") == "", "nothing was to be asked"
-    scheduler.give_back("r")
-    assert scheduler.ended_by("r") == ""
+    assert scheduler.look_up("r", DIGESTS, WIDTH, 1).why == ""
+    assert ended_by(scheduler, first=CHUNKS) == "", "nothing was to be asked"
 
 
 def test_the_second_lookup_does_not_change_the_reason(
@@ -91,27 +92,23 @@ def test_the_second_lookup_does_not_change_the_reason(
         return [daemon.miss(message)[0] if message.again else reply]
 
     daemon.answers[Lookup] = one_chunk
-    scheduler.match("r", DIGESTS, WIDTH, 0, blocks=lambda _: DIGESTS[:WIDTH])
+    found = scheduler.look_up("r", DIGESTS, WIDTH, 0, blocks=lambda _: DIGESTS[:WIDTH])
     assert len(daemon.got(Lookup)) == 2
-    assert scheduler.ended_by("r") == "absent"
+    assert found.why == "absent"
 
 
 def test_a_daemon_that_is_late_refuses_or_is_gone(
     daemon: ScriptedDaemon, scheduler: SchedulerClient
 ) -> None:
     daemon.answers[Lookup] = lambda m: [Error(seq=m.seq, code="limit", text="no")]
-    assert match(scheduler, "refused") is None
-    assert scheduler.ended_by("refused") == "refused"
+    assert ended_by(scheduler, "refused") == "refused"
     daemon.answers[Lookup] = lambda m: []
     hasty(scheduler, budget_s=0.05)
-    eventually(lambda: match(scheduler, "late") is not PENDING)
-    assert scheduler.ended_by("late") == "no_answer"
-    eventually(lambda: match(scheduler, "next") is not PENDING)
-    assert scheduler.ended_by("next") == "no_answer"
+    assert eventually(lambda: ended_by(scheduler, "late") == "no_answer")
+    assert eventually(lambda: ended_by(scheduler, "next") == "no_answer")
     daemon.kill()
     eventually(lambda: not scheduler.connected)
-    assert match(scheduler, "gone") is None
-    assert scheduler.ended_by("gone") == "no_daemon"
+    assert ended_by(scheduler, "gone") == "no_daemon"
 
 
 def test_too_many_requests_are_open_and_a_clear_is_not_confirmed(
@@ -120,15 +117,13 @@ def test_too_many_requests_are_open_and_a_clear_is_not_confirmed(
     daemon.answers[Ping] = lambda m: []
     while scheduler.submit(Ping()):
         pass
-    assert match(scheduler) is None
-    assert scheduler.ended_by("r") == "not_sent"
+    assert ended_by(scheduler) == "not_sent"
     assert len(daemon.got(Ping, MAX_UNANSWERED)) == MAX_UNANSWERED
     daemon.answers[Clear] = lambda m: []
     daemon.restart()
     eventually(lambda: scheduler.connected)
     assert not scheduler.clear(0.01)
-    assert match(scheduler) is None
-    assert scheduler.ended_by("r") == "clearing"
+    assert ended_by(scheduler) == "clearing"
 
 
 def test_notes_wait_for_a_daemon_and_an_older_one_gets_none(

@@ -18,7 +18,7 @@ from kvass.messages import (
     RequestContext,
     Welcome,
 )
-from tests.client.test_scheduler import held, match
+from tests.client.test_scheduler import DIGESTS, WIDTH, held, match
 from tests.support.wire.scripted_daemon import ScriptedDaemon
 
 ONE, OTHER = LookupResult("r", 64, 48), LookupResult("s", 64)
@@ -47,7 +47,7 @@ def test_results_are_sent_with_the_next_message_and_once(
     daemon.welcome = knows_results
     client = connected(daemon, registration)
     for result in (ONE, OTHER):
-        client.report(result, client.counting_boot)
+        client.report(result, daemon.boot)
     client.new_step()
     assert got(daemon, client) == []
     assert not client.handed_over([7], [], daemon.boot), "of another connection"
@@ -68,7 +68,7 @@ def test_without_another_message_they_are_sent_a_little_later_or_at_once_if_aske
 ) -> None:
     daemon.welcome = knows_results
     client = connected(daemon, registration)
-    client.report(ONE, client.counting_boot)
+    client.report(ONE, daemon.boot)
     monkeypatch.setattr(results, "SEND_S", 0.0)
     client.new_step()
     client.new_step()
@@ -81,7 +81,7 @@ def test_without_another_message_they_are_sent_a_little_later_or_at_once_if_aske
     told = got(daemon, client)[1:]
     assert [(m.results, m.prefill_tokens_s) for m in told] == [((), 9.5)], "a speed that is new"
     for _ in range(MOST_RESULTS + 1):
-        client.report(OTHER, client.counting_boot)
+        client.report(OTHER, daemon.boot)
     assert [len(m.results) for m in got(daemon, client)[2:]] == [MOST_RESULTS]
     client.close()
     assert [len(m.results) for m in daemon.got(HandedOver, 4)[3:]] == [1]
@@ -94,7 +94,7 @@ def test_a_daemon_that_counts_answers_gets_none(
     client = connected(daemon, registration)
     assert match(client, context=REPORTED)
     assert not daemon.got(Lookup)[0].reported
-    assert client.counting_boot == b""
+    assert client.look_up("r", DIGESTS, WIDTH, 0).boot == b""
     client.close()
     daemon.welcome = knows_results
     client = connected(daemon, registration)
@@ -113,7 +113,7 @@ def test_a_result_of_a_former_run_of_the_daemon_costs_those_of_this_one_nothing(
 ) -> None:
     daemon.welcome = knows_results
     client = connected(daemon, registration)
-    client.report(ONE, client.counting_boot)
+    client.report(ONE, daemon.boot)
     client.report(OTHER, b"the boot before")
     client.report_all()
     assert [each.results for each in got(daemon, client)] == [(ONE,)]

@@ -52,7 +52,7 @@ def test_a_prompt_that_was_seen_under_another_salt() -> None:
 
 def test_a_prompt_that_was_seen_with_another_adapter(tmp_path: Path) -> None:
     client, world = rig()
-    explainer = world.connector._planner._explain
+    explainer = world.connector._planner._asking._explain
     assert asked(client, world, "a").if_absent == ""
     request = world.add("b", PROMPT, lora=tmp_path / "lora", max_tokens=1)
     planner = world.connector._planner
@@ -66,12 +66,12 @@ def test_what_is_remembered_is_bounded_and_keyed(monkeypatch: pytest.MonkeyPatch
     client, world = rig()
     for number in range(4):
         asked(client, world, f"p{number}", tokens=range(number, number + 40))
-    explainer = world.connector._planner._explain
+    explainer = world.connector._planner._asking._explain
     assert len(explainer._spaces) == 2
     for number in range(4):
         asked(client, world, f"s{number}", salt=str(number))
     assert max(map(len, explainer._spaces.values())) == 2
-    other = rig()[1].connector._planner._explain
+    other = rig()[1].connector._planner._asking._explain
     assert explainer._hash(b"x") != other._hash(b"x")
 
 
@@ -110,7 +110,7 @@ def test_without_a_daemon_notes_wait_and_the_oldest_go() -> None:
     world.add("b", range(500, 540), max_tokens=1)
     world.run(client)
     assert noted(client) == {"told": "no_daemon"}
-    explainer = world.connector._planner._explain
+    explainer = world.connector._planner._asking._explain
     client.connected = False
     world.add("waits", PROMPT)
     state = world.connector._planner._requests["waits"]
@@ -124,7 +124,7 @@ def test_without_a_daemon_notes_wait_and_the_oldest_go() -> None:
 def test_weights_without_a_name_and_weights_that_changed() -> None:
     client, world = stored()
     client.connected = False
-    explainer = world.connector._planner._explain
+    explainer = world.connector._planner._asking._explain
     vars(explainer._setup)["weights"] = Future()
     told(client, world, PROMPT)
     client.connected = True
@@ -161,10 +161,10 @@ def test_a_request_that_waits_is_noted_once() -> None:
     world.add("b", PROMPT)
     for _ in range(3):
         assert planner.match("b", 0) == 0
-    (note,) = planner._explain._notes.values()
+    (note,) = planner._asking._explain._notes.values()
     first = note.when_s
     planner.match("b", 0)
-    assert next(iter(planner._explain._notes.values())).when_s == first
+    assert next(iter(planner._asking._explain._notes.values())).when_s == first
 
 
 def test_a_match_that_ends_inside_the_engines_own_hit_says_why(
@@ -180,11 +180,10 @@ def test_a_match_that_ends_inside_the_engines_own_hit_says_why(
         return match
 
     why: list[str] = []
-    explainer = world.connector._planner._explain
-    answered = explainer.answered
+    explainer = world.connector._planner._asking._explain
     monkeypatch.setattr(client, "match", found)
     monkeypatch.setattr(client, "ended_by", lambda name: "evicted" if name in client.held else "")
-    monkeypatch.setattr(explainer, "answered", lambda *args: why.append(answered(*args)))
+    monkeypatch.setattr(explainer, "answered", lambda _, answer, __: why.append(answer.why))
     world.add("b", range(100), max_tokens=1)
     world.run(client)
     assert client.released == [77]

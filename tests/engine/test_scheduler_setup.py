@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_both_sides_of_an_engine_know_the_user_of_the_daemon() -> None:
 
     configs = make_configs(blocks=8, options={"kvass.daemon_uid": 54_321})
     one = read_setup(*configs)
-    planner, copier = Planner(one), Copier(one, 0, Boundary())
+    planner, copier = Planner(one, Mock()), Copier(one, 0, Boundary())
     (tensor,) = configs[1].kv_cache_tensors
     pages = torch.zeros(tensor.size, dtype=torch.uint8)
     each = {name: pages[i * tensor.layer_stride :] for i, name in enumerate(tensor.layers)}

@@ -12,6 +12,7 @@ import pytest
 from kvass.connectors.vllm.adapt import KVConnectorRole
 from kvass.connectors.vllm.entry import KvassConnector
 from kvass.connectors.vllm.shadow_connector import ShadowConnector
+from kvass.engine.request_state import Answer
 from kvass.engine.shadow import FIRST_LENGTH, UNPRICED, ShadowHit, SpeedByLength
 from kvass.engine.step_work import Compared, GroupCompared, Load, comparable
 from kvass.errors import ConfigError
@@ -95,7 +96,7 @@ def test_an_engine_that_ends_sends_its_last_figures() -> None:
     world.add("b", PROMPT, max_tokens=8)
     world.step()
     client.shadow = None
-    world.connector.shadow._looked_up(7, 3)
+    world.connector.shadow.lookups.allocated(None, Answer(0, 3, None, asked=7), 0)
     world.connector.shutdown()
     assert report(client).lookup_tokens == 2 * HIT + 7
 
@@ -207,7 +208,7 @@ def test_a_check_holds_a_quarter_of_the_blocks_at_most() -> None:
 def test_a_hit_of_which_nothing_may_be_compared_gives_its_lease_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvass.engine.stores.POOL_SHARE", 1 << 20)  # not one row has room
+    monkeypatch.setattr("kvass.engine.held_blocks.POOL_SHARE", 1 << 20)  # not one row has room
     client, world = stored()
     world.add("b", PROMPT, max_tokens=1)
     _, work = world.schedule()

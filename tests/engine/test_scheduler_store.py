@@ -210,7 +210,7 @@ def test_a_tail_whose_chunk_is_complete_meanwhile_is_waited_for_no_more() -> Non
     world.add("a", range(BLOCK + 1), max_tokens=60)
     world.step()
     planner = world.connector._planner._stores
-    planner._reserves.backoff.steps_left = 16
+    planner._backoff.steps_left = 16
     for _ in range(16):
         world.step()
     client.missing = False

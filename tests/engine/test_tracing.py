@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvass.engine import tracing
+from kvass.engine.request_state import Answer
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.tiers import faulty
 from tests.support.vllm.ranks import CopyGate, StubModelEngine, until
@@ -86,7 +87,7 @@ def test_a_request_that_loads_from_a_tier(
     (tmp_path / "hold-load").touch()
     request = engine.world.add("second", PROMPT)
     request.trace_headers = HEADERS
-    until(lambda: engine.step() and engine.client.promoting("second"), "the promotion")
+    until(lambda: engine.step() and engine.client.session.requests.promoting, "the promotion")
     assert exporter.get_finished_spans() == ()
     (tmp_path / "hold-load").unlink()
     until(lambda: engine.step().num_scheduled_tokens, "the request's first tokens")
@@ -127,12 +128,12 @@ def test_a_load_that_is_late_is_an_error(daemon: Daemon, exporter: InMemorySpanE
 
 def test_ids_do_not_repeat_where_random_is_seeded(exporter: InMemorySpanExporter) -> None:
     """vLLM seeds it alike in all its processes."""
-    request: Any = SimpleNamespace(name="first", trace="")
+    state: Any = SimpleNamespace(request=SimpleNamespace(name="first", trace=""))
     for _ in range(2):
         random.seed(0)
         traced = tracing.begin()
         assert traced is not None
-        traced.lookup_ended(request, 96, 0)
+        traced.answered(state, Answer(0, 0, None, asked=96), True)
     contexts = [span.context for span in exporter.get_finished_spans() if span.context]
     assert len({one.span_id for one in contexts}) == len({one.trace_id for one in contexts}) == 2
 

@@ -1,4 +1,8 @@
-"""The sentences of ``kvass explain``, from the fields of a lookup (``messages.Explained``)."""
+"""The reasons of ``kvass explain``: their sentences, from the fields of a lookup
+(``messages.Explained``), and which of them the client of a request is told.
+
+Law of this file: a client is told no reason that says whether somebody else computed its prompt.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,17 @@ CAUSES: Final[dict[str, str]] = {
     "kept": "{Rest} was evicted{ago} although it was retained, because nothing else could go.",
     "ended": "{Rest} was evicted{ago} before others, because its client had ended its session.",
 }
+TOLD: Final = frozenset(
+    {
+        *("", "own_hit"),  # a hit shows in the latency, too
+        *("too_short", "too_long", "no_hashes", "not_read"),
+        *("no_daemon", "no_answer", "refused", "not_sent", "clearing", "ranks_missing"),
+        *("weights_unnamed", "weights_changed", "loads_off"),
+    }
+)
+"""The reasons that a client is told: of hits, of its own request, of the whole service."""
+NOT_FOUND: Final = "not_found"
+"""What a client is told instead of any other reason."""
 _CAUSE_OF: Final = {
     "evicted": "capacity",
     "over_quota": "quota",
@@ -71,6 +86,11 @@ _CAUSE_OF: Final = {
 }
 """The cause that is told of a reason if its own is not known."""
 _SPANS: Final = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def told(why: str) -> str:
+    """What the client of a request is told of the reason ``why``."""
+    return why if why in TOLD else NOT_FOUND
 
 
 def users_id(request: str) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -41,6 +41,27 @@ class Pending:
 
 
 PENDING: Final = Pending()
+
+
+UNASKED: Final = ("no_daemon", "not_sent", "clearing")
+"""The reasons in ``Found.why`` of lookups that no daemon got."""
+CLIENTS: Final = (*UNASKED, "no_answer", "refused")
+"""The reasons in ``Found.why`` that the daemon does not know."""
+
+
+class Found(NamedTuple):
+    """The answer to a lookup."""
+
+    match: Match | Pending | None
+    """The match, which is held for the request; None: a miss. ``PENDING``: ask again."""
+    why: str = ""
+    """Why no more matched (docs/explain.md); empty if nothing more could."""
+    kept: int = 0
+    """How many first chunks of the request are retained, as the daemon said last."""
+    boot: bytes = b""
+    """The run of the daemon that counts the result of the lookup; empty: none does."""
+    promoting: bool = False
+    """Whether a pending answer waits for tiers, or for what another engine stores."""
 
 
 class LookupState(Enum):
@@ -149,12 +170,23 @@ class Lookups:
         self._chunk_tokens = chunk_tokens
         self._of: dict[str, RequestLookup] = {}
 
-    def match(
-        self, request: str, message: Lookup, blocks: BlockHashes | None
-    ) -> Match | Pending | None:
-        """Do what ``SchedulerClient.match`` says. ``message`` says what to look up."""
-        client, wait_s = self._client, 0.0
+    def look_up(self, request: str, message: Lookup, blocks: BlockHashes | None) -> Found:
+        """Do what ``SchedulerClient.look_up`` says. ``message`` says what to look up."""
         lookup = self._of.setdefault(request, RequestLookup())
+        match = self._match(lookup, message, blocks)
+        if isinstance(match, Pending):
+            session = lookup.session
+            waits = session is not None and lookup.seq in session.requests.promoting
+            return Found(match, promoting=waits)
+        session, boot = self._client.session, b""
+        if lookup.why not in UNASKED and session is not None and counts_results(session):
+            boot = session.boot
+        return Found(match, lookup.why, lookup.kept, boot)
+
+    def _match(
+        self, lookup: RequestLookup, message: Lookup, blocks: BlockHashes | None
+    ) -> Match | Pending | None:
+        client, wait_s = self._client, 0.0
         if lookup.first != message.first or self._lapsing(lookup):
             self._void(lookup)
         if lookup.match is None and not lookup.in_flight:
@@ -191,16 +223,6 @@ class Lookups:
         self.give_back(request)
         return taken
 
-    def ended_by(self, request: str) -> str:
-        """Why the last match of ``request`` was not longer; empty if nothing more could match."""
-        lookup = self._of.get(request)
-        return "" if lookup is None else lookup.why
-
-    def kept(self, request: str) -> int:
-        """How many first chunks of ``request`` are retained, by the last answer to ``match``."""
-        lookup = self._of.get(request)
-        return 0 if lookup is None else lookup.kept
-
     def give_back(self, request: str) -> None:
         """Give back the match of ``request``, discard its lookup and forget both. Idempotent."""
         if (lookup := self._of.pop(request, None)) is not None:
@@ -210,13 +232,6 @@ class Lookups:
         """``give_back`` for all requests."""
         for request in list(self._of):
             self.give_back(request)
-
-    def promoting(self, request: str) -> bool:
-        """Whether the lookup of ``request`` waits for tiers, or for what another engine stores."""
-        lookup = self._of.get(request)
-        if lookup is None or lookup.session is None:
-            return False
-        return lookup.seq in lookup.session.requests.promoting
 
     def _lapsing(self, lookup: RequestLookup) -> bool:
         """Whether ``lookup`` is void, or less than half of its lease's time is left."""

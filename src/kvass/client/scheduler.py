@@ -26,12 +26,13 @@ from kvass.client.endpoint import Endpoint
 from kvass.client.lookups import (
     PENDING,
     BlockHashes,
+    Found,
     Lookups,
     Match,
     Pending,
 )
 from kvass.client.reset import NamespaceReset
-from kvass.client.results import Results, counts_results
+from kvass.client.results import Results
 from kvass.client.session import DaemonSession
 from kvass.client.step_budget import StepBudget
 from kvass.errors import Unavailable
@@ -150,7 +151,7 @@ class SchedulerClient(Endpoint):
 
     # ------------------------------------------------------------ reading
 
-    def match(
+    def look_up(
         self,
         request: str,
         digests: bytes,
@@ -158,8 +159,8 @@ class SchedulerClient(Endpoint):
         first: int,
         context: RequestContext = NO_CONTEXT,
         blocks: BlockHashes | None = None,
-    ) -> Match | Pending | None:
-        """The match of ``request`` from chunk ``first`` on. None: a miss. ``PENDING``: call again.
+    ) -> Found:
+        """Look up ``request`` from chunk ``first`` on.
 
         ``digests``: all chunk hashes from chunk 0, ``width`` bytes each. A held match is returned
         again until ``take`` or ``give_back``. For another ``first``, or with less than half its
@@ -169,21 +170,23 @@ class SchedulerClient(Endpoint):
         lookup.
         """
         if self._reset.pending:
-            return None
+            return Found(None, "clearing")
         fields = msgspec.structs.asdict(context)
         fields["prefill_tokens_s"] = bounded(context.prefill_tokens_s)
         message = Lookup(short_name(request), digests, width, first, **fields)
-        return self.lookups.match(request, message, blocks)
+        return self.lookups.look_up(request, message, blocks)
 
-    def ended_by(self, request: str) -> str:
-        """Why the last answer to ``match`` was no longer match (docs/explain.md). Empty if nothing
-        more could match. Call it before ``take`` or ``give_back``."""
-        return "clearing" if self._reset.pending else self.lookups.ended_by(request)
-
-    def kept(self, request: str) -> int:
-        """How many first chunks of ``request`` are retained, by the last answer to ``match``. Call
-        it before ``take`` or ``give_back``."""
-        return self.lookups.kept(request)
+    def match(
+        self,
+        request: str,
+        digests: bytes,
+        width: int,
+        first: int,
+        context: RequestContext = NO_CONTEXT,
+        blocks: BlockHashes | None = None,
+    ) -> Match | Pending | None:
+        """What ``look_up`` finds. None: a miss. ``PENDING``: call again."""
+        return self.look_up(request, digests, width, first, context, blocks).match
 
     def note_lookups(self, notes: Sequence[LookupNote]) -> bool:
         """Send notes of lookups. False: there is no daemon now, so keep them. A daemon that does
@@ -207,16 +210,12 @@ class SchedulerClient(Endpoint):
         preempted, or got no external tokens. Idempotent."""
         self.lookups.give_back(request)
 
-    def promoting(self, request: str) -> bool:
-        """Whether the lookup of ``request`` waits for tiers, or for what another engine stores."""
-        return self.lookups.promoting(request)
-
     def release(self, boot: bytes, lease: int) -> None:
         """Give back a taken lease that was not handed over."""
         self.post(Release(boot=boot, lease=lease))
 
     def prefetch(self, digests: bytes, width: int, budget_s: float = 60.0) -> bool:
-        """Promote a prompt's rows from tiers ahead of use. Holds no lease. Arguments as ``match``.
+        """Promote a prompt's rows from tiers ahead of use. Holds no lease. Arguments: ``look_up``.
 
         Returns whether the request was sent."""
         session = self.session
@@ -244,16 +243,9 @@ class SchedulerClient(Endpoint):
 
     # ------------------------------------------------------------ results
 
-    @property
-    def counting_boot(self) -> bytes:
-        """The run of the daemon that counts the results of lookups that it answers now. Empty:
-        there is none, or it counts answers."""
-        session = self.session
-        return session.boot if session is not None and counts_results(session) else b""
-
     def report(self, result: LookupResult, boot: bytes) -> None:
-        """Report the result of a lookup that was answered when ``counting_boot`` was ``boot``. It
-        is sent with the next ``HandedOver``, or a little later."""
+        """Report the result of a lookup, with its ``Found.boot``. It is sent with the next
+        ``HandedOver``, or a little later."""
         self._results.add(result, boot)
 
     def report_all(self) -> None:

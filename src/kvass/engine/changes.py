@@ -37,14 +37,17 @@ class OwnCache(Enum):
 
 class WeightChanges:
     """The changes of one engine's weights. Used from its scheduler thread; ``weights_may_change``
-    may be called from any thread. ``fixed``: a reset of the cache is never a change. ``watched``:
-    ``weights_may_change`` is called before every change, as long as no foreign code can reach the
-    weights."""
+    may be called from any thread. ``abandon`` gives up all offers that are not granted.
+
+    ``fixed``: a reset of the cache is never a change. ``watched``: ``weights_may_change`` is called
+    before every change, as long as no foreign code can reach the weights."""
 
     def __init__(
         self,
         client: SchedulerClient,
         requests: Mapping[str, RequestState],
+        pool: BlockPool,
+        abandon: Callable[[], None],
         *,
         fixed: bool,
         watched: bool,
@@ -52,18 +55,14 @@ class WeightChanges:
         self.state = OwnCache.CLEAN
         self._client = client
         self._requests = requests
+        self._pool = pool
+        self._abandon = abandon
         self._fixed, self._watched = fixed, watched
         self._resets_count = not (fixed or watched)
         self._noted = ""
         """The noted change that is not taken in yet; empty: none."""
         self._cause = ""
         """The change that made the cache stale; empty once it was logged."""
-        self._thread = 0
-
-    def bind(self, pool: BlockPool, abandon: Callable[[], None]) -> None:
-        """Set the engine's block pool. ``abandon`` gives up all offers that are not granted."""
-        self._pool = pool
-        self._abandon = abandon
         self._thread = threading.get_ident()
 
     def weights_may_change(self, what: str, foreign: bool) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from kvass.engine.protocols import BlockPool
+from kvass.engine.step_work import StepWork
+from kvass.layout.spans import Blocks
 
 HUNG_S: Final = 5.0
 """How long after a copy's deadline its report is awaited. A copy that does not hang ends at its
@@ -56,23 +58,34 @@ class _StepBlocks:
 
 
 class CopiedBlocks:
-    """The blocks that the ranks are copying, by the step of their stores. ``ranks``: how many ranks
-    report each step."""
+    """The blocks that the ranks are copying or checking, by step (``StepWork.step``). ``ranks``:
+    how many ranks report each step."""
 
     def __init__(self, pool: BlockPool, ranks: int) -> None:
         self._pool = pool
         self._ranks = ranks
+        self._step = 0
+        """The number of the last step that has stores or checks."""
         self._steps: dict[int, _StepBlocks] = {}
 
-    def hold(self, step: int, blocks: Iterable[int], deadline_s: float) -> None:
-        """Hold ``blocks`` for a store of ``step``. Its copies end by ``deadline_s``."""
-        held = self._pool.hold(blocks)
-        one = self._steps.setdefault(step, _StepBlocks())
+    def hold(self, work: StepWork, blocks: Blocks, deadline_s: float) -> int:
+        """Hold ``blocks`` until all ranks have reported the step of ``work``, which is returned.
+        The ranks' copies end by ``deadline_s``."""
+        self._step = work.step = work.step or self._step + 1
+        held = self._pool.hold(i for ids in blocks for i in ids)
+        one = self._steps.setdefault(work.step, _StepBlocks())
         one.blocks += held
         one.until_s = max(one.until_s, deadline_s + HUNG_S)
+        return work.step
 
-    def revoke(self, step: int) -> None:
-        """Free the blocks of this step, because no rank will get its stores."""
+    def room_for_checks(self) -> int:
+        """How many blocks a check may hold: with those that are being copied, at most a share of
+        the pool."""
+        return max(0, self._pool.blocks // POOL_SHARE - self.count)
+
+    def revoke(self, work: StepWork) -> None:
+        """Free the blocks of the step of ``work``, because no rank will get it."""
+        step, work.step = work.step, 0
         if step in self._steps:
             self._pool.free(self._steps.pop(step).blocks)
 

@@ -47,3 +47,9 @@ class HitLimits:
             return request.hashed_chunks
         below_last = (request.known_tokens - 1) // self._setup.chunk_tokens
         return min(request.hashed_chunks, below_last)
+
+    def without_hashes(self, request: Request) -> bool:
+        """Whether the engine's hashes do not name the content of ``request``."""
+        blocks = self._setup.chunk_blocks
+        hashed = request.hashed_blocks if blocks else request.hashed_chunks
+        return not hashed and request.known_tokens >= self._setup.chunk_tokens // max(1, blocks)

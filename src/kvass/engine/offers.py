@@ -1,15 +1,19 @@
-"""Offers: the chunks and the tail of a request that can be stored, as items of a ``Reserve``.
+"""What a step offers to the daemon: the chunks and the tails of requests that can be stored.
 
-Law of this file: a chunk is offered in the first step that leaves all its tokens computed and
-hashed. It is offered again only if the daemon did not answer, not if the daemon granted nothing.
+Laws of this file:
+
+- A chunk is offered in the first step that leaves all its tokens computed and hashed. It is offered
+  again only if the daemon did not answer, not if the daemon granted nothing.
+- A request that ended waits with its last blocks held, until a step offers them or they are given
+  up.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import msgspec
 
@@ -18,7 +22,7 @@ from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import RequestState
 from kvass.engine.setup import EngineSetup
 from kvass.layout.spans import Spans, States, Table
-from kvass.messages import ReserveItem
+from kvass.messages import Grant, ReserveItem
 
 KEYS_PER_STEP: Final = 16_384
 """The most hashes in one reserve. A later step offers the rest."""
@@ -53,30 +57,53 @@ class Offer:
             yield from ids
 
 
-class StepOffers:
-    """The offers of one step, limited to what one message may have."""
+@dataclass(eq=False)
+class EndedRequest:
+    """A request that ended with ``blocks`` computed blocks in ``table``. ``held``: those of them
+    that were not offered. ``number``: the last step that was planned before the request ended."""
 
-    def __init__(self) -> None:
-        self.offers: list[Offer] = []
-        self.width = 0
-        """Bytes of a hash."""
-        self._keys_left = KEYS_PER_STEP
+    state: RequestState
+    table: Table
+    blocks: int
+    number: int
+    held: list[Any]
+
+
+@dataclass
+class Batch:
+    """Offers of step ``number`` for one message. A hash has ``width`` bytes."""
+
+    number: int
+    width: int = 0
+    offers: list[Offer] = field(default_factory=list)
+    _keys: int = 0
 
     def add(self, offers: Sequence[Offer], width: int) -> bool:
         """Add all offers of one request. False: they do not fit, and none was added."""
-        keys = _keys(offers, width)
-        if keys > self._keys_left or len(self.offers) + len(offers) > ITEMS_PER_STEP:
+        keys = self._keys + _keys(offers, width)
+        if keys > KEYS_PER_STEP or len(self.offers) + len(offers) > ITEMS_PER_STEP:
             return False
         if offers:
-            self._keys_left -= keys
-            self.width = width
+            self._keys, self.width = keys, width
             self.offers += offers
         return True
 
+    def halves(self) -> list[Batch]:
+        """Two batches with the same offers; none if there is one offer."""
+        half = len(self.offers) // 2
+        parts = (self.offers[:half], self.offers[half:]) if half else ()
+        return [replace(self, offers=part) for part in parts]
 
-def fits_a_step(offers: Sequence[Offer], width: int) -> bool:
-    """Whether ``offers`` fit into a step that has no other offers."""
-    return _keys(offers, width) <= KEYS_PER_STEP and len(offers) <= ITEMS_PER_STEP
+    def put_off(self, grants: Sequence[Grant], chunk_blocks: int) -> Batch:
+        """The chunks that the daemon put off (``Grant.later``)."""
+        left = []
+        for offer, grant in zip(self.offers, grants, strict=True):
+            if (item := offer.item).first <= grant.later < offer.end:
+                decided = (grant.later - item.first) * chunk_blocks * self.width
+                blocks = item.blocks[decided:]
+                later = msgspec.structs.replace(item, first=grant.later, blocks=blocks)
+                left.append(replace(offer, item=later))
+        return replace(self, offers=left)
 
 
 def _keys(offers: Sequence[Offer], width: int) -> int:
@@ -87,15 +114,9 @@ def _keys(offers: Sequence[Offer], width: int) -> int:
 class OfferMaker:
     """The maker of the offers of an engine's requests."""
 
-    def __init__(
-        self,
-        setup: EngineSetup,
-        spans: Spans,
-        adapters: Adapters,
-        pool: BlockPool,
-    ) -> None:
+    def __init__(self, setup: EngineSetup, adapters: Adapters, pool: BlockPool) -> None:
         self._setup = setup
-        self._spans = spans
+        self._spans = setup.spans
         self._adapters = adapters
         self._pool = pool
         self._blocks_per_chunk = max(1, setup.chunk_blocks)
@@ -135,13 +156,26 @@ class OfferMaker:
             return [], 0
         return self._offers(step.block_table(name), state, ready, states, named, tail)
 
-    def of_ended(
-        self, state: RequestState, table: Table, blocks: int, named: NamedAdapter | None
-    ) -> tuple[list[Offer], int]:
-        """The offers of a request that ended with ``blocks`` computed blocks, and the width of a
-        hash in bytes."""
-        tail, ready = self.tail(state, blocks), blocks // self._blocks_per_chunk
-        return self._offers(table, state, ready, {}, named, tail)
+    def left_by(self, state: RequestState, table: Table, number: int) -> EndedRequest | bool:
+        """What a request left that ended after step ``number``, with its blocks held. Else whether
+        whole chunks are lost, because there are no blocks to hold for a later step."""
+        request, offered, each = state.request, state.offered, self._blocks_per_chunk
+        computed = min(request.computed_tokens, request.known_tokens - 1) if state.computed else 0
+        computed = self.may_be_stored(state, computed)
+        blocks = self.blocks(state, computed)
+        if not blocks or min(map(len, table), default=0) < blocks:
+            chunks = min(computed // self._setup.chunk_tokens, request.hashed_chunks)
+            return chunks > offered.chunks
+        if not self.tail(state, blocks) and blocks // each <= offered.chunks:
+            return False
+        table, first = [ids[:blocks] for ids in table], offered.chunks * each
+        held = self._pool.hold(i for ids in table for i in ids[first:])
+        return EndedRequest(state, table, blocks, number, held)
+
+    def of_ended(self, ended: EndedRequest, named: NamedAdapter | None) -> tuple[list[Offer], int]:
+        """The offers of a request that ended, and the width of a hash in bytes."""
+        tail, ready = self.tail(ended.state, ended.blocks), ended.blocks // self._blocks_per_chunk
+        return self._offers(ended.table, ended.state, ready, {}, named, tail)
 
     def may_be_stored(self, state: RequestState, computed: int) -> int:
         """How many of the ``computed`` tokens the request's hints and the options let it store."""

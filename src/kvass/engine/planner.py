@@ -13,35 +13,33 @@ Laws of this file:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
-
-from kvass.client.lookups import Match, Pending
+from kvass.client.explanation import told
+from kvass.client.lookups import Found, Match, Pending
 from kvass.client.scheduler import SchedulerClient
 from kvass.engine import tracing
-from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
+from kvass.engine.adapters import Adapters
+from kvass.engine.asking import Asking, Question
 from kvass.engine.boundary import log
 from kvass.engine.changes import OwnCache, WeightChanges
-from kvass.engine.explain import UNASKED, Explainer, told
+from kvass.engine.explain import Explainer
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
 from kvass.engine.hit_limits import HitLimits
 from kvass.engine.load_admission import LoadAdmission
+from kvass.engine.observers import Observer
 from kvass.engine.prefill_speed import PrefillSpeed
 from kvass.engine.protocols import BlockPool, Request, Step
-from kvass.engine.request_state import Answer, LoadState, RequestState
-from kvass.engine.reserves import OfferAnswered
+from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.results import LookupResults
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Check, Load, StepWork, comparable
 from kvass.engine.stores import StorePlanner
 from kvass.engine.traffic import EngineTraffic
-from kvass.layout.spans import Spans, Table
-from kvass.messages import RequestContext
+from kvass.layout.spans import Table
 
 ASK_AGAIN_S: Final = 0.1
 """How long a miss stays one while the request waits for blocks: the engine may ask in every step.
@@ -49,20 +47,30 @@ After blocks came free it is looked up again, because another may have stored wh
 CLEAR_TIMEOUT_S: Final = 0.2
 """How long the engine may wait for a clear. Without an answer by then, later steps continue it."""
 
+Observers = Callable[["Planner"], Iterable[Observer]]
+"""Takes a planner that has its ``client`` and its ``traffic``, and nothing else yet."""
+
 
 class Planner:
     """The planner of one engine's loads and stores. Used from the engine's scheduler thread only.
-    Call ``bind`` first. In each step call ``plan``, then ``hand_over``. If ``hand_over`` returns
-    False or raises, call ``revoke``."""
+    In each step call ``plan``, then ``hand_over``. If ``hand_over`` returns False or raises, call
+    ``revoke``."""
 
     def __init__(
-        self, setup: EngineSetup, event_maker: EventMaker | None = None, *, watched: bool = False
+        self,
+        setup: EngineSetup,
+        pool: BlockPool,
+        event_maker: EventMaker | None = None,
+        observers: Observers | None = None,
+        *,
+        watched: bool = False,
     ) -> None:
-        """``event_maker``: None if the engine publishes no KV events. ``watched``: the connector
-        calls ``weights_may_change`` before anything that may replace weights. A reset of the
-        engine's own cache is then no sign of a change."""
+        """``event_maker``: None if the engine publishes no KV events. ``observers``: makes what
+        else observes the requests. ``watched``: the connector calls ``weights_may_change`` before
+        anything that may replace weights. A reset of the engine's own cache is then no sign of a
+        change."""
         self._setup = setup
-        self._spans = Spans(setup.groups, setup.chunk_tokens)
+        self._spans = setup.spans
         self._limits = HitLimits(setup)
         self._client = SchedulerClient(
             setup.socket,
@@ -74,9 +82,6 @@ class Planner:
         )
         setup.when_named(self._client.complete)
         self._requests: dict[str, RequestState] = {}
-        self._changes = WeightChanges(
-            self._client, self._requests, fixed=setup.fixed_weights, watched=watched
-        )
         self._loads: list[Load] = []
         self._emptied = False
         self._freed_s = 0.0
@@ -86,32 +91,28 @@ class Planner:
         self._speed = PrefillSpeed()
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
         self._head_of_line = HeadOfLine() if setup.one_queue else None
+        self._admission = LoadAdmission(setup, self._requests, pool)
         self.traffic = EngineTraffic()
-        self.results = LookupResults(self._client, self.traffic)
-        self._tracing = tracing.begin()
-        self._explain = Explainer(setup, self._client)
-        self.when_answered: OfferAnswered | None = None
-        """Called when the daemon has answered an offer. Set it before ``bind``."""
+        explain = Explainer(setup, self._client)
+        self._asking = Asking(setup, self._client, self._adapters, self._speed, explain)
         self.events: RowEvents | None = None
         if event_maker is not None:
             self.events = RowEvents(self._client, event_maker, self.traffic)
-
-    def bind(self, pool: BlockPool) -> None:
-        """Set the engine's block pool."""
+        results = LookupResults(self._client, self.traffic, counts=not setup.shadow)
+        own = tracing.begin(), results, explain, self.events
+        others = () if observers is None else observers(self)
+        self._observers = (*(one for one in own if one is not None), *others)
         self._stores = StorePlanner(
-            self._setup,
+            setup, self._client, self._adapters, self._requests, pool, self._observers
+        )
+        self._changes = WeightChanges(
             self._client,
-            self._spans,
-            self._adapters,
             self._requests,
             pool,
-            self.traffic,
-            self.events,
-            self.when_answered,
-            self._explain.unstored,
+            self._stores.abandon_pending,
+            fixed=setup.fixed_weights,
+            watched=watched,
         )
-        self._changes.bind(pool, self._stores.abandon_pending)
-        self._admission = LoadAdmission(self._setup, self._requests, pool)
 
     @property
     def client(self) -> SchedulerClient:
@@ -137,12 +138,13 @@ class Planner:
         self._client.give_back(name)
         if self._head_of_line is not None:
             self._head_of_line.ended(name)
-        if self._tracing is not None:
-            self._tracing.forget(name)
-        if state is not None and table:
-            self._stores.request_ended(state, table)
-        if state is not None and state.request.ends_session:
-            self._client.end_session(state.request.context)
+        if state is not None:
+            for each in self._observers:
+                each.ended(state)
+            if table:
+                self._stores.request_ended(state, table)
+            if state.request.ends_session:
+                self._client.end_session(state.request.context)
         if not self._requests:  # perhaps no step follows
             self._report_all()
 
@@ -153,7 +155,7 @@ class Planner:
 
     def outcome(self, name: str) -> tuple[int, int, str]:
         """What the client of a live request is told: how many tokens kvass has brought, how many it
-        retains so far, and why it were not more (``explain.told``)."""
+        retains so far, and why it were not more (``explanation.told``)."""
         state = self._requests[name]
         kept = min(self._limits.tokens(state.kept_chunks), state.request.known_tokens)
         return state.loaded_tokens, kept, told(state.missed_because)
@@ -179,86 +181,59 @@ class Planner:
     def _match(self, name: str, local: int, most: int | None = None) -> int | None:
         """``match``. A hit ends at token ``most`` or before it; None: anywhere."""
         self._changes.notice()
-        state = self._requests.get(name)
-        if self.off:
-            if state is not None:
-                self._explain.note(state, local, "loads_off")
+        if (state := self._requests.get(name)) is None:
             return 0
-        if state is not None:
-            since_s = max(self._freed_s, time.monotonic() - ASK_AGAIN_S)
-            if self._client.connected and state.missed_since(local, since_s):
-                return 0
+        since_s = max(self._freed_s, time.monotonic() - ASK_AGAIN_S)
+        if not self.off and self._client.connected and state.missed_since(local, since_s):
+            return 0
+        question: Question | str | None = "loads_off"
+        if not self.off:
             state.fresh = False
-        if not self._setup.loads or state is None or not state.may_load:
-            self._explain.not_looked_up(state, local)
-            return 0
-        if not state.request.reads_cache:
-            self._explain.note(state, local, "not_read")
-            return 0
-        first, chunks = local // self._setup.chunk_tokens, self._limits.chunks(state.request)
-        end = self._limits.end(state.request, chunks)
-        named: NamedAdapter | NoSalt | None = NoSalt.UNKNOWN
-        if self._client.connected and end > local:
-            named = self._adapter_to_match(state)
-        if named is NoSalt.PENDING:
+            question = self._asking.question(state, local)
+        if question is None:
             return None
-        if isinstance(named, NoSalt):
-            self._client.give_back(name)
-            self._explain.not_asked(state, local, end)
-            return 0
-        salt = b"" if named is None else named.salt
-        hashes, width = state.digests(chunks, salt)
-        width = width or len(state.request.block_hashes(0, 1)[0])
-        blocks = (
-            partial(self._limits.blocks, state, salt, local, end)
-            if self._limits.inside_chunks
-            else None
-        )
-        if self._tracing is not None and state.state is not LoadState.ANSWERED:
-            self._tracing.lookup_began(name)
-        context = self._context(state, local, chunks)
-        found = self._client.match(name, hashes, width, first, context, blocks)
-        if isinstance(found, Pending):
-            if self._tracing is not None and self._client.promoting(name):
-                self._tracing.promotion_began(name)
+        if isinstance(question, str):
+            return self._unasked(state, local, question)
+        for each in self._observers:
+            each.asked(state)
+        found = self._asking.ask(state, question)
+        if isinstance(found.match, Pending):
+            if found.promoting:
+                for each in self._observers:
+                    each.promoting(state)
             return None
-        ended_by, tiers = self._client.ended_by(name), () if found is None else found.tiers
-        state.kept_chunks = max(state.kept_chunks, self._client.kept(name))
-        hit = 0
-        if found is not None:
-            hit = self._hit(found, local, end if most is None else min(end, most))
-            if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
-                self._client.give_back(name)
-        why = self._explain.answered(state, local, hit, ended_by)
-        boot = b"" if ended_by in UNASKED else self._client.counting_boot
-        answer = Answer(local, local + hit, named, end - local, why, tiers, boot, time.monotonic())
-        if state.answered(answer) and self._tracing is not None:
-            self._tracing.lookup_ended(state.request, end - local, hit, why)
-        return hit
+        return self._answered(state, question, found, most)
 
-    def _context(self, state: RequestState, local: int, chunks: int) -> RequestContext:
-        """The context of a lookup of the request's ``chunks`` chunks. ``local``: tokens that the
-        engine's own cache has."""
-        if_absent, absent_chunk = self._explain.if_absent(state, chunks)
-        return msgspec.structs.replace(
-            state.request.context,
-            prefill_tokens_s=self._speed.tokens_s,
-            prompt_tokens=state.request.known_tokens,
-            local_tokens=local,
-            if_absent=if_absent,
-            absent_chunk=absent_chunk,
-            reported=True,
-        )
+    def _unasked(self, state: RequestState, local: int, why: str) -> int:
+        """The answer to a request for which the daemon is not asked: nothing matches."""
+        if why:
+            state.missed_because = why
+            for each in self._observers:
+                each.unasked(state, local, why)
+        return 0
+
+    def _answered(
+        self, state: RequestState, question: Question, found: Found, most: int | None
+    ) -> int:
+        """How many tokens of what was ``found`` can be loaded."""
+        state.kept_chunks = max(state.kept_chunks, found.kept)
+        local, end, named = question.local, question.end, question.named
+        hit, tiers = 0, tuple[int, ...]()
+        if isinstance(match := found.match, Match):
+            tiers = match.tiers
+            hit = self._hit(match, local, end if most is None else min(end, most))
+            if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
+                self._client.give_back(state.request.name)
+        asked, now_s = end - local, time.monotonic()
+        answer = Answer(local, local + hit, named, asked, found.why, tiers, found.boot, now_s)
+        first = state.answered(answer)
+        for each in self._observers:
+            each.answered(state, answer, first)
+        return hit
 
     def _hit(self, found: Match, local: int, end: int) -> int:
         """How many tokens after the ``local`` ones ``found`` has, up to token ``end``."""
         return max(0, min(end, self._limits.tokens(found.chunks, found.blocks)) - local)
-
-    def _adapter_to_match(self, state: RequestState) -> NamedAdapter | NoSalt | None:
-        """The adapter whose salt is mixed into the hashes of a lookup. None: the request has no
-        adapter."""
-        adapter = state.request.adapter
-        return None if adapter is None else self._adapters.to_load(adapter)
 
     def allocated(self, name: str, table: Table, external: int) -> None:
         """The engine allocated the blocks of ``table`` for a request. Plan the load of ``external``
@@ -283,7 +258,8 @@ class Planner:
                 state.offered.loaded(match.chunks)
             if load.lease:
                 state.loaded_tokens = external
-                self._expect_events(state, match)
+                for each in self._observers:
+                    each.loading(state, match)
         self._loads.append(load)
 
     def got_blocks(self, name: str) -> None:
@@ -296,7 +272,9 @@ class Planner:
 
     def _got_blocks(self, state: RequestState, loads: int) -> None:
         self._client.speed(self._speed.tokens_s)
-        self.results.got_blocks(state, loads)
+        if (answer := state.take_answer()) is not None:
+            for each in self._observers:
+                each.allocated(state, answer, loads)
 
     def look_up_late(self, name: str, local: int) -> int | None:
         """``match`` for a request that the engine computes already. What the request itself has
@@ -326,30 +304,17 @@ class Planner:
         load = self._load(state, match, table, state.answer.end - state.answer.local)
         if load is not None and time.monotonic() < match.deadline_s:
             row_blocks = self._spans.row_blocks()
-            load = comparable(load, self._stores.room_for_checks(), row_blocks)
+            load = comparable(load, self._stores.copied.room_for_checks(), row_blocks)
         if load is None or not any(load.blocks):
             self._client.release(match.boot, match.lease)
             return None
         return Check(
-            step=self._stores.hold(work, load.blocks, match.deadline_s),
+            step=self._stores.copied.hold(work, load.blocks, match.deadline_s),
             load=load,
             chunks=-(-end // self._setup.chunk_tokens),
             computed=work.number,
             first_step=state.first_step,
         )
-
-    def _expect_events(self, state: RequestState, match: Match) -> None:
-        """Announce the rows of ``match`` in KV events as soon as they are loaded."""
-        if self.events is None:
-            return
-        named = None if state.answer is None else state.answer.named
-        digests, width = state.digests(match.chunks, b"" if named is None else named.salt)
-        rows = [  # ordered by chunk: a router ignores a block whose parent it does not know
-            (group, chunk)
-            for group, slots in enumerate(match.slots)
-            for chunk in range(match.chunks - len(slots) + (match.blocks > 0), match.chunks)
-        ]
-        self.events.expect(state.request, digests, width, rows, match.deadline_s)
 
     def add_load(self, load: Load) -> None:
         """Add a load that the caller planned with a lease from ``client``."""
@@ -415,7 +380,8 @@ class Planner:
         self._client.new_step()
         if not self._requests:
             self._report_all()
-        self._explain.send()
+        for each in self._observers:
+            each.stepped()
         if self._head_of_line is not None:
             self._head_of_line.new_step()
         return handed_over
@@ -434,21 +400,22 @@ class Planner:
     def reported(
         self, steps: Mapping[int, int], failed: Iterable[str], loaded: Iterable[str] = ()
     ) -> None:
-        """Take in the ranks' reports. ``steps``: as in ``StorePlanner.reported``. ``failed``:
+        """Take in the ranks' reports. ``steps``: as in ``CopiedBlocks.reported``. ``failed``:
         requests whose load failed; all their chunks are offered for storing again. ``loaded``:
         all requests whose load ended."""
-        self._stores.reported(steps)
+        self._stores.copied.reported(steps)
         if steps:
             self._freed_s = time.monotonic()
         failed, loaded = set(failed), set(loaded)
-        self.results.loads_ended(failed, loaded)
         if self._head_of_line is not None:
             self._head_of_line.loaded(name for name in loaded if name in self._requests)
-        for name in failed:
-            if (state := self._requests.get(name)) is not None:
+        for name in failed | loaded:
+            state, ok = self._requests.get(name), name not in failed
+            if state is not None and not ok:
                 state.offered.offer_again()
                 state.load_failed()
-                self._explain.load_failed(state)
+            for each in self._observers:
+                each.loaded(name, state, ok)
 
     def copied_wrong(self, found: Sequence[str]) -> None:
         """Ranks found that copies are wrong; ``found`` says which. From here on the engine runs

@@ -24,6 +24,9 @@ from kvass.engine.adapters import NamedAdapter
 from kvass.engine.protocols import Request
 from kvass.types import short_name
 
+LOAD_FAILED: Final = "load_failed_here"
+"""The reason that is told of a request whose load failed (docs/explain.md)."""
+
 
 class LoadState(Enum):
     """The progress of a request's lookup and load."""
@@ -203,7 +206,7 @@ class RequestState:
     def answered(self, answer: Answer) -> bool:
         """A lookup was answered. True: it is the first answer since the request last got blocks.
         The engine may repeat the lookup before it has free blocks."""
-        self.answer, self.fresh = answer, True
+        self.answer, self.fresh, self.missed_because = answer, True, answer.why
         first = self.state is not LoadState.ANSWERED
         self._move(LoadState.ANSWERED)
         return first
@@ -236,6 +239,8 @@ class RequestState:
         """A load of the request failed. If the planner did not begin that load, it begins no load
         of this request later."""
         self.loaded_tokens = 0
+        if self.answer is not None and self.answer.end > self.answer.local:
+            self.missed_because = LOAD_FAILED
         if self.may_load:
             self._move(LoadState.LOADED if self.state is LoadState.COMPUTING else LoadState.LOADING)
 

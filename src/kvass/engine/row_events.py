@@ -17,14 +17,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from itertools import chain, islice
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from kvass.client.lookups import Match
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.session import DaemonSession
+from kvass.engine.observers import Observer
 from kvass.engine.protocols import Request
+from kvass.engine.request_state import RequestState
 from kvass.engine.traffic import EngineTraffic
 from kvass.errors import Unavailable
-from kvass.messages import Error, Removals, Removed
+from kvass.messages import Error, Grant, Granted, Removals, Removed
+
+if TYPE_CHECKING:
+    from kvass.engine.offers import Offer
 
 IDLE_S: Final = 0.05
 """The interval at which the daemon is queried for rows that left L1."""
@@ -60,7 +66,7 @@ class Expected(NamedTuple):
     until_s: float
 
 
-class RowEvents:
+class RowEvents(Observer):
     """The KV events of one engine. Used from the engine's scheduler thread only."""
 
     def __init__(
@@ -85,7 +91,7 @@ class RowEvents:
 
     # ------------------------------------------------------------ rows
 
-    def expect(
+    def _expect(
         self,
         request: Request,
         digests: bytes,
@@ -103,6 +109,32 @@ class RowEvents:
         for group, chunk in rows:
             row = group, digests[chunk * width : (chunk + 1) * width]
             self._expected[row] = Expected(request, chunk, until_s)
+
+    def loading(self, state: RequestState, match: Match) -> None:
+        """Announce the rows of ``match`` as soon as they are loaded."""
+        named = None if state.answer is None else state.answer.named
+        digests, width = state.digests(match.chunks, b"" if named is None else named.salt)
+        rows = [  # ordered by chunk: a router ignores a block whose parent it does not know
+            (group, chunk)
+            for group, slots in enumerate(match.slots)
+            for chunk in range(match.chunks - len(slots) + (match.blocks > 0), match.chunks)
+        ]
+        self._expect(state.request, digests, width, rows, match.deadline_s)
+
+    def stored(self, offer: Offer, grant: Grant, granted: Granted) -> None:
+        """Announce the rows of a grant once they are stored. A tail is not announced."""
+        if not grant.chunks:
+            return
+        groups = [g for g in range(offer.item.groups.bit_length()) if offer.item.groups >> g & 1]
+        whole = offer.end - (offer.tail > 0)
+        rows = [
+            (group, chunk)
+            for group, chunks in zip(groups, grant.rows(), strict=True)
+            for chunk in chunks
+            if chunk < whole
+        ]
+        digests, width = offer.item.digests, len(offer.item.digests) // max(1, whole)
+        self._expect(offer.state.request, digests, width, rows, granted.deadline_s)
 
     def forget(self) -> None:
         """Forget all rows, because the engine published that all its blocks are gone."""

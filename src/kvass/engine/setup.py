@@ -12,6 +12,7 @@ from typing import Final
 from kvass.client.parallel import ParallelStrategy
 from kvass.engine.boundary import log, log_off
 from kvass.errors import ConfigError
+from kvass.layout.spans import Spans
 from kvass.messages import Register
 from kvass.types import GroupLayout, RankLayout
 
@@ -93,6 +94,11 @@ class EngineSetup:
         """Whether a hit may end at a prompt's last token. Engines compute that token again. A state
         that has it already would have it twice, and blocks before a sliding window may be gone."""
         return all(group.rules.whole for group in self.groups)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Which blocks of a request are the rows of its chunks."""
+        return Spans(self.groups, self.chunk_tokens)
 
     def register(
         self, strategy: ParallelStrategy | None = None, layout: RankLayout | None = None

@@ -19,11 +19,14 @@ from typing import Final
 import msgspec
 
 from kvass.engine.boundary import log
+from kvass.engine.observers import Observer
 from kvass.engine.planner import Planner
 from kvass.engine.prefill_speed import SAMPLES
 from kvass.engine.protocols import Step
+from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Compared, GroupCompared, StepWork
+from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Table
 from kvass.messages import Register, Registered, ShadowGroup, ShadowReport
 from kvass.types import short_name
@@ -104,6 +107,22 @@ def _range_of(position: int) -> int:
     return (position // FIRST_LENGTH).bit_length()
 
 
+class ShadowLookups(Observer):
+    """Counts the lookups in the figures of shadow mode."""
+
+    def __init__(self, report: ShadowReport, traffic: EngineTraffic) -> None:
+        self._report, self._traffic = report, traffic
+        self.changed = False
+        """Whether something was counted since this was set to False."""
+
+    def allocated(self, state: RequestState, answer: Answer, tokens: int) -> None:
+        """Count the lookup, and what matched although it is not loaded."""
+        self.changed, hit = True, answer.end - answer.local
+        for name, number in (("lookups", 1), ("lookup_tokens", answer.asked), ("hit_tokens", hit)):
+            setattr(self._report, name, getattr(self._report, name) + number)
+            self._traffic.count(f"shadow_{name}", number)
+
+
 class Shadow:
     """Shadow mode of one engine. It calls ``planner``. Used from the scheduler's thread only."""
 
@@ -130,7 +149,8 @@ class Shadow:
         self._reported_s = float("-inf")  # the daemon learns of the mode in the first step
         self._logged_s = time.monotonic()
         self._logged_lookups = 0
-        planner.results.when_counted = self._looked_up
+        self.lookups = ShadowLookups(self.report, planner.traffic)
+        """Let it observe the requests of ``planner``."""
 
     # ------------------------------------------------------------ requests
 
@@ -248,13 +268,6 @@ class Shadow:
 
     # ------------------------------------------------------------ results
 
-    def _looked_up(self, tokens: int, hit: int) -> None:
-        """A request got blocks, of which ``hit`` of the ``tokens`` that were looked up match."""
-        self._changed = True
-        for name, number in (("lookups", 1), ("lookup_tokens", tokens), ("hit_tokens", hit)):
-            setattr(self.report, name, getattr(self.report, name) + number)
-            self._planner.traffic.count(f"shadow_{name}", number)
-
     def compared(self, results: Iterable[Compared]) -> None:
         """Take in the results of the ranks."""
         report = self.report
@@ -331,18 +344,18 @@ class Shadow:
     def _say(self, now_s: float) -> None:
         """Send the figures to the daemon and log them, if they have changed and it is time."""
         idle = not self._live and not self._planner.storing()
-        if self._changed and (idle or now_s - self._reported_s >= REPORT_S):
+        changed = self._changed or self.lookups.changed
+        if changed and (idle or now_s - self._reported_s >= REPORT_S):
             self._reported_s = now_s
-            self._changed = not self._client.report_shadow(
-                msgspec.structs.replace(self.report, seq=0)
-            )
+            sent = self._client.report_shadow(msgspec.structs.replace(self.report, seq=0))
+            self._changed = self.lookups.changed = not sent
         if now_s - self._logged_s >= LOG_S and self.report.lookups > self._logged_lookups:
             self._logged_s, self._logged_lookups = now_s, self.report.lookups
             log.info("%s", self.summary())
 
     def close(self) -> None:
         """Send and log the figures for the last time."""
-        if self._changed:
+        if self._changed or self.lookups.changed:
             self._client.report_shadow(msgspec.structs.replace(self.report, seq=0))
         if self.report.lookups:
             log.info("%s", self.summary())

@@ -1,81 +1,126 @@
-"""The planning of stores in the scheduler: what each step offers to the daemon, and what the ranks
-copy.
+"""The stores of one engine, in the scheduler. Each stage gets the values of the stage before:
 
-``offers.py`` makes the offers of a request. ``reserves.py`` keeps the offers that the daemon has
-not answered, ``granted_stores.py`` those that it granted, ``ended_requests.py`` the requests that
-ended before they were offered, ``held_blocks.py`` the blocks that are held.
+| stage | value | what happens |
+|---|---|---|
+| offered | ``Offer`` (``offers.py``) | a step completes chunks, or a request has ended |
+| reserved | ``Reserved`` | the offers were sent; until the daemon answers, their blocks are held |
+| granted | ``Store`` | the daemon gave rows; the store travels in a step's work |
+| copied | ``CopiedBlocks`` (``held_blocks.py``) | the ranks copy; the blocks are held |
+| settled | a number of a step | every rank has reported the step; the blocks are free |
 
-Law of this file: a step that only adds one token to each request of the step before, and completes
-no chunk, does no work per request here.
+Laws of this file:
+
+- A step that only adds one token to each request of the step before, and completes no chunk, does
+  no work per request here.
+- If an answer does not come at once, all blocks of the offers are held until it comes or the
+  reserve is given up.
+- The chunks of a reserve that is given up are offered again. So are those of a reserve that was
+  refused for the sake of another request's.
+- A granted store is planned, also if its request has ended meanwhile. A grant is either sent in a
+  step's work, or its reservation is aborted.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Final
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Final
 
-from kvass.client.scheduler import SchedulerClient
+from kvass.client.lookups import Pending
+from kvass.client.scheduler import Reserving, SchedulerClient, SendApart
 from kvass.engine.adapters import Adapters, NoSalt
-from kvass.engine.ended_requests import (
-    ENDED_PER_STEP,
-    REPORT_STEPS,
-    EndedRequest,
-    EndedRequests,
-)
-from kvass.engine.granted_stores import GrantedStores
-from kvass.engine.held_blocks import POOL_SHARE, CopiedBlocks, freed_by_giving_up
-from kvass.engine.offers import OfferMaker, StepOffers, fits_a_step
+from kvass.engine.held_blocks import CopiedBlocks, excess, freed_by_giving_up
+from kvass.engine.observers import Observer
+from kvass.engine.offers import Batch, EndedRequest, Offer, OfferMaker
 from kvass.engine.protocols import BlockPool, Step
 from kvass.engine.request_state import RequestState
-from kvass.engine.reserves import OfferAnswered, Reserves
-from kvass.engine.row_events import RowEvents
 from kvass.engine.setup import EngineSetup
-from kvass.engine.step_work import StepWork
-from kvass.engine.traffic import EngineTraffic
-from kvass.layout.spans import Blocks, Spans, Table
+from kvass.engine.step_work import StepWork, Store
+from kvass.layout.spans import Table
+from kvass.messages import Grant, Granted
+from kvass.types import Slots
 
 UNLIMITED: Final = sys.maxsize
+MAX_PAUSE: Final = 8
+"""The longest pause, in steps, after a daemon refused a whole reserve."""
+ENDED_PER_STEP: Final = 64
+"""The most ended requests that one step offers. The others wait for the next step."""
+REPORT_STEPS: Final = 4
+"""The most steps that an ended request waits for the ranks' report of its LoRA adapter."""
+
+
+class Backoff:
+    """The pause, in steps, after the daemon refused a reserve. The first pause is 0 steps, because
+    a rank that was not registered yet is often registered a step later."""
+
+    def __init__(self) -> None:
+        self.steps_left = 0
+        self._next = 0
+
+    def refused(self) -> None:
+        """Pause. Each pause is longer than the one before, up to ``MAX_PAUSE``."""
+        self.steps_left, self._next = self._next, min(2 * self._next + 1, MAX_PAUSE)
+
+    def granted(self) -> None:
+        """Reset: the pause after the next refusal is 0 steps."""
+        self._next = 0
+
+    def skips_step(self) -> bool:
+        """Whether this step sends no reserve. Call it once per step: it counts the pause down."""
+        if self.steps_left == 0:
+            return False
+        self.steps_left -= 1
+        return True
+
+
+@dataclass
+class Reserved:
+    """A batch that was sent and is not answered. ``held``: the blocks of its offers."""
+
+    batch: Batch
+    reserving: Reserving
+    held: list[Any]
 
 
 class StorePlanner:
-    """The planner of one engine's stores. Used from the engine's scheduler thread only."""
+    """The planner of one engine's stores. Used from the engine's scheduler thread only.
+    ``observers``: told of each answer, and of each ended request that is not stored whole."""
 
     def __init__(
         self,
         setup: EngineSetup,
         client: SchedulerClient,
-        spans: Spans,
         adapters: Adapters,
         requests: Mapping[str, RequestState],
         pool: BlockPool,
-        traffic: EngineTraffic,
-        events: RowEvents | None = None,
-        when_answered: OfferAnswered | None = None,
-        when_unstored: Callable[[RequestState], None] | None = None,
+        observers: Sequence[Observer],
     ) -> None:
         self._setup = setup
         self._client = client
         self._adapters = adapters
         self._requests = requests
         self._pool = pool
-        self._blocks = CopiedBlocks(pool, setup.strategy.ranks)
-        self._granted = GrantedStores(setup, client, spans, self._blocks, events)
-        common = setup, client, spans, requests, pool, traffic, self._granted
-        self._reserves = Reserves(*common, when_answered, when_unstored)
-        self._ended = EndedRequests(pool, self._reserves.count_unstored)
-        self._offers = OfferMaker(setup, spans, adapters, pool)
+        self._observers = observers
+        self._spans = setup.spans
+        self._offers = OfferMaker(setup, adapters, pool)
+        self._ended: list[EndedRequest] = []
+        """Ended requests that wait to be offered, oldest first."""
+        self._reserved: deque[Reserved] = deque()
+        """Oldest first: the daemon answers in order."""
+        self._copied = CopiedBlocks(pool, setup.strategy.ranks)
+        self._backoff = Backoff()
+        self._boot = b""
         self._stores = setup.stores
         """Whether anything is stored. ``end`` sets it to False."""
-        self._blocks_per_chunk = max(1, setup.chunk_blocks)
-        """1 if hits end at chunk boundaries only."""
         self._number = 0
         self._names: Set[str] = frozenset()
         self._quiet_steps = 0
         """How many of the next steps complete no chunk, if each adds one token to each request of
         ``_names``."""
-
-    # ------------------------------------------------------------ a step
+        self._must_offer_again = False
+        """Whether some chunks must be offered again."""
 
     def plan(self, step: Step, work: StepWork) -> None:
         """Add to ``work`` the stores of earlier steps that were granted since. Reserve rows for
@@ -85,41 +130,45 @@ class StorePlanner:
         work.number, work.computes = self._number, step.tokens > 0
         if not self._stores or self._completes_nothing(step):
             return
-        self._quiet_steps, self._reserves.must_offer_again = 0, False
-        self._reserves.collect(work)
-        ended = self._ended.take()
+        self._quiet_steps, self._must_offer_again = 0, False
+        self._collect(work)
+        ended, self._ended = self._ended, []
         try:
             if not self._client.answering:
-                self._reserves.count_unstored(one.state for one in ended)
-            elif self._reserves.backoff.skips_step():
-                self._ended.postpone(ended, self._reserves.pending)
+                self._unstored(one.state for one in ended)
+            elif self._backoff.skips_step():
+                self._wait(ended)
                 for name, _ in step.requests():  # a request may end before it is offered
                     if (state := self._requests.get(name)) is not None:
                         state.step(self._number)
             else:
-                offers = self._offers_of(step, ended)
-                if offers.offers:
-                    self._reserves.send(offers, self._number, work)
+                batch = self._offered(step, ended)
+                self._reserve([batch] if batch.offers else [], work)
         finally:
-            self._ended.taken(ended)
+            waiting = set(self._ended)
+            for one in ended:
+                if one not in waiting:
+                    self._pool.free(one.held)
 
     def _completes_nothing(self, step: Step) -> bool:
         """Whether this step adds one token to each request of the step before and completes no
         chunk, so that there is nothing to do. This is so in most steps, also with hundreds of
         requests."""
-        if self._reserves.must_offer_again:
+        if self._must_offer_again:
             return False
-        idle = self._quiet_steps > 0 and not self._reserves.pending and not self._ended.waiting
+        idle = self._quiet_steps > 0 and not self._reserved and not self._ended
         if not idle or step.tokens != len(step.names) or step.names != self._names:
             return False
         self._quiet_steps -= 1
         return not step.boundary_states
 
-    def _offers_of(self, step: Step, ended: Sequence[EndedRequest]) -> StepOffers:
+    # ------------------------------------------------------------ offered
+
+    def _offered(self, step: Step, ended: Sequence[EndedRequest]) -> Batch:
         """The offers of what this step completes and of what ``ended`` requests left."""
-        offers = StepOffers()
+        batch = Batch(self._number)
         if ended:
-            self._offer_ended(ended, offers)
+            self._offer_ended(ended, batch)
         states, left = step.boundary_states, UNLIMITED
         for name, tokens in step.requests():
             state = self._requests.get(name)
@@ -134,103 +183,246 @@ class StorePlanner:
                 continue
             left = 0
             more, width = self._offers.of_running(state, step, computed)
-            offers.add(more, width)
+            batch.add(more, width)
         self._names, self._quiet_steps = step.names, max(0, left - 1)
-        return offers
-
-    # ------------------------------------------------------------ ended requests
+        return batch
 
     def request_ended(self, state: RequestState, table: Table) -> None:
         """A request ended with the blocks of ``table``. Hold those that were computed and not
         offered, so that the next step can offer them. If no step has computed tokens of the
         request, nothing is held, because its blocks may still be loading."""
-        request, offered = state.request, state.offered
-        if not self._stores or offered.never:
+        if not self._stores or state.offered.never:
             return
-        computed = min(request.computed_tokens, request.known_tokens - 1) if state.computed else 0
-        computed = self._offers.may_be_stored(state, computed)
-        blocks = self._offers.blocks(state, computed)
-        if not blocks or min(map(len, table), default=0) < blocks:
-            if min(computed // self._setup.chunk_tokens, request.hashed_chunks) > offered.chunks:
-                self._reserves.count_unstored(
-                    [state]
-                )  # its whole chunks are not held for a later step
-            return
-        if self._offers.tail(state, blocks) or blocks // self._blocks_per_chunk > offered.chunks:
-            table, first = [ids[:blocks] for ids in table], offered.chunks * self._blocks_per_chunk
-            held = self._pool.hold(i for ids in table for i in ids[first:])
-            self._ended.waiting.append(EndedRequest(state, table, blocks, self._number, held))
+        ended = self._offers.left_by(state, table, self._number)
+        if isinstance(ended, EndedRequest):
+            self._ended.append(ended)
+        elif ended:
+            self._unstored([state])
 
-    def _offer_ended(self, ended: Sequence[EndedRequest], offers: StepOffers) -> None:
+    def _offer_ended(self, ended: Sequence[EndedRequest], batch: Batch) -> None:
         """Add the offers of ``ended`` requests. A request whose adapter has no name yet, or whose
         offers do not fit into this step, waits for a later step."""
         later = [*ended[ENDED_PER_STEP:]]
         for one in ended[:ENDED_PER_STEP]:
             named = self._offers.adapter_of(one.state)
             if not isinstance(named, NoSalt):
-                more, width = self._offers.of_ended(one.state, one.table, one.blocks, named)
-                if not offers.add(more, width) and fits_a_step(more, width):
+                more, width = self._offers.of_ended(one, named)
+                if not batch.add(more, width) and Batch(0).add(more, width):
                     later.append(one)
             elif named is NoSalt.PENDING and self._number - one.number <= REPORT_STEPS:
-                self._ended.waiting.append(one)
+                self._ended.append(one)
         if later:
-            self._ended.postpone(later, self._reserves.pending)
+            self._wait(later)
 
-    # ------------------------------------------------------------ answers and reports
+    def _wait(self, ended: Sequence[EndedRequest]) -> None:
+        """Let ``ended`` wait for a later step. If what waits then holds more than its share of the
+        pool, give up the newest requests."""
+        self._ended += ended
+        dropped = list[EndedRequest]()
+        over = excess(self._pool, (*self._reserved, *self._ended))
+        while over > 0 and self._ended:
+            dropped.append(self._ended.pop())
+            over -= len(dropped[-1].held)
+        self._unstored(one.state for one in dropped)
+
+    def _unstored(self, states: Iterable[RequestState]) -> None:
+        """The offers of these requests will not be stored, if they have ended. Live requests can be
+        offered again. Without a daemon nobody is told."""
+        if self._client.connected:
+            live = self._requests
+            ended = {s.request.name: s for s in states if live.get(s.request.name) is not s}
+            for state in ended.values():
+                for each in self._observers:
+                    each.unstored(state)
+
+    # ------------------------------------------------------------ reserved
+
+    def _reserve(self, batches: list[Batch], work: StepWork) -> None:
+        """Reserve rows for ``batches``. What is granted at once is added to ``work``."""
+        while batches:
+            batch = batches.pop(0)
+            answer = self._send(batch, wait=not work.computes)
+            if not isinstance(answer, Pending):
+                batches[:0] = self._answered(batch, answer, work)
+
+    def _send(self, batch: Batch, wait: bool) -> Granted | SendApart | Pending | None:
+        """Send a batch, and hold its blocks if the answer does not come at once. None: it cannot be
+        sent now, or nothing of it is stored."""
+        items = [offer.item for offer in batch.offers]
+        reserving = self._client.begin_reserve(items, batch.width, wait=wait)
+        if reserving is None:
+            return None
+        for offer in batch.offers:
+            offer.state.offered.sent(offer.ready, offer.tail)
+        answer = self._client.granted(reserving)
+        if isinstance(answer, Pending):
+            held = self._pool.hold(i for o in batch.offers for i in o.sources(self._spans))
+            self._reserved.append(Reserved(batch, reserving, held))
+        return answer
+
+    def _collect(self, work: StepWork) -> None:
+        """Take in the answers that came since the last step. If the pending reserves hold more
+        than their share of the pool, give up the newest ones."""
+        while self._reserved:
+            reserved = self._reserved[0]
+            answer = self._client.granted(reserved.reserving)
+            if isinstance(answer, Pending):
+                break
+            self._reserved.popleft()
+            try:
+                self._reserve(self._answered(reserved.batch, answer, work), work)
+            finally:
+                self._pool.free(reserved.held)
+        if self._reserved and excess(self._pool, self._reserved) > 0:
+            self._backoff.refused()
+            while excess(self._pool, self._reserved) > 0:
+                self._give_up(self._reserved.pop())
+
+    def _give_up(self, reserved: Reserved) -> None:
+        """Give up one reserve, and free its blocks."""
+        self._client.give_up(reserved.reserving)
+        self._offer_again(reserved.batch.offers)
+        self._pool.free(reserved.held)
+
+    def _offer_again(self, offers: Sequence[Offer]) -> None:
+        """Offer the chunks of ``offers`` in a later step, if their requests live."""
+        self._must_offer_again = True
+        for offer in offers:
+            offer.state.offered.offer_again(offer.since)
+        self._unstored(offer.state for offer in offers)
+
+    def _offer_everything_again(self) -> None:
+        """Offer all chunks of all live requests again, because earlier stores were lost. A chunk is
+        useless without its prefix, so all of them are offered."""
+        self._must_offer_again = True
+        for state in self._requests.values():
+            state.offered.offer_again()
+
+    # ------------------------------------------------------------ granted
+
+    def _answered(
+        self, batch: Batch, answer: Granted | SendApart | None, work: StepWork
+    ) -> list[Batch]:
+        """Add the granted stores to ``work``. Returns what must be reserved next."""
+        if isinstance(answer, SendApart):  # all was refused for the sake of one offer
+            if not (halves := batch.halves()):  # this one: it is not offered again
+                self._unstored(offer.state for offer in batch.offers)
+            return halves
+        if answer is None:
+            self._offer_again(batch.offers)
+            if self._client.answering:  # some rank is not registered yet
+                self._backoff.refused()
+            return []
+        self._backoff.granted()
+        if self._boot not in (b"", answer.boot):
+            self._offer_everything_again()
+        self._boot = answer.boot
+        self._grant(batch, answer, work)
+        # The daemon puts chunks off so that other clients need not wait for a large reserve.
+        left, grants = batch.put_off(answer.grants, self._setup.chunk_blocks), answer.grants
+        decided = any(g.later != o.item.first for o, g in zip(batch.offers, grants, strict=True))
+        if decided and left.offers:
+            return [left]
+        self._offer_again(left.offers)
+        return []
+
+    def _grant(self, batch: Batch, granted: Granted, work: StepWork) -> None:
+        """Add to ``work`` a store for each grant of rows."""
+        owed = {grant.reservation for grant in granted.grants} - {0}
+        try:
+            for offer, grant in zip(batch.offers, granted.grants, strict=True):
+                state = offer.state
+                state.offered.granted(offer.since, offer.ready)
+                state.kept_chunks = max(state.kept_chunks, grant.kept)
+                if grant.chunks:
+                    first, before = min(grant.chunks), state.first_stored
+                    state.first_stored = first if before is None else min(first, before)
+                    work.stores.append(self._store(offer, grant, granted, batch.number, work))
+                    owed.remove(grant.reservation)
+                for each in self._observers:
+                    each.stored(offer, grant, granted)
+        finally:  # if planning raised: abort the reservations that are not in ``work``
+            for reservation in owed:
+                self._client.abort(granted.boot, reservation)
+
+    def _store(
+        self, offer: Offer, grant: Grant, granted: Granted, computed: int, work: StepWork
+    ) -> Store:
+        """The store of one grant. Its blocks are held for the step of ``work``."""
+        mask, count, state = offer.item.groups, len(self._setup.groups), offer.state
+        blocks = self._spans.to_store(offer.table, offer.boundary_states, mask, grant.rows())
+        slots = iter(grant.slots)
+        return Store(
+            step=self._copied.hold(work, blocks, granted.deadline_s),
+            boot=granted.boot,
+            reservation=grant.reservation,
+            given_s=granted.given_s,
+            deadline_s=granted.deadline_s,
+            slots=tuple(next(slots) if mask >> g & 1 else Slots() for g in range(count)),
+            blocks=blocks,
+            computed=computed,
+            request=state.request.name,
+            trace=state.request.trace,
+            adapter=None if offer.named is None else offer.named.held,
+            first_step=state.first_step,
+        )
+
+    def revoke(self, work: StepWork) -> None:
+        """Remove the stores from a step's work, and abort their reservations."""
+        self._offer_everything_again()
+        stores, work.stores = work.stores, []
+        self._copied.revoke(work)
+        for store in stores:
+            self._client.abort(store.boot, store.reservation)
+
+    # ------------------------------------------------------------ given up
 
     def abandon_pending(self) -> None:
         """Give up all offers that are not answered, and free their blocks. Chunks of live requests
         are offered again some steps later."""
-        self._ended.give_up()
-        self._reserves.abandon()
+        ended, self._ended = self._ended, []
+        self._unstored(one.state for one in ended)
+        for one in ended:
+            self._pool.free(one.held)
+        if self._reserved:
+            self._backoff.refused()
+        while self._reserved:
+            self._give_up(self._reserved.popleft())
 
     def end(self) -> None:
         """Store nothing more. What the daemon granted already is still copied and reported."""
         self._stores = False
         self.abandon_pending()
 
-    def hold(self, work: StepWork, blocks: Blocks, deadline_s: float) -> int:
-        """As ``GrantedStores.hold``."""
-        return self._granted.hold(work, blocks, deadline_s)
-
-    def room_for_checks(self) -> int:
-        """How many blocks a check may hold: with those that are being copied, at most a share of
-        the pool (``held_blocks.POOL_SHARE``)."""
-        return max(0, self._pool.blocks // POOL_SHARE - self._blocks.count)
-
-    def revoke(self, work: StepWork) -> None:
-        """Remove the stores from a step's work."""
-        self._reserves.offer_everything_again()
-        self._granted.revoke(work)
-
-    def reported(self, steps: Mapping[int, int]) -> None:
-        """As ``CopiedBlocks.reported``."""
-        self._blocks.reported(steps)
-
     # ------------------------------------------------------------ calls of the engine
+
+    @property
+    def copied(self) -> CopiedBlocks:
+        """The blocks that the ranks are copying or checking."""
+        return self._copied
 
     def storing(self) -> bool:
         """Whether the engine must keep stepping, because an answer of the daemon or a report of a
         rank is awaited."""
-        return self.offers() > 0 or self._blocks.awaited
+        return self.offers() > 0 or self._copied.awaited
 
     def offers(self) -> int:
         """How many offers are not answered, or not made yet."""
-        return len(self._reserves.pending) + len(self._ended.waiting)
+        return len(self._reserved) + len(self._ended)
 
     def only_copies(self) -> bool:
         """Whether blocks are being copied and no other block of the pool is in use. An engine may
         keep one for itself."""
-        copied, pool = self._blocks.distinct, self._pool
+        copied, pool = self._copied.distinct, self._pool
         return copied > 0 and pool.blocks - pool.free_blocks - copied <= 1
 
     def frees_blocks(self) -> bool:
         """Whether a later step will have more free blocks. The engine calls this when it has too
         few; if True, it need not preempt a request. If an offer has waited for longer than a step,
         all offers are given up and their blocks are freed."""
-        pending, ended = self._reserves.pending, self._ended.waiting
-        if freed_by_giving_up(self._pool, (*pending, *ended)):
-            if min([one.number for one in pending] + [one.number for one in ended]) < self._number:
+        if freed_by_giving_up(self._pool, (*self._reserved, *self._ended)):
+            numbers = [one.batch.number for one in self._reserved]
+            if min(numbers + [one.number for one in self._ended]) < self._number:
                 self.abandon_pending()
             return True
-        return self._blocks.freed_by_reports() > 0
+        return self._copied.freed_by_reports() > 0

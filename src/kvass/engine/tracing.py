@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvass.client.explanation import users_id
 from kvass.engine.boundary import log
+from kvass.engine.observers import Observer
+from kvass.engine.request_state import Answer, LoadState, RequestState
 from kvass.engine.step_work import Load, Store
 from kvass.types import short_name
 
 if TYPE_CHECKING:
-    from kvass.engine.protocols import Request
     from kvass.transfer.base import Done
 
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -60,7 +61,7 @@ class Ids:
         return True
 
 
-class Tracing:
+class Tracing(Observer):
     """The maker of the spans of one process. Raises ``ImportError`` without OpenTelemetry. All
     methods but ``copied`` are called from one thread; ``copied`` from any."""
 
@@ -83,31 +84,37 @@ class Tracing:
             vars(tracer)["id_generator"] = Ids()
         return tracer
 
-    def lookup_began(self, request: str) -> None:
-        """The engine looks up a request. Only the first call of a lookup counts."""
-        self._lookup_began.setdefault(request, time.time_ns())
+    def asked(self, state: RequestState) -> None:
+        """A lookup begins, unless the engine repeats one that was answered."""
+        if state.state is not LoadState.ANSWERED:
+            self._lookup_began.setdefault(state.request.name, time.time_ns())
 
-    def promotion_began(self, request: str) -> None:
-        """The lookup of a request waits for tiers. Only the first call of a lookup counts."""
-        self._promotion_began.setdefault(request, time.time_ns())
+    def promoting(self, state: RequestState) -> None:
+        """The lookup waits for tiers from now on."""
+        self._promotion_began.setdefault(state.request.name, time.time_ns())
 
-    def lookup_ended(self, request: Request, tokens: int, hit: int, why: str = "") -> None:
-        """The lookup of ``request`` was answered: ``hit`` of ``tokens`` looked-up tokens. ``why``:
-        why no more matched (docs/explain.md); empty if all did."""
-        now, promoting = time.time_ns(), self._promotion_began.pop(request.name, 0)
+    def answered(self, state: RequestState, answer: Answer, first: bool) -> None:
+        """Make the spans of the lookup and of its promotion."""
+        if not first:
+            return
+        request, now = state.request, time.time_ns()
+        promoting = self._promotion_began.pop(request.name, 0)
         began = self._lookup_began.pop(request.name, now)
-        figures: dict[str, Any] = {"kvass.lookup_tokens": tokens, "kvass.hit_tokens": hit}
-        if why:
-            figures[ENDED_BY] = why
+        figures: dict[str, Any] = {
+            "kvass.lookup_tokens": answer.asked,
+            "kvass.hit_tokens": answer.end - answer.local,
+        }
+        if answer.why:
+            figures[ENDED_BY] = answer.why
         lookup = self._span("kvass.lookup", request.name, request.trace, began, now, figures)
         if promoting:
             parent = self._trace.set_span_in_context(lookup)
             self._span("kvass.promote", request.name, parent, promoting, now, {})
 
-    def forget(self, request: str) -> None:
-        """The request ended."""
-        self._lookup_began.pop(request, None)
-        self._promotion_began.pop(request, None)
+    def ended(self, state: RequestState) -> None:
+        """Make no spans of what was not answered."""
+        self._lookup_began.pop(state.request.name, None)
+        self._promotion_began.pop(state.request.name, None)
 
     def copied(self, copy: Load | Store, done: Done) -> None:
         """``copy`` ended just now."""

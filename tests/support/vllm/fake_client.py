@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvass.client.lookups import PENDING, Match, Pending
+from kvass.client.lookups import PENDING, Found, Match, Pending
 from kvass.client.scheduler import Reserving
 from kvass.messages import (
     NO_CONTEXT,
@@ -103,6 +103,20 @@ class FakeClient:
     def kept(self, request: str) -> int:
         """What a test chose."""
         return self.kept_chunks
+
+    def look_up(
+        self,
+        request: str,
+        digests: bytes,
+        width: int,
+        first: int,
+        context: RequestContext = NO_CONTEXT,
+        blocks: object = None,
+    ) -> Found:
+        """As the real one, with ``match``."""
+        match = self.match(request, digests, width, first, context, blocks)
+        boot = self.boot if self.connected else b""
+        return Found(match, self.ended_by(request), self.kept(request), boot)
 
     def match(
         self,
@@ -240,11 +254,6 @@ class FakeClient:
         assert all(reservation in self.writing for reservation in reservations)
         self.handed += [*leases, *reservations]
         return True
-
-    @property
-    def counting_boot(self) -> bytes:
-        """The daemon's, if it is there."""
-        return self.boot if self.connected else b""
 
     def report(self, result: LookupResult, boot: bytes) -> None:
         """Keep the result."""

@@ -16,6 +16,8 @@ from kvass.connectors.vllm.adapt import StepMetadata
 from kvass.connectors.vllm.blend_pages import Placement, Placer
 from kvass.connectors.vllm.blend_planner import BlendPlanner
 from kvass.connectors.vllm.connector import Connector
+from kvass.engine.observers import Observer
+from kvass.engine.planner import Planner
 from kvass.layout.spans import Table
 
 
@@ -39,12 +41,14 @@ class BlendConnector(Connector):
         super().__init__(vllm_config, role, kv_cache_config)
         self.blender: BlendPlanner | None = None
         self._placer: Placer | None = None
-        if self._planner is not None:
-            assert self._setup is not None
-            assert self._setup.blend is not None
-            self.blender = BlendPlanner(self._setup, self._planner, self._setup.blend)
 
     # ------------------------------------------------------------ scheduler side
+
+    def _observers(self, planner: Planner) -> tuple[Observer, ...]:
+        assert self._setup is not None
+        assert self._setup.blend is not None
+        self.blender = BlendPlanner(self._setup, planner, self._setup.blend)
+        return (self.blender.index,)
 
     def _track(self, request: adapt.VllmRequest) -> None:
         super()._track(request)

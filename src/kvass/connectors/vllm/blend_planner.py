@@ -29,11 +29,13 @@ from kvass.connectors.vllm.adapt import VllmRequest
 from kvass.connectors.vllm.blend_pages import Placement, Span
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine import identity
+from kvass.engine.observers import Observer
+from kvass.engine.offers import Offer
 from kvass.engine.planner import Planner
 from kvass.engine.protocols import Request
 from kvass.engine.step_work import Load
 from kvass.layout.spans import Table
-from kvass.messages import Segments
+from kvass.messages import Grant, Granted, Segments
 from kvass.types import U32Array
 
 
@@ -65,6 +67,31 @@ class BlendRequest:
     preemptions: int = 0
 
 
+class ChunkIndex(Observer):
+    """Has the daemon index the chunks that an engine stores, so that other prompts find them."""
+
+    def __init__(self, segments: SegmentClient, chunk_tokens: int) -> None:
+        self._segments, self._chunk = segments, chunk_tokens
+
+    def stored(self, offer: Offer, grant: Grant, granted: Granted) -> None:
+        """Index the chunks of an offer."""
+        self.add(offer.state.request, offer.item.first, offer.end)
+
+    def add(self, request: Request, first: int, end: int) -> None:
+        """Ask the daemon to index chunks ``[first, end)``. It ignores chunks that it does not
+        store."""
+        assert isinstance(request, VllmRequest)
+        space, end = _space(request), min(end, request.hashed_chunks)
+        if space is None or first >= end:
+            return
+        hashes = request.chunk_hashes(first, end)
+        before = request.chunk_hashes(first - 1, first)[0] if first else b""
+        ids = request.vllm.all_token_ids[first * self._chunk : end * self._chunk]
+        tokens, digests = np.asarray(ids, "<u4").tobytes(), b"".join(hashes)
+        begin = first * self._chunk
+        self._segments.index_chunks(space, digests, len(hashes[0]), tokens, begin, before)
+
+
 class BlendPlanner:
     """The planner of an engine's blended requests. It calls ``planner`` for their exact prefixes.
     Used from the scheduler's thread only."""
@@ -74,9 +101,9 @@ class BlendPlanner:
         self._chunk, self._block = setup.chunk_tokens, setup.hash_tokens
         self._client = planner.client
         self._segments = SegmentClient(planner.client, setup.chunk_tokens)
+        self.index = ChunkIndex(self._segments, setup.chunk_tokens)
         self._requests: dict[str, BlendRequest] = {}
         self._placements: list[Placement] = []
-        planner.when_answered = self._index
 
     # ------------------------------------------------------------ requests
 
@@ -174,7 +201,7 @@ class BlendPlanner:
             return external
         blends, state.searches = state.searches and external > 0 and bool(state.segments), False
         if external:
-            self._index(state.request, 0, state.prefix // self._chunk)
+            self.index.add(state.request, 0, state.prefix // self._chunk)
         if not blends:
             self._drop_search(name)
             return external
@@ -304,22 +331,6 @@ class BlendPlanner:
         state = self._requests.get(name)
         blocks = None if state is None else state.request.exact_blocks
         return tokens if blocks is None else min(tokens, blocks * self._block)
-
-    # ------------------------------------------------------------ index
-
-    def _index(self, request: Request, first: int, end: int) -> None:
-        """Ask the daemon to index chunks ``[first, end)``, so that other prompts find them. It
-        ignores chunks that it does not store."""
-        assert isinstance(request, VllmRequest)
-        space, end = _space(request), min(end, request.hashed_chunks)
-        if space is None or first >= end:
-            return
-        hashes = request.chunk_hashes(first, end)
-        before = request.chunk_hashes(first - 1, first)[0] if first else b""
-        ids = request.vllm.all_token_ids[first * self._chunk : end * self._chunk]
-        tokens, digests = np.asarray(ids, "<u4").tobytes(), b"".join(hashes)
-        begin = first * self._chunk
-        self._segments.index_chunks(space, digests, len(hashes[0]), tokens, begin, before)
 
 
 def _space(request: VllmRequest) -> bytes | None:

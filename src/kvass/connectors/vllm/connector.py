@@ -36,7 +36,9 @@ from kvass.connectors.vllm.stats import PromMetrics, Stats
 from kvass.engine.boundary import Boundary, log, log_off
 from kvass.engine.copier import Copier
 from kvass.engine.memory import MakeMover, open_mover
+from kvass.engine.observers import Observer
 from kvass.engine.planner import Planner
+from kvass.engine.row_events import EventMaker
 from kvass.engine.setup import Inert, log_naming
 from kvass.errors import ConfigError, UsageError
 from kvass.layout.spans import Table
@@ -65,6 +67,8 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._planner: Planner | None = None
         self._copier: Copier | None = None
         self._rest: rest.Rest | None = None
+        self._event_maker: EventMaker | None = None
+        self._watched = False
         self._exception_before: BaseException | None = None
         self._adapters = vllm_config.lora_config is not None
         is_scheduler = role == adapt.KVConnectorRole.SCHEDULER
@@ -88,11 +92,8 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             if not setup.shadow:
                 configuration.recompute_failed_loads(vllm_config)
             self._rest = self._boundary.run(None, rest.begin, setup.instance, self._boundary)
-            watched = self._boundary.run(False, self._watch, setup)
-            make_events = events.event_maker(vllm_config, kv_cache_config, setup)
-            self._planner = Planner(setup, make_events, watched=watched)
-            if self._rest is not None:
-                self._rest.planner = self._planner
+            self._watched = self._boundary.run(False, self._watch, setup)
+            self._event_maker = events.event_maker(vllm_config, kv_cache_config, setup)
         else:
             self._copier = self._boundary.run(None, self._make_copier, setup, vllm_config)
             rest.workers[setup.instance] = weakref.WeakMethod(self._await_copies)
@@ -191,7 +192,8 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Bind the planner to the scheduler's block pool. vLLM calls this once the pool exists."""
+        """Make the planner. vLLM calls this once the scheduler's block pool exists, and before
+        anything that concerns a request."""
 
         def before_reset() -> None:
             self._run(self._planner, None, self._free_blocks)
@@ -199,10 +201,18 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         def after_reset() -> None:
             self._run(self._planner, None, Planner.was_emptied)
 
-        def bind(planner: Planner) -> None:
-            planner.bind(adapt.VllmBlockPool(gpu_block_pool, before_reset, after_reset))
+        def planner(setup: VllmSetup) -> Planner:
+            pool = adapt.VllmBlockPool(gpu_block_pool, before_reset, after_reset)
+            return Planner(setup, pool, self._event_maker, self._observers, watched=self._watched)
 
-        self._run(self._planner, None, bind)
+        if self._setup is not None:
+            self._planner = self._boundary.run(None, planner, self._setup)
+        if self._rest is not None:
+            self._rest.planner = self._planner
+
+    def _observers(self, planner: Planner) -> tuple[Observer, ...]:
+        """What observes the engine's requests beside the planner's own observers."""
+        return ()
 
     def _free_blocks(self, planner: Planner) -> None:
         """Free all held blocks before a reset, if that is all that it needs."""

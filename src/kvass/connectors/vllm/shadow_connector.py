@@ -15,6 +15,8 @@ from kvass.connectors.vllm import adapt
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.connector import Connector
 from kvass.engine.boundary import log
+from kvass.engine.observers import Observer
+from kvass.engine.planner import Planner
 from kvass.engine.shadow import Shadow
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
@@ -28,14 +30,16 @@ class ShadowConnector(Connector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.shadow: Shadow | None = None
-        if self._planner is not None:
-            assert self._setup is not None
-            self.shadow = Shadow(self._setup, self._planner)
-            log.warning(
-                "shadow mode: kvass loads and compares %g %% of its hits, and vLLM computes every "
-                "token itself",
-                100 * self._setup.shadow,
-            )
+
+    def _observers(self, planner: Planner) -> tuple[Observer, ...]:
+        assert self._setup is not None
+        self.shadow = Shadow(self._setup, planner)
+        log.warning(
+            "shadow mode: kvass loads and compares %g %% of its hits, and vLLM computes every "
+            "token itself",
+            100 * self._setup.shadow,
+        )
+        return (self.shadow.lookups,)
 
     def _track(self, request: adapt.VllmRequest) -> None:
         super()._track(request)
