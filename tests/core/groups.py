@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvass import messages as m
 from kvass.types import PAGE, GroupLayout, RankLayout
 from tests.core.rig import Engine, Rig
 
@@ -25,8 +24,3 @@ def engine(*groups: GroupLayout, pages: int = 256, share: float = 1.0) -> Engine
 
 def rows(e: Engine) -> list[int]:
     return [g["rows"] for g in e.rig.status["namespaces"][0]["groups"]]
-
-
-def fit(found: m.Matched) -> tuple[int, list[int]]:
-    """Where a match ends, and how many rows of each group it holds."""
-    return found.chunks, [len(s) for s in found.slots]

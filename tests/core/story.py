@@ -581,7 +581,7 @@ class Story(Teller):
             for slots in self.slots[word]:
                 shards = len(slots.extents[0]) if slots.extents else 0
                 text = " | ".join(
-                    " ".join(str(at // PAGE) for at in slots.offsets(shard, PAGE).tolist())
+                    ranges(str(at // PAGE) for at in slots.offsets(shard, PAGE).tolist())
                     for shard in range(shards)
                 )
                 self.out.append(text)

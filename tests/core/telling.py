@@ -202,7 +202,9 @@ class Teller:
         if grant.reservation:
             name = "stored" if unnamed else self.known("r", grant.reservation)
             self.slots[name] = grant.slots
-            rows = [ranges((*wanted, "tail")[i] for i in chunks) for chunks in grant.rows()]
+            rows = [
+                ranges((*wanted, "tail")[i] for i in chunks) or "none" for chunks in grant.rows()
+            ]
             text = f"{name} {rows[0] if len({*rows}) == 1 else ' | '.join(rows)}"
         if grant.refused:
             text += f", refused {ranges(wanted[i] for i in grant.refused)}"

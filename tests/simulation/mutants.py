@@ -47,7 +47,7 @@ def notice(mutant: Mutant) -> str:
 def unblamed() -> list[str]:
     """What two checks say of a core that is not broken."""
     break_package(UNBROKEN, "kvass.core")
-    return [simulate(range(3)), unit_tests("tests/core/test_row_allocator.py")]
+    return [simulate(range(3)), unit_tests("tests/core/scripts/row_allocator.txt")]
 
 
 def previous_checks(mutant: Mutant) -> tuple[list[int], list[str]]:
