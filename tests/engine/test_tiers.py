@@ -143,7 +143,7 @@ def write_key(path: Path, key: str) -> str:
     return f"&key_file={path}"
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("encrypted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_killed_daemons_disk_serves_a_new_engine_and_the_old_one(
     place: Place,
     disk: Path,

@@ -60,9 +60,9 @@ def test_a_clear_of_more_than_one_listing(server: S3Server) -> None:
     tier = open_tier(server.url("many"))
     many = keys_of(1100)
     assert all(fill(tier, many, (1,)))
-    assert sum(tier.probe(many)) == 1100
+    assert len(server.names("many/")) == 1000, "of one listing"
     tier.clear()
-    assert not any(tier.probe(many))
+    assert not any(tier.probe(many[::100]))
     assert server.names("many/") == []
     tier.close()
 
