@@ -208,8 +208,8 @@ class CacheMachine:
         waiting = state.follow_ups.of
         while waiting:
             for kind, follow in _FOLLOW_UPS.items():
-                if (some := waiting.pop(kind, None)) is not None:
-                    follow(state, some)
+                if kind in waiting:
+                    follow(state, waiting.pop(kind))
         flush.retry_due(state)
         return state.out
 

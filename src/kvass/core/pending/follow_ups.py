@@ -7,15 +7,15 @@ once, in the order of that table and again from its top, until none is left.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import msgspec
 
 from kvass.core.rows.row_table import ClassRows
 
 
-class Published(msgspec.Struct, frozen=True):
+class Published(ClassRows, frozen=True):
     """Rows that engines wrote became READY."""
-
-    part: ClassRows
 
 
 class Woken(msgspec.Struct, frozen=True):
@@ -24,11 +24,9 @@ class Woken(msgspec.Struct, frozen=True):
     promotion: int
 
 
-class FirstHit(msgspec.Struct, frozen=True):
+class FirstHit(ClassRows, frozen=True):
     """A lookup hit rows that none had hit before. It is told while ``Settlement.notes_first_hits``
     is set."""
-
-    part: ClassRows
 
 
 FollowUp = Published | Woken | FirstHit
@@ -39,7 +37,7 @@ class FollowUps:
     added."""
 
     def __init__(self) -> None:
-        self.of: dict[type[FollowUp], list[FollowUp]] = {}
+        self.of = defaultdict[type[FollowUp], list[FollowUp]](list)
 
     def add(self, follow_up: FollowUp) -> None:
-        self.of.setdefault(type(follow_up), []).append(follow_up)
+        self.of[type(follow_up)].append(follow_up)

@@ -105,7 +105,7 @@ class Settlement:
             self.rows.pin(part.rows)
             if self.notes_first_hits:
                 first = part.rows[~self.rows.table.read[part.rows]]
-                self._follow_ups.add(FirstHit(ClassRows(part.row_class, first)))
+                self._follow_ups.add(FirstHit(part.row_class, first))
             self.rows.table.read[part.rows] = True
         lease = Lease(
             id=self._new_id(),
@@ -204,7 +204,7 @@ class Settlement:
                 self.rows.free(part.rows)
             else:
                 rows = self.rows.publish(part.rows)
-                self._follow_ups.add(Published(ClassRows(part.row_class, rows)))
+                self._follow_ups.add(Published(part.row_class, rows))
 
     def _wake(self, reservation: Reservation) -> None:
         for promotion in sorted(reservation.waiters):

@@ -55,8 +55,7 @@ _LOOK: Final = 16
 
 def published(state: State, told: list[Published]) -> None:
     """Queue the rows that became READY, and count their tokens as stored."""
-    for each in told:
-        part = each.part
+    for part in told:
         row_class = state.classes.by_id.get(part.row_class)
         ns = None if row_class is None else state.namespaces[row_class.namespace]
         if ns is not None and ns.classes[0] is row_class:
@@ -83,7 +82,7 @@ def hit_first(state: State, told: list[FirstHit]) -> None:
     """Queue the rows that lookups hit for the first time, for the tiers that have left out rows.
     With ``on_evict``, only those whose turn was before."""
     tiers = [tier for tier in state.tiers.used if tier.counters["rows_over_budget"]]
-    for part in (each.part for each in told if tiers):
+    for part in told if tiers else ():
         rows = part.rows[state.rows.table.offered[part.rows]]
         if len(rows) and not state.stopping:
             _queue(state, ClassRows(part.row_class, rows), tiers)
