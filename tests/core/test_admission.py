@@ -72,3 +72,10 @@ def test_a_namespace_of_many_groups_takes_the_places_of_several() -> None:
     engines[2].quit()
     assert rig.register(session, "w", **wide).namespace
     assert [ns["model"] for ns in rig.status["namespaces"]] == ["c", "w"]
+
+
+@pytest.mark.parametrize("wrong", [{"layers": ()}, {"page_bytes": (1, 2)}, {"page_bytes": (0,)}])
+def test_a_layer_without_a_size_is_refused(rig: Rig, wrong: dict[str, Any]) -> None:
+    reply = rig.register(rig.open(), rank=0, layout=group(**wrong))
+    assert reply.code == "bad_value"
+    assert "one positive page_bytes per layer" in reply.text
