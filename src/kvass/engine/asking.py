@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,8 +18,7 @@ from kvass.engine.setup import EngineSetup
 from kvass.messages import RequestContext
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """The lookup of the first ``chunks`` chunks of a request. The engine's own cache has ``local``
     tokens, and a hit has ``end`` tokens at most. ``named``: the LoRA adapter of the request."""
 

@@ -77,5 +77,7 @@ class HeadOfLine:
 
     def new_step(self) -> None:
         """The engine has gone through its queue: the next step begins."""
-        step, self._step = self._step, _Turns()
-        self._tried = self._tried | step.answered if step.useful else step.answered
+        step = self._step
+        if step.passing or step.answered or self._tried:  # most steps have none
+            self._tried = self._tried | step.answered if step.useful else step.answered
+            self._step = _Turns()

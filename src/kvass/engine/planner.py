@@ -102,6 +102,8 @@ class Planner:
         own = tracing.begin(), results, explain, self.events
         others = () if observers is None else observers(self)
         self._observers = (*(one for one in own if one is not None), *others)
+        idle = Observer.stepped
+        self._stepped = [one.stepped for one in self._observers if type(one).stepped is not idle]
         self._stores = StorePlanner(
             setup, self._client, self._adapters, self._requests, pool, self._observers
         )
@@ -380,8 +382,8 @@ class Planner:
         self._client.new_step()
         if not self._requests:
             self._report_all()
-        for each in self._observers:
-            each.stepped()
+        for stepped in self._stepped:
+            stepped()
         if self._head_of_line is not None:
             self._head_of_line.new_step()
         return handed_over
