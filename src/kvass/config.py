@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, Literal, NoReturn, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, field
@@ -57,6 +57,11 @@ class AnyEngineOptions(msgspec.Struct, frozen=True, kw_only=True, rename=ENGINE_
     """The options that every engine's connector has. An empty ``socket`` stands for the default
     sockets."""
 
+    first_source: ClassVar[str]
+    """Where the engine's own options stand."""
+    page: ClassVar[str]
+    """The document that lists the options."""
+
     socket: str = ""
     daemon_uid: Uid | None = None
     tag: str = ""
@@ -68,6 +73,9 @@ class AnyEngineOptions(msgspec.Struct, frozen=True, kw_only=True, rename=ENGINE_
 class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_PREFIX.__add__):
     """The options of vLLM's connector, and all that an engine reads in the environment and the
     file."""
+
+    first_source: ClassVar[str] = "kv_connector_extra_config"
+    page: ClassVar[str] = "docs/vllm.md"
 
     chunk_tokens: Annotated[int, Meta(ge=1)] = 0
     blend: str = ""

@@ -137,7 +137,7 @@ def test_a_value_that_is_wrong_keeps_the_engine_from_starting(
 def test_an_option_that_is_there_nested_and_flat_is_refused_if_they_disagree() -> None:
     nested = {"kvass": {"tag": "a"}}
     assert read_options({**nested, "kvass.tag": "a"}).tag == "a"
-    with pytest.raises(ConfigError, match=r"kvass\.tag is in the extra config twice"):
+    with pytest.raises(ConfigError, match=r"kvass\.tag is given twice"):
         read_options({**nested, "kvass.tag": "b"})
 
 

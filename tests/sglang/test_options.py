@@ -14,7 +14,7 @@ from kvass.errors import ConfigError
 
 
 def read_options(extra: dict[str, object], env: dict[str, str]) -> StorageOptions:
-    return options.read(extra, StorageOptions, env, "docs/sglang.md")
+    return options.read(extra, StorageOptions, env)
 
 
 def test_the_extra_config_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class EndedRequest:
 
 
 @dataclass
-class Batch:
+class OfferBatch:
     """Offers of step ``number`` for one message. A hash has ``width`` bytes."""
 
     number: int
@@ -88,13 +88,13 @@ class Batch:
             self.offers += offers
         return True
 
-    def halves(self) -> list[Batch]:
+    def halves(self) -> list[OfferBatch]:
         """Two batches with the same offers; none if there is one offer."""
         half = len(self.offers) // 2
         parts = (self.offers[:half], self.offers[half:]) if half else ()
         return [replace(self, offers=part) for part in parts]
 
-    def put_off(self, grants: Sequence[Grant], chunk_blocks: int) -> Batch:
+    def put_off(self, grants: Sequence[Grant], chunk_blocks: int) -> OfferBatch:
         """The chunks that the daemon put off (``Grant.later``)."""
         left = []
         for offer, grant in zip(self.offers, grants, strict=True):

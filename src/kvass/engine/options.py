@@ -35,12 +35,10 @@ from kvass.errors import ConfigError
 OneKind = TypeVar("OneKind", bound=AnyEngineOptions)
 
 
-def read(
-    extra: Mapping[str, Any], kind: type[OneKind], env: Mapping[str, str], page: str
-) -> OneKind:
-    """The options of one engine from all sources. ``page``: the document that lists them. Keys of
-    ``extra`` without the prefix ``kvass.`` are ignored. Raises ``ConfigError`` for an unknown
-    ``kvass.*`` key and for a wrong value."""
+def read(extra: Mapping[str, Any], kind: type[OneKind], env: Mapping[str, str]) -> OneKind:
+    """The options of one engine from all sources. Keys of ``extra``, which is the
+    ``kind.first_source``, without the prefix ``kvass.`` are ignored. Raises ``ConfigError`` for an
+    unknown ``kvass.*`` key and for a wrong value."""
     values, _ = gather(extra, kind, env)
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     for key in extra:
@@ -52,7 +50,7 @@ def read(
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"an option in the extra config: {error}; {page} lists their values"
+            f"an option in {kind.first_source}: {error}; {kind.page} lists their values"
         ) from None
 
 
@@ -83,7 +81,7 @@ def gather(
             lines.append(f"unknown option {one.key!r} {one.where} is ignored; {hint}")
     for option, value in flatten(extra).items():
         if (option, value) != ("kvass.socket", ""):  # an empty socket is as none
-            take(option, value, "kv_connector_extra_config")
+            take(option, value, kind.first_source)
     return values, lines
 
 
@@ -99,7 +97,7 @@ def flatten(extra: Mapping[str, Any]) -> dict[str, Any]:
         del found["kvass"]
         for name, value in nested.items():
             if found.setdefault(f"{ENGINE_PREFIX}{name}", value) != value:
-                raise ConfigError(f"option kvass.{name} is in the extra config twice: keep one")
+                raise ConfigError(f"option kvass.{name} is given twice: keep one")
     return found
 
 

@@ -33,7 +33,7 @@ from kvass.client.scheduler import Reserving, SchedulerClient, SendApart
 from kvass.engine.adapters import Adapters, NoSalt
 from kvass.engine.held_blocks import CopiedBlocks, excess, freed_by_giving_up
 from kvass.engine.observers import Observer
-from kvass.engine.offers import Batch, EndedRequest, Offer, OfferMaker
+from kvass.engine.offers import EndedRequest, Offer, OfferBatch, OfferMaker
 from kvass.engine.protocols import BlockPool, Step
 from kvass.engine.request_state import RequestState
 from kvass.engine.setup import EngineSetup
@@ -79,7 +79,7 @@ class Backoff:
 class Reserved:
     """A batch that was sent and is not answered. ``held``: the blocks of its offers."""
 
-    batch: Batch
+    batch: OfferBatch
     reserving: Reserving
     held: list[Any]
 
@@ -164,9 +164,9 @@ class StorePlanner:
 
     # ------------------------------------------------------------ offered
 
-    def _offered(self, step: Step, ended: Sequence[EndedRequest]) -> Batch:
+    def _offered(self, step: Step, ended: Sequence[EndedRequest]) -> OfferBatch:
         """The offers of what this step completes and of what ``ended`` requests left."""
-        batch = Batch(self._number)
+        batch = OfferBatch(self._number)
         if ended:
             self._offer_ended(ended, batch)
         states, left = step.boundary_states, UNLIMITED
@@ -199,7 +199,7 @@ class StorePlanner:
         elif ended:
             self._unstored([state])
 
-    def _offer_ended(self, ended: Sequence[EndedRequest], batch: Batch) -> None:
+    def _offer_ended(self, ended: Sequence[EndedRequest], batch: OfferBatch) -> None:
         """Add the offers of ``ended`` requests. A request whose adapter has no name yet, or whose
         offers do not fit into this step, waits for a later step."""
         later = [*ended[ENDED_PER_STEP:]]
@@ -207,7 +207,7 @@ class StorePlanner:
             named = self._offers.adapter_of(one.state)
             if not isinstance(named, NoSalt):
                 more, width = self._offers.of_ended(one, named)
-                if not batch.add(more, width) and Batch(0).add(more, width):
+                if not batch.add(more, width) and OfferBatch(0).add(more, width):
                     later.append(one)
             elif named is NoSalt.PENDING and self._number - one.number <= REPORT_STEPS:
                 self._ended.append(one)
@@ -237,7 +237,7 @@ class StorePlanner:
 
     # ------------------------------------------------------------ reserved
 
-    def _reserve(self, batches: list[Batch], work: StepWork) -> None:
+    def _reserve(self, batches: list[OfferBatch], work: StepWork) -> None:
         """Reserve rows for ``batches``. What is granted at once is added to ``work``."""
         while batches:
             batch = batches.pop(0)
@@ -245,7 +245,7 @@ class StorePlanner:
             if not isinstance(answer, Pending):
                 batches[:0] = self._answered(batch, answer, work)
 
-    def _send(self, batch: Batch, wait: bool) -> Granted | SendApart | Pending | None:
+    def _send(self, batch: OfferBatch, wait: bool) -> Granted | SendApart | Pending | None:
         """Send a batch, and hold its blocks if the answer does not come at once. None: it cannot be
         sent now, or nothing of it is stored."""
         items = [offer.item for offer in batch.offers]
@@ -301,8 +301,8 @@ class StorePlanner:
     # ------------------------------------------------------------ granted
 
     def _answered(
-        self, batch: Batch, answer: Granted | SendApart | None, work: StepWork
-    ) -> list[Batch]:
+        self, batch: OfferBatch, answer: Granted | SendApart | None, work: StepWork
+    ) -> list[OfferBatch]:
         """Add the granted stores to ``work``. Returns what must be reserved next."""
         if isinstance(answer, SendApart):  # all was refused for the sake of one offer
             if not (halves := batch.halves()):  # this one: it is not offered again
@@ -326,7 +326,7 @@ class StorePlanner:
         self._offer_again(left.offers)
         return []
 
-    def _grant(self, batch: Batch, granted: Granted, work: StepWork) -> None:
+    def _grant(self, batch: OfferBatch, granted: Granted, work: StepWork) -> None:
         """Add to ``work`` a store for each grant of rows."""
         owed = {grant.reservation for grant in granted.grants} - {0}
         try:

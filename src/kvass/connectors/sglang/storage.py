@@ -71,9 +71,7 @@ class KvassStorage(HiCacheStorage):
         _backends += 1
         config = self._config
         try:
-            self._options = read(
-                config.extra_config or {}, StorageOptions, os.environ, "docs/sglang.md"
-            )
+            self._options = read(config.extra_config or {}, StorageOptions, os.environ)
             if reason := unsupported(config, sglang.__version__):
                 raise UsageError(reason)
             settings = namespace.Settings()

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def read_options(extra: Mapping[str, Any]) -> EngineOptions:
     """The options in ``extra``, the connector's extra config, in the environment and in the file.
     Raises :class:`ConfigError` for an unknown ``kvass.*`` key, a wrong type or a wrong value."""
-    return read(extra, EngineOptions, os.environ, "docs/vllm.md")
+    return read(extra, EngineOptions, os.environ)
 
 
 def log_sources(vllm_config: Any) -> None:
