@@ -67,6 +67,13 @@ class BlockPrints:
         self.table.offered[rows[-1:]] = tail > 0
         self.table.entry[rows] = NOTED
 
+    def tails(self, rows: I64Array) -> npt.NDArray[np.bool_]:
+        """Which of ``rows`` are tails. A row whose blocks are not known is not a tail."""
+        known = self.table.entry[rows] != UNKNOWN
+        found = np.zeros(len(rows), np.bool_)
+        found[known] = self.tail[rows[known]] > 0
+        return found
+
     def _memory(self, rows: int) -> U64Array:
         """Zeroed memory in small pages, because the first touch of a huge page takes long
         (``KeyIndex``)."""

@@ -80,10 +80,13 @@ def queue_next_victims(state: State) -> None:
 
 def hit_first(state: State, told: list[FirstHit]) -> None:
     """Queue the rows that lookups hit for the first time, for the tiers that have left out rows.
-    With ``on_evict``, only those whose turn was before."""
+    With ``on_evict``, only those whose turn was before. No tails: no lookup asks a tier for one."""
     tiers = [tier for tier in state.tiers.used if tier.counters["rows_over_budget"]]
     for part in told if tiers else ():
         rows = part.rows[state.rows.table.offered[part.rows]]
+        row_class = state.classes.by_id.get(part.row_class)
+        if row_class is not None and row_class.blocks is not None:
+            rows = rows[~row_class.blocks.prints.tails(rows)]
         if len(rows) and not state.stopping:
             _queue(state, ClassRows(part.row_class, rows), tiers)
 
