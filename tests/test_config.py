@@ -52,7 +52,10 @@ def test_defaults() -> None:
     got = load({}, {})
     assert got.l1_size <= room.memory_bytes() / 4
     assert got.l1_size % (1 << 20) == 0
-    assert (got.lease_s, got.lost_engine_grace_s) == (Timing().lease_s, Timing().dma_grace_s)
+    assert (got.lease_s, got.lost_engine_grace_s) == (
+        Timing().lease_s,
+        Timing().lost_engine_grace_s,
+    )
     assert (got.allow_uid, got.socket_group) == ([], "")
     assert (got.tier, got.flush, got.stop_s) == ([], "write_through", 10)
     assert (got.keep_loaded, got.skip_slow_loads) == (True, True)

@@ -173,7 +173,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "the end of its process cannot be seen; with GPUs give a second more for each 8GiB of "
             "--l1-size above 250GiB",
         ),
-    ] = Timing().dma_grace_s
+    ] = Timing().lost_engine_grace_s
     lookup_budget_ms: Annotated[
         float,
         Meta(

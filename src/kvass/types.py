@@ -396,7 +396,7 @@ class Timing(msgspec.Struct, frozen=True):
     lease_s: float = 60.0
     """At most ``MOST_S``."""
     reserve_s: float = 60.0
-    dma_grace_s: float = 30.0
+    lost_engine_grace_s: float = msgspec.field(default=30.0, name="dma_grace_s")
     """How long a writer's device may still write to the arena after its connection's EOF (law 3).
     It applies if the writer's process lives on, or if the daemon cannot see its end. (EOF may come
     26 s before the GPU's descriptors are released: sgl-project/sglang#32829.) Only the slots that

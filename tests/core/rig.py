@@ -52,7 +52,9 @@ class Rig:
                     "boot": BOOT,
                     "arena_bytes": pages * PAGE,
                     "extent_bytes": extent * PAGE,
-                    "timing": Timing(lease_s=LEASE_S, reserve_s=RESERVE_S, dma_grace_s=GRACE_S),
+                    "timing": Timing(
+                        lease_s=LEASE_S, reserve_s=RESERVE_S, lost_engine_grace_s=GRACE_S
+                    ),
                     "limits": Limits(**{"segment_index_bytes": 1 << 16, **limits}),
                     "version": "test",
                     **core,

@@ -306,7 +306,7 @@ class Story(Teller):
             elif equals:
                 self.made[name] = plainly(text)
         if seconds:
-            standard = {"lease_s": LEASE_S, "reserve_s": RESERVE_S, "dma_grace_s": GRACE_S}
+            standard = {"lease_s": LEASE_S, "reserve_s": RESERVE_S, "lost_engine_grace_s": GRACE_S}
             core["timing"] = Timing(**standard | seconds)
 
     def do_next_life(self, *words: str) -> None:

@@ -129,7 +129,7 @@ def test_peer_that_stops_reading_keeps_its_slots_until_eof(daemon: Daemon) -> No
         scheduler.reserve("a")
         worker.sock.shutdown(socket.SHUT_RD)
         worker.raw(framing.encode(Ping(seq=1)) * 10)
-        time.sleep(0.3)  # longer than dma_grace_s
+        time.sleep(0.3)  # longer than lost_engine_grace_s
         status = daemon.status()
         assert (status["reservations"], status["sessions"]) == (1, 3)
     daemon.wait_until(reservations=0, instances=0, quarantined_bytes=0)
@@ -147,7 +147,7 @@ def test_faulty_session_that_owes_commits_is_half_closed(daemon: Daemon) -> None
         assert isinstance(error, Error)
         commit = Commit(boot=granted.boot, reservation=granted.grants[0].reservation)
         worker.raw(framing.encode(commit))  # dropped: its stream is not trusted any more
-        time.sleep(0.3)  # longer than dma_grace_s: it is EOF that counts
+        time.sleep(0.3)  # longer than lost_engine_grace_s: it is EOF that counts
         status = daemon.status()
         assert status["sessions"] == 3
         assert status["reservations"] or status["quarantined_bytes"]

@@ -76,7 +76,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
             request_id_bytes=64,
             identity_bytes=4096,
         ),
-        timing=Timing(lease_s=1.5, reserve_s=2.5, dma_grace_s=0.5, lookup_budget_ms=12.5),
+        timing=Timing(lease_s=1.5, reserve_s=2.5, lost_engine_grace_s=0.5, lookup_budget_ms=12.5),
     ),
     "register": m.Register(
         seq=2,

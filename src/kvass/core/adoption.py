@@ -116,7 +116,7 @@ def _numbers(sets: list[SavedSet]) -> I64Array:
 
 def _writes_until(state: State, process: FormerProcess) -> float:
     """How long a former worker may write: until it ends, or a while if nobody can see its end."""
-    unseen_s = state.config.started_s + state.config.timing.dma_grace_s
+    unseen_s = state.config.started_s + state.config.timing.lost_engine_grace_s
     return math.inf if process.pid else unseen_s
 
 

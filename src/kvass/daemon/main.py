@@ -136,7 +136,7 @@ def core_config(config: Config, arena_bytes: int) -> CoreConfig:
     timing = Timing(
         lease_s=config.lease_s,
         reserve_s=config.reserve_s,
-        dma_grace_s=config.lost_engine_grace_s,
+        lost_engine_grace_s=config.lost_engine_grace_s,
         lookup_budget_ms=config.lookup_budget_ms,
     )
     return CoreConfig(

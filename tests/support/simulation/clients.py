@@ -160,7 +160,7 @@ class SimulatedEngine:
         """Close a connection; returns until when the process's device may still write: the time
         that the daemon allows for (``core/pending/settlement.py``).
         A visible exit may take long."""
-        rng, now, grace_s = self.world.rng, self.world.now, self.world.timing.dma_grace_s
+        rng, now, grace_s = self.world.rng, self.world.now, self.world.timing.lost_engine_grace_s
         peer.exits = rng.random() < 0.7
         peer.ends = now + rng.choice([0.0, rng.random() * grace_s, rng.random() * 4 * grace_s])
         stops = peer.ends + min(DEVICE_S, grace_s) if peer.visible else inf

@@ -153,12 +153,12 @@ class Simulation(World):
             if at_once > SLICES:
                 raise BrokenLawError(f"{SLICES} ticks at {self.now} left something due at {again}")
         self.witness.state.quiet(None, self.machine.status())
-        if self.witness.state.busy(self.now + self.timing.dma_grace_s):
+        if self.witness.state.busy(self.now + self.timing.lost_engine_grace_s):
             raise BrokenLawError("law 7: the core forgot pages that clients may still touch")
         if self.machine.flushing:
             raise BrokenLawError("law 7: the core waits for tiers that have nothing to do")
         self.witness.settled(self.machine.status(), self.flush == "write_through")
-        self.pass_time(self.timing.dma_grace_s)
+        self.pass_time(self.timing.lost_engine_grace_s)
 
 
 # ---------------------------------------------------------------- running

@@ -38,7 +38,7 @@ class World:
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
         self.now = 1000.0
-        self.timing = Timing(lease_s=4.0, reserve_s=4.0, dma_grace_s=0.5)
+        self.timing = Timing(lease_s=4.0, reserve_s=4.0, lost_engine_grace_s=0.5)
         self.mischief = rng.choice([0.0, 0.02, 0.05, 0.15])
         self.stalls = rng.choice([0.0, 0.005, 0.02])
         name = rng.choice(["m{}", "m"])  # with one name, layouts alone tell namespaces apart

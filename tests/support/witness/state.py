@@ -253,7 +253,7 @@ class ObservedState:
         that exits; then nothing is left."""
         held = status["leases"] or status["reservations"] or status["promotions"]
         exiting = any(inf in w.dirty.values() for w in self.reservations.values())
-        end = self.now + self.config.timing.dma_grace_s
+        end = self.now + self.config.timing.lost_engine_grace_s
         if due is not None and held and not exiting and due > end:
             raise BrokenLawError(f"law 7: clients gone by {self.now}, yet {due} is waited for")
         for name in (

@@ -100,7 +100,7 @@ class Witness:
         elif isinstance(event, fx.Lost):
             self._lost(event.session, event.exiting)
         elif isinstance(event, fx.ProcessEnded):
-            until = now + min(DEVICE_S, state.config.timing.dma_grace_s)
+            until = now + min(DEVICE_S, state.config.timing.lost_engine_grace_s)
             self.writes.process_ended(event.session, until)
         clear = None
         if isinstance(event, fx.Received) and isinstance(event.message, m.Clear):
@@ -241,7 +241,7 @@ class Witness:
         self.waiting.forget(session)
         instance, rank = self.state.roles.pop(session, (None, 0))
         if instance is not None:
-            grace_s = self.state.config.timing.dma_grace_s
+            grace_s = self.state.config.timing.lost_engine_grace_s
             self.writes.lost(session, instance, rank, inf if exiting else self.state.now + grace_s)
             self.reads.lost(instance, rank)
             self.instances.lost(instance, rank)

@@ -5,10 +5,12 @@ This is a file of vLLM's version: it may have to change for a new version of vLL
 ``fields.py`` (the fields of a namespace), ``weight_files.py`` (the files that vLLM loads),
 ``making.py`` (when vLLM began to make the engine), ``rpcs.py`` (calls that may replace weights),
 ``rest.py`` (steps that nobody makes), ``lora.py`` (the adapters that a worker holds),
-``content.py`` (what block hashes leave out), ``groups.py`` (KV cache groups), ``kv_caches.py``
-(pages), ``tiles.py`` (what vLLM's kernels need of the CPU), ``stats.py`` (metrics), ``events.py``
-(KV events), ``plugin.py`` (plug-ins), ``inert.py``, and ``blend*.py``. ``connector.py`` overrides
-the hooks of vLLM's base class. ``contract.py`` lists the names in vLLM that all these files use,
+``content.py`` (what block hashes leave out), ``hints.py`` (the fields of a request), ``groups.py``
+(KV cache groups), ``kv_caches.py`` (pages), ``operations.py`` (copies on a GPU), ``tiles.py`` (what
+vLLM's kernels need of the CPU), ``stats.py`` (metrics), ``events.py`` (KV events), ``plugin.py``
+(plug-ins), ``opt_in.py`` (the variable ``KVASS``), ``inert.py``, and ``blend*.py``.
+``connector.py`` overrides the hooks of vLLM's base class, ``shadow_connector.py`` those that differ
+in shadow mode. ``contract.py`` lists the names in vLLM that all these files use,
 except those of blend. No other file depends on vLLM. CONTRIBUTING.md says how to support another
 version.
 

@@ -50,7 +50,10 @@ def sweep(state: State) -> None:
         state.lost_workers -= done
         for session in done:
             state.index.processes.forget_worker(session)
-    if state.unseen and state.now > state.config.started_s + state.config.timing.dma_grace_s:
+    if (
+        state.unseen
+        and state.now > state.config.started_s + state.config.timing.lost_engine_grace_s
+    ):
         for number in state.unseen:
             state.index.processes.former_ended(number)
         state.unseen = ()

@@ -12,7 +12,7 @@ before that. So there are two cases:
 
 - The process was exiting at EOF. Its slots wait for its end, however long that takes.
 - The process is still alive or cannot be seen. A client that is alive closes its socket only after
-  its copies. Its slots wait for ``dma_grace_s``, or for its end if that is seen sooner.
+  its copies. Its slots wait for ``lost_engine_grace_s``, or for its end if that is seen sooner.
 
 After the end of the process the slots wait ``DEVICE_S`` more. Two cases are not covered: a device
 that another process than the connected one has started, and a device whose driver continues after
@@ -315,14 +315,14 @@ class Settlement:
 
         Returns the time until which it may; ``None`` if the rank was not writing.
         """
-        until = math.inf if exiting else self.now + self._timing.dma_grace_s
+        until = math.inf if exiting else self.now + self._timing.lost_engine_grace_s
         writing = any(rank in r.owing for r in self.reservations.of(instance).values())
         self.lost(instance, rank, session, until)
         return until if writing else None
 
     def process_ended(self, session: int) -> None:
         """The process of a lost session ended. Its device writes for at most ``DEVICE_S`` more."""
-        until = self.now + min(DEVICE_S, self._timing.dma_grace_s)
+        until = self.now + min(DEVICE_S, self._timing.lost_engine_grace_s)
         for loss in self._losses:
             if loss.session == session:
                 loss.until = min(loss.until, until)
