@@ -6,9 +6,12 @@ the row becomes free.
 
 Who tells guarantees this:
 
-- ``rows`` are distinct, and there is at least one. All are of one class and in one state.
+- There is at least one of ``rows``, and all are of one class.
+- They are distinct and in one state, except those of ``used``: who names a chunk twice uses its row
+  twice.
 - ``entered``, ``readable`` and ``used`` are told when the table has the change, ``left``, ``gone``
   and ``reclaimed`` before it has it. So the key of each row is in the table.
+- Adopted rows do not enter: ``adoption.py`` lists them in the index and the order of their class.
 - Listeners hear of a change in the order of the tuple, inside the step of the core.
 
 A listener does its part at once, in bulk. It changes nothing but its own columns, and no row's

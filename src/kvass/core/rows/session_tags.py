@@ -64,7 +64,8 @@ class SessionTags(Listener):
             return
         self._tags[told.rows[self.of(told.rows) != told.session]] = NO_SESSION
         if self.has_ended(told.session):
-            self.policy.evict_first(told.row_class, told.rows[self.ended(told.rows)])
+            over = np.unique(told.rows[self.ended(told.rows)])
+            self.policy.evict_first(told.row_class, over)
 
     def left(self, told: Left) -> None:
         self.reclaimed(told.rows)
