@@ -98,11 +98,12 @@ class SessionTags(Listener):
 
     def end(self, session: int, tenant: int, joining: Container[int] = ()) -> None:
         """``session`` ended: the tenant with this id said so. ``joining``: the sessions that may
-        not be forgotten yet, because their rows are joining those that are evicted first."""
+        not be forgotten yet, because their rows are joining those that are evicted first. If that
+        is so of all, this one is forgotten."""
         self._ended.pop(session, None)
         self._ended[session] = tenant
         if len(self._ended) > MOST_ENDED:
-            del self._ended[next(each for each in self._ended if each not in joining)]
+            del self._ended[next((each for each in self._ended if each not in joining), session)]
 
     def resume(self, session: int) -> None:
         """A request of ``session`` begins, so the session has not ended."""
