@@ -13,15 +13,12 @@ import functools
 import importlib
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
 import msgspec
 
 from kvass.errors import ConfigError
-from kvass.folder import Folder
-from kvass.tiers.key_file import KeyFile
 from kvass.tiers.options import (
     AzureOptions,
     DiskOptions,
@@ -128,16 +125,6 @@ def redacted(text: str) -> str:
 def tier_name(text: str) -> str:
     """Return the name of a tier in logs and in the status: its URL without options and secrets."""
     return redacted(text.partition("?")[0])
-
-
-def check_tier(text: str) -> None:
-    """Check the folder and the key file of the tier ``text``, which another process may have open.
-    Raises ``ConfigError``."""
-    url, options = read_tier_url(text)
-    if isinstance(options, DiskOptions):
-        Folder(Path(url.where)).close()
-    if isinstance(options, RecordOptions) and options.key_file:
-        KeyFile(options.key_file)
 
 
 def open_tier(text: str) -> Tier:
