@@ -19,7 +19,7 @@ Cause = Literal[
     "forgotten",
     "unfinished",
     "load_failed",
-    "not_loaded",
+    "no_room",
 ]
 """Why rows left L1:
 
@@ -33,7 +33,7 @@ Cause = Literal[
 - forgotten: their namespace was removed to make room for another.
 - unfinished: an engine reserved them and did not write them in time.
 - load_failed: a tier had them, and could not load them.
-- not_loaded: they were to be loaded, and there was no room for all of the hit.
+- no_room: they were to be loaded, and there was no room for all of the hit.
 """
 
 ClearCause = Literal["cleared", "reset", "forgotten"]

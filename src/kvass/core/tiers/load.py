@@ -39,7 +39,7 @@ def load(
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
-            state.rows.free(taken, "not_loaded")
+            state.rows.free(taken, "no_room")
         return cut
     for c, w, taken, home in zip(classes, wanted, rows, promotion.homes, strict=True):
         state.rows.touch(c, taken)
