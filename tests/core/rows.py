@@ -8,7 +8,7 @@ import numpy as np
 
 from kvass.core.clients.registry import RowClassSpec
 from kvass.core.histogram import Histogram
-from kvass.core.rows.features import Features
+from kvass.core.rows.followers import Followers
 from kvass.core.rows.row_allocator import RowAllocator
 from kvass.core.rows.row_class import RowClass
 from kvass.core.rows.row_classes import RowClasses
@@ -56,8 +56,8 @@ class Rows:
     ) -> None:
         self.counters = Counter[str]()
         self.tables = tables = CoreTables(arena_bytes)
-        follow = Features(tables, self.counters, Histogram(), b"seed", 1 << 16, keep_share)
-        self.features = follow
+        follow = Followers(tables, self.counters, Histogram(), b"seed", 1 << 16, keep_share)
+        self.followers = follow
         self.classes = RowClasses(
             tables, extent_bytes, b"seed", follow.policy, follow.saving, follow.listeners
         )

@@ -16,7 +16,7 @@ def test_rows_that_left_name_the_cause_if_it_explains_a_miss(cause: Cause) -> No
     core = Rows()
     row_class = core.classes.add(spec(group=200), namespace=1 << 30)
     core.rows.free(core.store(row_class, 9), cause)
-    found = core.features.left.find(1 << 30, 200, keys(9))
+    found = core.followers.left.find(1 << 30, 200, keys(9))
     assert found == (Departure(cause, 0.0, 0) if cause in CAUSES else None)
     assert (found is None) == (cause in ("replaced", "no_room"))
 

@@ -126,7 +126,7 @@ BREAKS: Final[list[tuple[Callable[[State], None], str]]] = [
     (one_more(lambda s: first(s.namespaces).traffic, "lookup_tokens"), "hits and misses disagree"),
     (lambda s: first(s.instances).sessions.clear(), "an instance without sessions"),
     (lambda s: first(s.instances).workers.clear(), "a rank is missing"),
-    (one_more(lambda s: first(s.features.segments.sizes).matcher, "count"), "entries were mis"),
+    (one_more(lambda s: first(s.followers.segments.sizes).matcher, "count"), "entries were mis"),
 ]
 
 

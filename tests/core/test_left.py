@@ -34,9 +34,9 @@ def test_rows_of_a_class_that_is_gone_name_the_cause_when_their_room_is_given_ba
     row_class = core.classes.add(spec(group=200), namespace=1 << 30)
     core.store(row_class, 9)
     core.classes.remove([1 << 30], [row_class], cause)
-    assert core.features.left.find(1 << 30, 200, keys(9)) is None
+    assert core.followers.left.find(1 << 30, 200, keys(9)) is None
     core.allocator.reclaim()
-    assert core.features.left.find(1 << 30, 200, keys(9)) == Departure(cause, 0.0, 0)
+    assert core.followers.left.find(1 << 30, 200, keys(9)) == Departure(cause, 0.0, 0)
 
 
 def test_memory_is_bounded_and_most_of_the_newest_entries_are_kept() -> None:

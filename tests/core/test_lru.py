@@ -76,7 +76,7 @@ def test_a_log_of_many_rows_stays_short_and_in_order() -> None:
 def test_rows_that_are_not_retained_any_more_come_back_some_at_a_time() -> None:
     """In the order of their last use, before all that the log has."""
     rows = Rows(20_000, 20_000 // 16)
-    row_class, kept = rows.classes.add(spec(), namespace=0), rows.features.kept
+    row_class, kept = rows.classes.add(spec(), namespace=0), rows.followers.kept
     kept.share = 1.0
     held = rows.store(row_class, *range(1, 10_001))
     last = rows.store(row_class, *range(20_001, 20_006))
@@ -97,7 +97,7 @@ def test_rows_that_are_not_retained_any_more_come_back_some_at_a_time() -> None:
 def test_a_retained_row_stays_while_behind_many_there_is_one_that_is_retained_no_more() -> None:
     """The control: without it a retained row goes, because nothing else can."""
     rows = Rows(12_000, 12_000 // 16)
-    row_class, kept = rows.classes.add(spec(), namespace=0), rows.features.kept
+    row_class, kept = rows.classes.add(spec(), namespace=0), rows.followers.kept
     kept.share = 1.0
     held = rows.store(row_class, *range(1, 12_001))
     kept.keep(held, 60, now=0.0)

@@ -69,7 +69,7 @@ def slices(*works: str) -> dict[str, int]:
     begin: dict[str, Callable[[], object]] = {
         "clear of a tenant": lambda: rig.say(command, m.ClearTenant(seq=11, tenant="x")),
         "end of a session": lambda: rig.say(command, m.EndSession(seq=12, session=7)),
-        "look for retained rows": lambda: state.features.kept.sweep(rig.now),
+        "look for retained rows": lambda: state.followers.kept.sweep(rig.now),
         "memory of a clear": lambda: rig.say(other.scheduler, m.Clear(seq=13)),
     }
     for work in works:
@@ -77,7 +77,7 @@ def slices(*works: str) -> dict[str, int]:
     over: dict[str, Callable[[], bool]] = {
         "clear of a tenant": lambda: not state.clears,
         "end of a session": lambda: not state.endings,
-        "look for retained rows": lambda: not state.features.kept.sweeping,
+        "look for retained rows": lambda: not state.followers.kept.sweeping,
         "memory of a clear": lambda: not state.classes.sets.cleared,
     }
     took = dict[str, int]()

@@ -9,7 +9,7 @@ def test_rows_of_ended_sessions_go_first_and_retained_rows_last() -> None:
     core = Rows(keep_share=1.0)
     row_class = core.classes.add(spec(), namespace=1)
     kept, used, ended = core.store(row_class, 1), core.store(row_class, 2), core.store(row_class, 3)
-    core.features.kept.keep(kept, 60.0, now=0.0)
+    core.followers.kept.keep(kept, 60.0, now=0.0)
     row_class.order.evict_first(ended)
     assert row_class.order.first().tolist() == ended.tolist()
     search = row_class.order.search(core.rows.table.clock)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvass.core.rows import features
+from kvass.core.rows import followers
 from kvass.core.rows.extents import STAYS
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.order import Order, Victims
@@ -70,7 +70,7 @@ def test_the_policy_says_which_row_goes(
     policy: type[Policy] | None, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if policy is not None:
-        monkeypatch.setattr(features, "LeastRecentlyUsed", policy)
+        monkeypatch.setattr(followers, "LeastRecentlyUsed", policy)
     core = Rows(arena_bytes=4)
     row_class = core.classes.add(spec(), namespace=1)
     for number in range(4):

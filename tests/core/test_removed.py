@@ -63,7 +63,7 @@ def test_who_reads_knows_after_churn_what_is_there() -> None:
 def test_nothing_is_kept_unless_somebody_reads() -> None:
     rig = Rig(pages=4)
     engine = rig.engine()
-    ring, names = rig.machine.state.features.removed, iter(range(100))
+    ring, names = rig.machine.state.followers.removed, iter(range(100))
     for _ in range(8):
         engine.store(next(names))
     assert ring.end == 1

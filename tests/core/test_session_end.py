@@ -23,19 +23,19 @@ class Joined(Rows):
         self.all = self.store(self.row_class, *range(1, ROWS + 1), session=7)
         self.use(np.random.default_rng(2).permutation(self.all))
         self.slices = list[I64Array]()
-        evict_first = self.features.policy.evict_first
+        evict_first = self.followers.policy.evict_first
 
         def joins(row_class: RowClass, rows: I64Array) -> None:
             self.slices.append(rows)
             evict_first(row_class, rows)
 
-        monkeypatch.setattr(self.features.policy, "evict_first", joins)
+        monkeypatch.setattr(self.followers.policy, "evict_first", joins)
 
     def use(self, rows: I64Array) -> None:
         self.rows.touch(self.row_class, rows)
 
     def end(self) -> SessionEnd:
-        self.features.tags.end(7, self.classes.tenants.default.id)
+        self.followers.tags.end(7, self.classes.tenants.default.id)
         return SessionEnd((1, 1), 7, self.classes.tenants.default.id)
 
     def next_to_go(self) -> list[int]:
@@ -50,7 +50,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Joined:
 def test_no_slice_has_many_rows_and_all_go_in_the_order_of_their_last_use(joined: Joined) -> None:
     end = joined.end()
     steps = 1
-    while not end.go_on(joined.rows, joined.features.tags):
+    while not end.go_on(joined.rows, joined.followers.tags):
         steps += 1
     parts = -(-ROWS // SLICE)
     assert max(map(len, joined.slices)) <= SLICE + 64 * parts
@@ -61,7 +61,7 @@ def test_no_slice_has_many_rows_and_all_go_in_the_order_of_their_last_use(joined
 
 
 def test_few_rows_are_found_at_a_time(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
-    tags, found = joined.features.tags, list[int]()
+    tags, found = joined.followers.tags, list[int]()
     rows_of = tags.rows_of
 
     def counted(session: int, begin: int, most: int) -> tuple[I64Array, int]:
@@ -71,7 +71,7 @@ def test_few_rows_are_found_at_a_time(joined: Joined, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(tags, "rows_of", counted)
     end = joined.end()
-    while not end.go_on(joined.rows, joined.features.tags):
+    while not end.go_on(joined.rows, joined.followers.tags):
         pass
     assert sum(found) == ROWS
     assert max(found) < SLICE + LOOK
@@ -80,11 +80,11 @@ def test_few_rows_are_found_at_a_time(joined: Joined, monkeypatch: pytest.Monkey
 def test_what_is_used_or_freed_meanwhile_does_not_join(joined: Joined) -> None:
     end = joined.end()
     while not joined.slices:
-        end.go_on(joined.rows, joined.features.tags)
+        end.go_on(joined.rows, joined.followers.tags)
     last = joined.all[np.argsort(joined.rows.table.stamp[joined.all])][-10:]
     joined.use(last[:5])
     joined.rows.free(last[5:], "capacity")
-    while not end.go_on(joined.rows, joined.features.tags):
+    while not end.go_on(joined.rows, joined.followers.tags):
         pass
     assert end.rows == ROWS - 10
     assert not np.isin(joined.next_to_go(), last).any()
@@ -93,7 +93,7 @@ def test_what_is_used_or_freed_meanwhile_does_not_join(joined: Joined) -> None:
 def test_none_joins_once_the_session_goes_on(joined: Joined) -> None:
     end = joined.end()
     while len(joined.slices) < 2:
-        end.go_on(joined.rows, joined.features.tags)
-    joined.features.tags.resume(7)
-    assert end.go_on(joined.rows, joined.features.tags)
+        end.go_on(joined.rows, joined.followers.tags)
+    joined.followers.tags.resume(7)
+    assert end.go_on(joined.rows, joined.followers.tags)
     assert end.rows == len(joined.next_to_go()) < ROWS

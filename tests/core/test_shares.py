@@ -26,7 +26,7 @@ class Divided(Rows):
 
     def may_go(self, asker: RowClass) -> list[list[str]]:
         """Whose sets may go, in each turn."""
-        ranks, clock = self.features.policy.ranks(last=False), self.rows.table.clock
+        ranks, clock = self.followers.policy.ranks(last=False), self.rows.table.clock
         names = [self.classes.tenants.named(n) for n in self.classes.sets.tenant.tolist()]
         sets = Shares(self.tables).may_go(asker, ranks, clock, clock, alone=True)
         return [[names[n] for n in np.flatnonzero(each).tolist()] for each in sets]
@@ -48,7 +48,7 @@ def test_without_quotas_any_other_class_pays() -> None:
     core = Rows()
     one, other = (core.classes.add(spec(n), namespace=1) for n in range(2))
     core.store(one, 1)
-    ranks, clock = core.features.policy.ranks(last=False), core.rows.table.clock
+    ranks, clock = core.followers.policy.ranks(last=False), core.rows.table.clock
     (sets,) = Shares(core.tables).may_go(other, ranks, clock, clock, alone=True)
     assert np.flatnonzero(sets).tolist() == [0]
     (sets,) = Shares(core.tables).may_go(one, ranks, clock, clock, alone=True)

@@ -90,7 +90,7 @@ def adopt(state: State, index: SavedIndex) -> Adoption:
     state.settlement.rest(_parts(state, found.loading), loaded)
     begun = index.begin(state.config.arena_bytes, _entries(state))
     assert begun, "less needs no more memory"
-    state.features.saving.begin(index)
+    state.followers.saving.begin(index)
     size = sum(sum(c.rows[READY:]) * c.spec.row_bytes for c in state.classes.by_id.values())
     state.counters["l1_in_bytes"] += size
     resting = len(found.written) + len(found.loading)

@@ -69,7 +69,7 @@ def why_ended(
         wanted, after = view.keys[chunk : chunk + 1], view.keys[chunk : chunk + KEYS]
     ns, spec = view.ns, view.ns.classes[number].spec
     kind = spec.layout.kind
-    if (gone := state.features.left.find(ns.id, spec.group, wanted)) is not None:
+    if (gone := state.followers.left.find(ns.id, spec.group, wanted)) is not None:
         return Ending(CAUSES[gone.cause], gone.cause, gone.when, kind)
     if len(state.namespaces) > 1 and (detail := _elsewhere(state, ns, after)):
         return Ending("other_namespace", kind=kind, detail=detail)

@@ -224,7 +224,7 @@ def _rows(state: State) -> None:
     free, readable, failed = table.state == FREE, table.state >= READY, table.state == FAILED
     assert (table.stamp[free] == NEVER).all(), "a FREE row keeps a stamp"
     assert not table.key[free].any(), "a FREE row keeps a key"
-    assert not state.features.tags.of(np.flatnonzero(free)).any(), "a FREE row keeps a session"
+    assert not state.followers.tags.of(np.flatnonzero(free)).any(), "a FREE row keeps a session"
     home = np.full(len(table), NOBODY)
     for extent_set in state.classes.extents.sets.values():
         home[extent_set.first_row : extent_set.end_row] = extent_set.id
@@ -267,8 +267,8 @@ def _ended(state: State) -> None:
     )
     assert len(np.unique(listed)) == len(listed), "a row of an ended session is listed twice"
     rows = np.flatnonzero(state.rows.table.state != FREE)
-    rows = rows[state.features.tags.ended(rows)]
-    joining = np.isin(state.features.tags.of(rows), [end.tag for end in state.endings])
+    rows = rows[state.followers.tags.ended(rows)]
+    joining = np.isin(state.followers.tags.of(rows), [end.tag for end in state.endings])
     cleared = state.classes.sets.owner[state.rows.table.set_of[rows]] == CLEARED
     lost = rows[~(joining | cleared | np.isin(rows, listed))]
     assert not len(lost), "a row of an ended session is not among those that are evicted first"
@@ -336,7 +336,7 @@ def _tenants(state: State) -> None:
 
 def _kept(state: State) -> None:
     """Retained rows are rows of live classes, counted, and no more than their tenants' caps."""
-    kept, table, sets = state.features.kept, state.rows.table, state.classes.sets
+    kept, table, sets = state.followers.kept, state.rows.table, state.classes.sets
     rows = np.flatnonzero(kept.of(np.arange(len(table))))
     assert (table.state[rows] != FREE).all(), "a FREE row is retained"
     owners = sets.owner[table.set_of[rows]]
@@ -382,7 +382,7 @@ def _instances(state: State) -> None:
 
 def _segments(state: State) -> None:
     """An indexed chunk has rows, unless its namespace uses tiers. The counts are right."""
-    segments, count = state.features.segments, Counter[int]()
+    segments, count = state.followers.segments, Counter[int]()
     for namespace, entries in segments.of.items():
         ns, matcher = state.namespaces[namespace], entries.chunks.matcher
         assert entries.in_tiers == bool(state.tiers.used and ns.tier_epochs), "tiers came or went"

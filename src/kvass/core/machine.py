@@ -133,7 +133,7 @@ def _reclaim(state: State) -> None:
 _WORK: Final[dict[str, Callable[[State], None]]] = {
     "clears": clearing.clear_more,
     "endings": ending.end_more,
-    "features.kept.sweeping": lambda state: state.features.kept.sweep_more(state.now),
+    "followers.kept.sweeping": lambda state: state.followers.kept.sweep_more(state.now),
     "unreclaimed": _reclaim,
 }
 """Work that is done in slices, one in a step: what of the state is true while there is any, and

@@ -24,7 +24,7 @@ from kvass.core.pending.promotion import Promotions
 from kvass.core.pending.settlement import Settlement
 from kvass.core.pending.tier_operations import Clearing
 from kvass.core.pending.tier_state import FlushMode, Tiers
-from kvass.core.rows.features import Features
+from kvass.core.rows.followers import Followers
 from kvass.core.rows.row_allocator import RowAllocator
 from kvass.core.rows.row_classes import Namespace, RowClasses
 from kvass.core.rows.row_states import RowStates
@@ -91,7 +91,7 @@ class State:
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
         tables = CoreTables(config.arena_bytes, index)
-        follow = self.features = Features(
+        follow = self.followers = Followers(
             tables,
             self.counters,
             self.histograms["age_at_eviction_seconds"],
@@ -153,12 +153,12 @@ class State:
     @property
     def unreclaimed(self) -> bool:
         """Whether ``reclaim``, or ``warm`` of the classes, has work left."""
-        return bool(self.allocator.unfinished or self.features.segments.cleared)
+        return bool(self.allocator.unfinished or self.followers.segments.cleared)
 
     def reclaim(self) -> None:
         """Give back a part of what cleared rows had: room of L1, and memory."""
         self.allocator.reclaim()
-        self.features.segments.reclaim()
+        self.followers.segments.reclaim()
 
     def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
         """Add an effect that sends a message."""
@@ -203,7 +203,7 @@ class State:
         if not (seconds := context.keep_s):
             return 0
         payer = self.tenants.payer(context.tenant)
-        kept, clipped = keeping.keep(self.rows, self.features.kept, ns, found, seconds, payer)
+        kept, clipped = keeping.keep(self.rows, self.followers.kept, ns, found, seconds, payer)
         self.counters["not_kept_chunks"] += clipped
         return kept
 

@@ -37,7 +37,7 @@ def status(state: State, terms_of: Collection[bytes] = ()) -> dict[str, Any]:
     groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.classes.sets.cleared_bytes
     loads, timing = state.tiers.ops.values(), state.config.timing
-    matchers = [chunks.matcher for chunks in state.features.segments.sizes.values()]
+    matchers = [chunks.matcher for chunks in state.followers.segments.sizes.values()]
     return {
         "boot": state.config.boot.hex(),
         "version": state.config.version,

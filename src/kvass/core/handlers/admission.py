@@ -154,7 +154,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         traffic=Traffic(from_tiers=[0] * len(state.tiers.all)),
     )
     state.by_digest[digest] = new
-    state.features.saving.put(state.namespaces[new].saved)
+    state.followers.saving.put(state.namespaces[new].saved)
     epochs.namespace_added(state, state.namespaces[new])
     return new
 
@@ -206,7 +206,7 @@ def _drop(state: State, gone: list[Namespace]) -> None:
         state.forget(ns)
         del state.namespaces[ns.id], state.by_digest[ns.digest]
         state.former_ids[ns.digest] = ns.id
-    state.features.saving.remove("namespace", (ns.id for ns in gone))
+    state.followers.saving.remove("namespace", (ns.id for ns in gone))
     classes = [c for ns in gone for c in ns.classes]
     state.classes.remove([ns.id for ns in gone], classes, "forgotten")
     state.reclaim()

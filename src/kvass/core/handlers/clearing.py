@@ -161,11 +161,11 @@ def set_quota(state: State, session: ClientSession, msg: SetQuota) -> QuotaSet:
         state.tenants.remove(msg.quota.tenant)
     else:
         state.tenants.set(msg.quota)
-    state.features.kept.trim()
+    state.followers.kept.trim()
     return QuotaSet()
 
 
 def replace_quotas(state: State, quotas: tuple[Quota, ...]) -> None:
     """Replace all quotas by those of the daemon's configuration."""
     state.tenants.replace(quotas)
-    state.features.kept.trim()
+    state.followers.kept.trim()

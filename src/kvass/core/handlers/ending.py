@@ -21,7 +21,7 @@ def end_session(state: State, session: ClientSession, msg: EndSession) -> None:
         scheduler_of(state, session)
     if not msg.session:
         raise Refused("bad_value", "session: 0 is no session")
-    tags, payer = state.features.tags, state.tenants.payer(msg.tenant).id
+    tags, payer = state.followers.tags, state.tenants.payer(msg.tenant).id
     if tags.has_ended(msg.session, payer):
         state.send(session.id, SessionEnded(seq=msg.seq))
         return
@@ -39,7 +39,7 @@ def end_more(state: State) -> None:
 
 
 def _go_on(state: State, end: SessionEnd) -> None:
-    if end.go_on(state.rows, state.features.tags):
+    if end.go_on(state.rows, state.followers.tags):
         _answer(state, end)
 
 

@@ -80,7 +80,7 @@ def grant(
 def _note_refused(state: State, ns: Namespace, item: Item, chunks: I64Array) -> None:
     """Record that these chunks were offered and not stored."""
     group = item.classes[0].spec.group
-    state.features.left.note(ns.id, group, item.keys[chunks], "refused", state.now)
+    state.followers.left.note(ns.id, group, item.keys[chunks], "refused", state.now)
 
 
 def _allocate(

@@ -79,7 +79,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     cut = len(keys) > most
     if cut:
         keys, blocks = keys[:most], blocks[:0]
-    state.features.tags.resume(msg.session)
+    state.followers.tags.resume(msg.session)
     view = PrefixView(state.rows, ns, keys, msg.first, msg.spare, blocks, start)
     there, why = view.there(), "absent"
     chunks = view.longest(there)
@@ -287,7 +287,7 @@ def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
         return Removed(lost=True)
     if len(keys) > len(ns.classes):
         raise Refused("bad_value", f"present: the namespace has {len(ns.classes)} groups")
-    removed = state.features.removed
+    removed = state.followers.removed
     part = removed.read(session.id, ns.id, msg.since)
     gone = [part.keys.get(group, state.rows.table.key[:0]) for group in range(len(ns.classes))]
     pairs = zip(ns.classes, keys, strict=False)

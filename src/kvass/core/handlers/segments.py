@@ -47,7 +47,7 @@ def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Inde
         raise Refused("bad_value", f"tokens: {text}")
     _check_full(ns)
     in_tiers = epochs.in_tiers(state, ns)
-    entries = state.features.segments.begin(ns.id, ns.chunk_tokens, in_tiers)
+    entries = state.followers.segments.begin(ns.id, ns.chunk_tokens, in_tiers)
     if entries is None:
         raise Refused("limit", f"chunks of {ns.chunk_tokens} tokens: other sizes are indexed")
     before = key_array(msg.predecessor.ljust(msg.width, b"\0") + msg.digests, msg.width)[:-1]
@@ -71,7 +71,7 @@ def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Se
         raise Refused("bad_value", f"first: {msg.first} is not in 0..{len(tokens)}")
     state.counters["segment_searches"] += 1
     state.counters["segment_search_tokens"] += len(tokens) - msg.first
-    entries = None if ns is None else state.features.segments.of.get(ns.id)
+    entries = None if ns is None else state.followers.segments.of.get(ns.id)
     if ns is None or entries is None:
         return Segments()
     matcher = entries.chunks.matcher

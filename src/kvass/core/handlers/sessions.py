@@ -76,7 +76,7 @@ def lost(state: State, event: Lost) -> None:
         return
     state.session_limits.leave(session)
     state.counters["ended_closed"] += not session.ending
-    state.features.removed.leave(session.id)
+    state.followers.removed.leave(session.id)
     former.lost(state, session)
     if session.registered is None:
         return

@@ -101,7 +101,7 @@ def _queue_new(state: State, row_class: RowClass, rows: I64Array) -> None:
 
 def _queue(state: State, part: ClassRows, tiers: list[TierState]) -> None:
     """Queue rows, unless they belong to a session that has ended."""
-    if (over := state.features.tags.ended(part.rows)).any():
+    if (over := state.followers.tags.ended(part.rows)).any():
         part = ClassRows(part.row_class, part.rows[~over])
     state.rows.table.offered[part.rows] = True
     row_class = state.classes.by_id.get(part.row_class)  # None: cleared, and then dropped

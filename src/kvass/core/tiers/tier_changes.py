@@ -32,7 +32,7 @@ def change(state: State, event: TiersAre) -> None:
                 if not ns.private:
                     epochs.ask(state, ns, tier.number)
     for ns in state.namespaces.values():
-        state.features.segments.reaches_tiers(ns.id, epochs.in_tiers(state, ns))
+        state.followers.segments.reaches_tiers(ns.id, epochs.in_tiers(state, ns))
     promote.epoch_known(state)
 
 

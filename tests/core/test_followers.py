@@ -6,9 +6,9 @@ from kvass.core.rows.listeners import Listener
 from tests.core.rows import Rows
 
 
-def test_every_feature_hears_of_rows() -> None:
-    features = Rows().features
-    told = vars(features.listeners).values()
+def test_every_follower_hears_of_rows() -> None:
+    followers = Rows().followers
+    told = vars(followers.listeners).values()
     listening = {id(hook.__self__) for hooks in told for hook in hooks}
-    for name, one in vars(features).items():
+    for name, one in vars(followers).items():
         assert not isinstance(one, Listener) or id(one) in listening, name

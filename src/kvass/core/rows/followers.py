@@ -1,6 +1,6 @@
 """Who follows rows: the features of the daemon that look at what becomes of rows.
 
-Law of this file: it creates them. A new feature is a file with a ``Listener``, and a line here.
+Law of this file: it creates them. A new follower is a file with a ``Listener``, and a line here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvass.core.rows.session_tags import SessionTags
 from kvass.core.rows.tables import CoreTables
 
 
-class Features:
+class Followers:
     """The listeners of a core over ``tables``.
 
     ``counters``, ``ages``: as of ``Counts``. ``seed``: the secret from which keys are hashed.
