@@ -81,7 +81,7 @@ def status_of_many(core: Core) -> Iterator[Case]:
         other = Model(core, f"{'y' * 250}{i}", groups=GROUPS)
         other.quit()
     sessions = list[int]()
-    for i in range(LIMITS.sessions - len(core.machine.state.sessions) - 2):
+    for i in range(LIMITS.sessions - len(core.machine.state.connections) - 2):
         sessions.append(next(core.sessions))
         core.step(Opened(sessions[-1], uid=1000 + i // LIMITS.sessions_per_uid))
         core.ask(sessions[-1], m.Hello(seq=1, clock_s=core.now))

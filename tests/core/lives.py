@@ -261,8 +261,8 @@ class Lives:
         number = self.rng.randrange(2)
         if self.rng.random() < 0.5:
             self.writing = [w for w in self.writing if w.engine != number or w.life == self.life]
-            for session in self.engines[number].workers:
-                self.rig.say(session, m.Drained(boot=BOOT))
+            for connection in self.engines[number].workers:
+                self.rig.say(connection, m.Drained(boot=BOOT))
 
     def clear(self) -> None:
         if self.rng.random() < 0.3:

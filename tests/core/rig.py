@@ -65,7 +65,7 @@ class Rig:
         self.last: list[Effect] = []
         self.promoting: list[m.Promoting] = []
         """What the last message was told of promotions."""
-        self._sessions = 0
+        self._connections = 0
 
     # ------------------------------------------------------------ events
 
@@ -90,46 +90,46 @@ class Rig:
     def open(
         self, hello: bool = True, uid: int = 0, own: bool = False, pid: int = 0, **fields: Any
     ) -> int:
-        self._sessions += 1
-        self.step(Opened(self._sessions, uid, own, pid=pid, start=pid))
+        self._connections += 1
+        self.step(Opened(self._connections, uid, own, pid=pid, start=pid))
         if hello:
-            self.say(self._sessions, m.Hello(seq=1, **{"clock_s": self.now, **fields}))
-        return self._sessions
+            self.say(self._connections, m.Hello(seq=1, **{"clock_s": self.now, **fields}))
+        return self._connections
 
-    def lose(self, *sessions: int, exiting: bool = False) -> None:
-        for session in sessions:
-            self.step(Lost(session, exiting))
+    def lose(self, *connections: int, exiting: bool = False) -> None:
+        for connection in connections:
+            self.step(Lost(connection, exiting))
 
-    def say(self, session: int, message: m.FromClient) -> list[Any]:
-        """The messages that come back to ``session``, but for ``promoting``."""
-        effects = self.step(Received(session, message))
-        sent = [e.message for e in effects if isinstance(e, Send) and e.session == session]
+    def say(self, connection: int, message: m.FromClient) -> list[Any]:
+        """The messages that come back to ``connection``, but for ``promoting``."""
+        effects = self.step(Received(connection, message))
+        sent = [e.message for e in effects if isinstance(e, Send) and e.connection == connection]
         self.promoting = [each for each in sent if isinstance(each, m.Promoting)]
         return [each for each in sent if not isinstance(each, m.Promoting)]
 
-    def ask(self, session: int, message: m.FromClient) -> Any:
+    def ask(self, connection: int, message: m.FromClient) -> Any:
         """The one reply to a request, or the one error to a one-way message."""
-        (reply,) = self.say(session, message)
+        (reply,) = self.say(connection, message)
         return reply
 
-    def code(self, session: int, message: m.FromClient) -> str:
+    def code(self, connection: int, message: m.FromClient) -> str:
         """The code with which ``message`` is refused."""
-        reply = self.ask(session, message)
+        reply = self.ask(connection, message)
         assert isinstance(reply, m.Error), reply
         assert reply.seq == message.seq
         return reply.code
 
     def ended(self) -> list[str]:
-        """How the last event ended sessions."""
+        """How the last event ended connections."""
         return [type(e).__name__ for e in self.last if isinstance(e, Close | HalfClose)]
 
     # ------------------------------------------------------------ engines
 
-    def register(self, session: int, instance: str = "e", **fields: Any) -> Any:
+    def register(self, connection: int, instance: str = "e", **fields: Any) -> Any:
         terms = {"identity": {"model": "m"}, "chunk_tokens": 16, **fields}
         if terms.get("rank", -1) >= 0 and "layout" not in terms:
             terms["layout"] = layout(1)
-        return self.ask(session, m.Register(seq=2, instance=instance, **terms))
+        return self.ask(connection, m.Register(seq=2, instance=instance, **terms))
 
     def engine(
         self,
@@ -148,9 +148,9 @@ class Rig:
         self.register(scheduler, instance, **common)
         pids = [pid + rank if pid else 0 for rank in range(ranks)]
         workers = [self.open(uid=uid, own=own, pid=each) for each in pids]
-        for rank, session in enumerate(workers):
+        for rank, connection in enumerate(workers):
             mine = {"rank": rank, "shard": rank % common["world_size"], "layout": shape}
-            reply = self.register(session, instance, **{**common, **mine})
+            reply = self.register(connection, instance, **{**common, **mine})
         return Engine(self, scheduler, workers, reply.namespace)
 
     @property
@@ -220,8 +220,8 @@ class Engine:
         return self.rig.say(self.workers[rank], message)
 
     def abort(self, reservation: int, rank: int = -1) -> list[Any]:
-        session = self.scheduler if rank < 0 else self.workers[rank]
-        return self.rig.say(session, m.Abort(boot=BOOT, reservation=reservation, rank=rank))
+        connection = self.scheduler if rank < 0 else self.workers[rank]
+        return self.rig.say(connection, m.Abort(boot=BOOT, reservation=reservation, rank=rank))
 
     def store(self, *names: object, **item: Any) -> Any:
         """Reserve, hand over, and commit by every rank; the grant."""

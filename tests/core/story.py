@@ -1,6 +1,6 @@
 """What the commands of a story speak to: a machine, and everybody who is connected to it.
 
-A command is a method: ``do_`` and its name of what happens, ``say_`` and its name of what a session
+A command is a method: ``do_`` and its name of what happens, ``say_`` and its name of what somebody
 says. ``tests/core/scripts/README.md`` has them all.
 """
 
@@ -94,12 +94,12 @@ class Story(Teller):
                 self.speak(who, words[spoken[0]], words[spoken[0] + 1 :])
 
     def who(self, word: str) -> list[str]:
-        """The sessions that a word names: ``A``, ``A.0``, ``A.*``."""
+        """The connections that a word names: ``A``, ``A.0``, ``A.*``."""
         if word.endswith(".*"):
-            return [name for name in self.sessions if name.startswith(word[:-1])]
-        return [word] if word in self.sessions else []
+            return [name for name in self.connections if name.startswith(word[:-1])]
+        return [word] if word in self.connections else []
 
-    # ------------------------------------------------------------ what sessions say
+    # ------------------------------------------------------------ what connections say
 
     def step(self, event: Event, speaker: str = "") -> None:
         self.rig.step(event)
@@ -107,12 +107,14 @@ class Story(Teller):
 
     def say(self, who: str, message: m.FromClient, hide: type | tuple[()] = ()) -> list[Any]:
         """Send a message, and write its answers down but for those of type ``hide``."""
-        session = self.sessions[who]
+        connection = self.connections[who]
         self.seq += 1
         message.seq = self.seq
-        self.asked[session, self.seq] = message  # one-way messages are answered by errors alone
-        self.rig.step(Received(session, message))
-        replies = [e.message for e in self.rig.seen if isinstance(e, Send) and e.session == session]
+        self.asked[connection, self.seq] = message  # one-way messages are answered by errors alone
+        self.rig.step(Received(connection, message))
+        replies = [
+            e.message for e in self.rig.seen if isinstance(e, Send) and e.connection == connection
+        ]
         self.tell(who, hide)
         return replies
 
@@ -283,7 +285,7 @@ class Story(Teller):
         note.when_s += self.rig.now
         self.say(who, m.LookupNotes(boot=BOOT, notes=(note,)))
 
-    # ------------------------------------------------------------ the machine and its sessions
+    # ------------------------------------------------------------ the machine and its connections
 
     def do_machine(self, *words: str) -> None:
         """Options of the core, its limits and times. ``lasting``: what it knows outlives it."""
@@ -321,7 +323,7 @@ class Story(Teller):
         index = found if isinstance(found, SavedIndex) else self.memory.create()
         self.rig = Seen(**self.made, now=now, index=index)
         self.rig.machine.validate()
-        self.sessions, self.asked = {}, {}
+        self.connections, self.asked = {}, {}
         self.adoption = made = self.rig.machine.adoption
         assert made is not None
         said = f"adopted {made.rows} rows" + (f", {made.lent} lent" if made.lent else "")
@@ -416,12 +418,12 @@ class Story(Teller):
         self.say(who, m.Hello(clock_s=self.rig.now))
 
     def knock(self, who: str, uid: int = 0, own: bool = False, pid: int = 0, **more: Any) -> None:
-        self.rig._sessions += 1
-        self.sessions[who] = self.rig._sessions
-        self.step(Opened(self.sessions[who], uid, bool(own), pid=pid, start=pid, **more), who)
+        self.rig._connections += 1
+        self.connections[who] = self.rig._connections
+        self.step(Opened(self.connections[who], uid, bool(own), pid=pid, start=pid, **more), who)
 
     def do_session(self, *words: str) -> None:
-        """Sessions that only look; ``own``: of the daemon's user; ``silent``: no Hello."""
+        """Connections that only look; ``own``: of the daemon's user; ``silent``: no Hello."""
         fields: dict[str, Any] = {name: True for name in ("own", "silent") if name in words}
         given = [word.partition("=") for word in words if "=" in word]
         fields |= {name: int(text) if name == "uid" else text for name, _, text in given}
@@ -437,21 +439,21 @@ class Story(Teller):
         self.say(who, self.build(m.Register, words, **self.terms_of(who)))
 
     def do_lost(self, *words: str) -> None:
-        """EOF of sessions; ``exiting``: their processes are exiting."""
+        """EOF of connections; ``exiting``: their processes are exiting."""
         for word in words:
             for who in self.who(word):
-                session = self.sessions[who]
-                self.asked = {k: v for k, v in self.asked.items() if k[0] != session}
-                self.step(Lost(session, exiting=words[-1] == "exiting"), who)
+                connection = self.connections[who]
+                self.asked = {k: v for k, v in self.asked.items() if k[0] != connection}
+                self.step(Lost(connection, exiting=words[-1] == "exiting"), who)
 
     def do_ended(self, *words: str) -> None:
-        """Processes of lost sessions have ended."""
+        """Processes of lost connections have ended."""
         for who in words:
-            self.step(ProcessEnded(self.sessions[who]))
+            self.step(ProcessEnded(self.connections[who]))
 
     def do_garbled(self, who: str) -> None:
         """What is no message."""
-        self.step(Faulted(self.sessions[who], "bad_frame", "too long"), who)
+        self.step(Faulted(self.connections[who], "bad_frame", "too long"), who)
 
     def do_populated(self, pages: str) -> None:
         self.step(PopulatedTo(int(pages) * PAGE))
@@ -547,7 +549,7 @@ class Story(Teller):
         self.made["core"]["boot"] = b"another boot %3d" % len(self.numbers)
         self.rig = Seen(**self.made)
         self.rig.shelves, self.rig.notes, self.rig.now = before.shelves, before.notes, before.now
-        self.sessions, self.asked = {}, {}
+        self.connections, self.asked = {}, {}
 
     def say_tiered(self, who: str, words: list[str]) -> None:
         """Store; then L1 has nothing any more, and the tiers do."""
@@ -567,7 +569,7 @@ class Story(Teller):
 
     def do_owes(self, who: str) -> None:
         """Whether a rank may still read or write the arena."""
-        self.out.append("yes" if self.rig.machine.owes(self.sessions[who]) else "no")
+        self.out.append("yes" if self.rig.machine.owes(self.connections[who]) else "no")
 
     def do_busy(self) -> None:
         """Whether the daemon would wait before it ends, and what tiers still lack."""
@@ -596,7 +598,7 @@ class Story(Teller):
 
     def do_explain(self, *words: str) -> None:
         """Fields of the last lookup, as ``kvass explain`` has it."""
-        if "asker" not in self.sessions:
+        if "asker" not in self.connections:
             self.open("asker")
         (reply,) = self.say("asker", m.Explain(), hide=m.Explained)
         entry = reply.lookups[-1]

@@ -62,7 +62,7 @@ class Teller:
         self.memory: Memory | None = None
         self.adoption: Adoption | None = None
         self.rig = Seen(tiers=0)
-        self.sessions: dict[str, int] = {}
+        self.connections: dict[str, int] = {}
         self.terms: dict[str, dict[str, Any]] = {}
         self.numbers: dict[str, Any] = {}
         """What the names of leases, reservations and namespaces stand for."""
@@ -105,25 +105,27 @@ class Teller:
         for effect in effects:
             if isinstance(effect, Send):
                 text = self.message(effect)
-                who = self.name(effect.session)
+                who = self.name(effect.connection)
                 if text and not isinstance(effect.message, hide):
                     self.out.append(text if who == speaker else f"{who}: {text}")
             else:
                 self.out.append(self.effect(effect))
 
-    def name(self, session: int) -> str:
-        return next((n for n, s in self.sessions.items() if s == session), f"session {session}")
+    def name(self, connection: int) -> str:
+        return next(
+            (n for n, s in self.connections.items() if s == connection), f"session {connection}"
+        )
 
     def effect(self, effect: Effect) -> str:
         match effect:
             case Close():
-                return f"{self.name(effect.session)} closed"
+                return f"{self.name(effect.connection)} closed"
             case HalfClose():
-                return f"{self.name(effect.session)} half-closed"
+                return f"{self.name(effect.connection)} half-closed"
             case Watch():
                 until = effect.until - self.rig.now
                 how = "until its end" if math.isinf(until) else f"for {until:g}s"
-                return f"{self.name(effect.session)} watched {how}"
+                return f"{self.name(effect.connection)} watched {how}"
         if not isinstance(effect, ToTier):
             return str(effect)
         what: Any = effect
@@ -152,12 +154,12 @@ class Teller:
     def message(self, effect: Send) -> str:
         reply, asked = effect.message, None
         if isinstance(reply, m.Promoting):
-            assert (effect.session, reply.seq) in self.asked
+            assert (effect.connection, reply.seq) in self.asked
             return "waits"
         if reply.seq:
-            asked = self.asked.get((effect.session, reply.seq))
+            asked = self.asked.get((effect.connection, reply.seq))
             assert asked is not None, f"answered twice, or not asked: {reply}"
-            del self.asked[effect.session, reply.seq]
+            del self.asked[effect.connection, reply.seq]
         match reply:
             case m.Error():
                 how = "ended" if reply.fatal else "refused"

@@ -64,13 +64,13 @@ def test_a_namespace_of_many_groups_takes_the_places_of_several() -> None:
     ]
     for e in (engines[1], engines[0], engines[2]):
         e.store("chunk")
-    session = rig.open()
+    connection = rig.open()
     wide: dict[str, Any] = {"rank": 0, "identity": {"model": "w"}, "layout": layout(*[1] * 40)}
     for e in engines[:2]:
-        assert rig.register(session, "w", **wide).code == "limit"
+        assert rig.register(connection, "w", **wide).code == "limit"
         e.quit()
     engines[2].quit()
-    assert rig.register(session, "w", **wide).namespace
+    assert rig.register(connection, "w", **wide).namespace
     assert [ns["model"] for ns in rig.status["namespaces"]] == ["c", "w"]
 
 

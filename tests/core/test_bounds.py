@@ -166,17 +166,17 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, tuple | list) else value
 
 
-def heard(session: int, frame: bytes) -> Event:
+def heard(connection: int, frame: bytes) -> Event:
     """What the daemon makes of a frame; one that is refused names the field."""
     try:
         (message,) = framing.from_clients().feed(frame)
     except FrameError as fault:
         code, text = fault.code, str(fault)
     else:
-        return Received(session, message)
+        return Received(connection, message)
     assert code == "bad_message"
     assert re.search(r"Expected .* at `\$\.\w+", text), text
-    return Faulted(session, code, text)
+    return Faulted(connection, code, text)
 
 
 class World:
@@ -232,12 +232,12 @@ class World:
             m.EndSession(seq=3, session=7, tenant="t"),
         ]
 
-    def say(self, session: int, kind: type, fields: dict[str, Any]) -> list[Any]:
-        """What comes back to ``session``."""
+    def say(self, connection: int, kind: type, fields: dict[str, Any]) -> list[Any]:
+        """What comes back to ``connection``."""
         payload = {"t": kind.__struct_config__.tag, **fields}  # type: ignore[attr-defined]
         frame = framing.frame(msgspec.msgpack.encode(payload))
-        effects = self.rig.step(heard(session, frame))
-        return [e.message for e in effects if isinstance(e, Send) and e.session == session]
+        effects = self.rig.step(heard(connection, frame))
+        return [e.message for e in effects if isinstance(e, Send) and e.connection == connection]
 
     def register(self, fields: dict[str, Any]) -> None:
         """As a new engine; if it is admitted, it looks up and stores."""
@@ -252,12 +252,12 @@ class World:
             one.lookup("a", "b", "c")
             one.reserve("a", "b", "c", groups=(1 << len(fields["layout"]["groups"])) - 1)
             one.lookup("a", "b", "c", first=1)
-        rig.lose(*(s for s in (worker, scheduler) if s in rig.machine.state.sessions))
+        rig.lose(*(s for s in (worker, scheduler) if s in rig.machine.state.connections))
         rig.wait(GRACE_S)
 
 
 def session_of(world: World, state: str, message: m.FromClient) -> int:
-    """Who says it: a session that is new, that only greeted, or the engine's own."""
+    """Who says it: a connection that is new, that only greeted, or the engine's own."""
     if state != "registered":
         return world.rig.open(hello=state == "greeted")
     rank = getattr(message, "rank", -1)
@@ -272,16 +272,16 @@ def test_no_boundary_value_hurts_anybody(state: str) -> None:
         kind = type(message)
         said.add(kind)
         for fields in odd_values(inspect.type_info(kind), plain(message)):
-            session = session_of(world, state, message)
-            if session not in world.rig.machine.state.sessions:
+            connection = session_of(world, state, message)
+            if connection not in world.rig.machine.state.connections:
                 world = World()
-                session = session_of(world, state, message)
+                connection = session_of(world, state, message)
             if kind is m.Register and state == "greeted":
                 world.register(fields)
             else:
-                world.say(session, kind, fields)
+                world.say(connection, kind, fields)
             if state != "registered":
-                world.rig.lose(session)
+                world.rig.lose(connection)
         world.bystander.store(number)
         assert world.bystander.holds(number) == 1, "another instance is not served any more"
     assert said == {*KINDS}

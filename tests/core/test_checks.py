@@ -1,4 +1,4 @@
-"""Checks of messages: a session ends only leases and reservations that it may (laws 2, 9, 11)."""
+"""Checks of messages: one ends only leases and reservations that it may (laws 2, 9, 11)."""
 
 from __future__ import annotations
 

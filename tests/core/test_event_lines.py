@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from kvass import messages as m
-from kvass.core.effects import Faulted, Received, Stored, TierReport
+from kvass.core.effects import Faulted, Lost, Received, Stored, TierReport
 from kvass.core.event_lines import line, parse
 from tests.core.rig import WIDTH, digests
 from tests.core.spelling import tokens
@@ -18,6 +20,7 @@ def test_an_event_comes_back_from_its_line() -> None:
         text = line(1.5, event)
         assert text.isprintable()
         assert parse(text) == (1.5, event)
+    assert json.loads(line(1.5, Lost(1)))[2] == {"session": 1, "exiting": False}
     _, stored = parse(line(0.0, Stored(1, np.array([True, False]))))
     assert isinstance(stored, Stored)
     assert stored.which.tolist() == [True, False]

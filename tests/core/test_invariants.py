@@ -124,7 +124,7 @@ BREAKS: Final[list[tuple[Callable[[State], None], str]]] = [
     (one_more(lambda s: s.tenants.default, "taken_bytes"), "a tenant is miscounted"),
     (one_more(lambda s: s.counters, "l1_in_bytes"), "bytes in, out and there disagree"),
     (one_more(lambda s: first(s.namespaces).traffic, "lookup_tokens"), "hits and misses disagree"),
-    (lambda s: first(s.instances).sessions.clear(), "an instance without sessions"),
+    (lambda s: first(s.instances).connections.clear(), "an instance without connections"),
     (lambda s: first(s.instances).workers.clear(), "a rank is missing"),
     (one_more(lambda s: first(s.followers.segments.sizes).matcher, "count"), "entries were mis"),
 ]

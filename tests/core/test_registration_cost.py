@@ -70,17 +70,17 @@ def test_each_rank_is_computed_once_and_none_with_the_last(
 
 
 def test_nobody_keeps_a_layout_and_all_ranks_have_one_identity(rig: Rig) -> None:
-    sessions = [rig.open() for _ in range(RANKS)]
-    for rank, session in enumerate(sessions):
-        rig.ask(session, terms(rank))
-    known = [rig.machine.registered(session) for session in sessions]
+    connections = [rig.open() for _ in range(RANKS)]
+    for rank, connection in enumerate(connections):
+        rig.ask(connection, terms(rank))
+    known = [rig.machine.registered(connection) for connection in connections]
     assert {one.layout for one in known if one} == {None}
     assert len({id(one.identity) for one in known if one}) == 1
     workers = rig.machine.state.instances["e"].workers.values()
     assert {group.layers for worker in workers for group in worker.groups} == {()}
-    again = rig.ask(sessions[3], terms(3))
+    again = rig.ask(connections[3], terms(3))
     assert isinstance(again, m.Registered)
-    assert rig.code(sessions[3], terms(3, layout=layout(4))) == "already_registered"
+    assert rig.code(connections[3], terms(3, layout=layout(4))) == "already_registered"
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_nobody_keeps_a_layout_and_all_ranks_have_one_identity(rig: Rig) -> None
     ],
 )
 def test_what_no_engine_sends_is_refused(rig: Rig, wrong: dict[str, Any], says: str) -> None:
-    session = rig.open()
-    reply = rig.ask(session, terms(0, **wrong))
+    connection = rig.open()
+    reply = rig.ask(connection, terms(0, **wrong))
     assert (reply.code, reply.text) == ("limit", says)
     most = {"layout": layout(4096, 1), "identity": {str(i): "" for i in range(512)}}
-    assert isinstance(rig.ask(session, terms(0, **most)), m.Registered)
+    assert isinstance(rig.ask(connection, terms(0, **most)), m.Registered)
 
 
 def test_a_register_too_large_to_be_decoded_in_a_step_is_refused_undecoded() -> None:

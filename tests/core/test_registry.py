@@ -1,6 +1,6 @@
 """Bad input about ranks: refused by the field's name, and nothing else happens.
 
-Nothing half-stored, nothing leaked, and the session goes on.
+Nothing half-stored, nothing leaked, and the connection goes on.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def state(rig: Rig) -> dict[str, Any]:
     return {k: v for k, v in seen.items() if k not in ("messages", "counters", "refusals")}
 
 
-def refused(rig: Rig, session: int, message: m.FromClient) -> m.Error:
-    """The refusal of ``message``, which changed nothing; the session goes on."""
+def refused(rig: Rig, connection: int, message: m.FromClient) -> m.Error:
+    """The refusal of ``message``, which changed nothing; the connection goes on."""
     before = state(rig)
-    reply = rig.ask(session, message)
+    reply = rig.ask(connection, message)
     assert isinstance(reply, m.Error), reply
     assert not reply.fatal
     assert state(rig) == before
-    assert isinstance(rig.ask(session, m.Ping(seq=99)), m.Pong)
+    assert isinstance(rig.ask(connection, m.Ping(seq=99)), m.Pong)
     return reply
 
 
@@ -80,9 +80,9 @@ def test_replicas_must_hold_the_same_bytes(rig: Rig) -> None:
     rig.ask(rig.open(), terms(0, **mla))
     other = GroupLayout(kind="full", block_tokens=16, layers=("b",), page_bytes=(PAGE,))
     wrong = terms(1, **mla, writer=False, layout=RankLayout(groups=(other,)))
-    session = rig.open()
-    assert refused(rig, session, wrong).text.startswith("layout: differs from rank 0's")
-    assert rig.ask(session, terms(1, **mla, writer=False)).namespace
+    connection = rig.open()
+    assert refused(rig, connection, wrong).text.startswith("layout: differs from rank 0's")
+    assert rig.ask(connection, terms(1, **mla, writer=False)).namespace
 
 
 # ---------------------------------------------------------------- a rank that comes back changed

@@ -51,8 +51,8 @@ def costs_of_releases(engine: Engine, chunks: range) -> list[int]:
     """Bytecodes of each rank's release of one lease on ``chunks``."""
     rig, costs = engine.rig, []
     lease = engine.lookup(*chunks, readers=tuple(range(RANKS))).lease
-    for rank, session in enumerate(engine.workers):
-        event = Received(session, Release(boot=BOOT, lease=lease, rank=rank))
+    for rank, connection in enumerate(engine.workers):
+        event = Received(connection, Release(boot=BOOT, lease=lease, rank=rank))
         with bytecodes() as count:
             effects = rig.machine.step(event, rig.now)
         assert effects == []

@@ -40,9 +40,9 @@ def figures(rig: Rig, tenant: str) -> dict[str, Any]:
 
 
 def change(rig: Rig, given: Quota, remove: bool = False) -> Any:
-    session = rig.open(own=True)
-    reply = rig.ask(session, m.SetQuota(seq=3, quota=given, remove=remove))
-    rig.lose(session)
+    connection = rig.open(own=True)
+    reply = rig.ask(connection, m.SetQuota(seq=3, quota=given, remove=remove))
+    rig.lose(connection)
     return reply
 
 

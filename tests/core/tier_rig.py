@@ -43,7 +43,7 @@ class TierRig(Rig):
         self.notes: list[dict[bytes, int]] = [{} for _ in range(tiers)]
         self.asked: list[ToTier] = []
         self.said: list[tuple[int, Any]] = []
-        """All messages that were sent, with their sessions."""
+        """All messages that were sent, with their connections."""
         self.down = False
         """Every operation fails."""
 
@@ -53,7 +53,7 @@ class TierRig(Rig):
             if isinstance(effect, ToTier):
                 self.asked.append(effect)
             elif isinstance(effect, Send) and not isinstance(effect.message, m.Promoting):
-                self.said.append((effect.session, effect.message))
+                self.said.append((effect.connection, effect.message))
         return effects
 
     def quiet(self) -> bool:
@@ -100,10 +100,10 @@ class TierRig(Rig):
         assert not which or len(which) == len(every), every
         return np.array(which or [bool(right(one)) for one in every], np.bool_)
 
-    def replies(self, session: int) -> list[Any]:
-        """What ``session`` was sent since the last call."""
-        mine = [message for who, message in self.said if who == session]
-        self.said = [(who, message) for who, message in self.said if who != session]
+    def replies(self, connection: int) -> list[Any]:
+        """What ``connection`` was sent since the last call."""
+        mine = [message for who, message in self.said if who == connection]
+        self.said = [(who, message) for who, message in self.said if who != connection]
         return mine
 
     def ready(self, instance: str = "e", **fields: Any) -> Engine:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.core.clients.traffic import Traffic
-from kvass.core.pending.settlement import former_session
+from kvass.core.pending.settlement import former_connection
 from kvass.core.rows.extents import ExtentSet
 from kvass.core.rows.row_class import RowClass
 from kvass.core.rows.row_classes import Namespace
@@ -84,8 +84,8 @@ def adopt(state: State, index: SavedIndex) -> Adoption:
     state.settlement.hold(_parts(state, found.dropped), until)
     state.settlement.promise_with(index.promise, until)
     state.unseen = tuple(p.number for p in former if not p.pid)
-    written = {former_session(p.number): _writes_until(state, p) for p in former}
-    loaded = {former_session(-1): state.config.started_s + DEVICE_S}
+    written = {former_connection(p.number): _writes_until(state, p) for p in former}
+    loaded = {former_connection(-1): state.config.started_s + DEVICE_S}
     state.settlement.rest(_parts(state, found.written), written | loaded)
     state.settlement.rest(_parts(state, found.loading), loaded)
     begun = index.begin(state.config.arena_bytes, _entries(state))

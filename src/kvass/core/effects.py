@@ -17,19 +17,21 @@ from kvass.errors import ErrorCode
 from kvass.messages import FromClient, FromDaemon
 from kvass.types import DEFAULT_TENANT, Quota, Slots, U64Array
 
-SessionId = int
+ConnectionId = int
 """Chosen by the daemon, never reused in one boot."""
+_WRITTEN: Final = {"connection": "session"}
+"""The name that the lines of events have for a field (``event_lines``)."""
 
 
 # ---------------------------------------------------------------- events
 
 
-class Opened(msgspec.Struct, frozen=True):
+class Opened(msgspec.Struct, frozen=True, rename=_WRITTEN):
     """A peer of user ``uid`` connected. ``own``: ``uid`` is the daemon's user, or root.
     ``refusal``: why the peer may not connect; empty if it may. ``start``: the start time of its
     process, field 22 of /proc/PID/stat; 0 if unknown."""
 
-    session: SessionId
+    connection: ConnectionId
     uid: int = 0
     own: bool = False
     refusal: str = ""
@@ -37,35 +39,35 @@ class Opened(msgspec.Struct, frozen=True):
     start: int = 0
 
 
-class Received(msgspec.Struct, frozen=True):
-    """One decoded message of a session."""
+class Received(msgspec.Struct, frozen=True, rename=_WRITTEN):
+    """One decoded message of a connection."""
 
-    session: SessionId
+    connection: ConnectionId
     message: FromClient
 
 
-class Faulted(msgspec.Struct, frozen=True):
-    """A session sent bytes that are no message. The rest of its stream is not read (law 11)."""
+class Faulted(msgspec.Struct, frozen=True, rename=_WRITTEN):
+    """A connection sent bytes that are no message. The rest of its stream is not read (law 11)."""
 
-    session: SessionId
+    connection: ConnectionId
     code: ErrorCode
     text: str
 
 
-class Lost(msgspec.Struct, frozen=True):
-    """A session ended (EOF). The peer starts no more writes, but its device may still be writing.
+class Lost(msgspec.Struct, frozen=True, rename=_WRITTEN):
+    """A connection ended (EOF). The peer starts no more writes, but its device may still write.
 
     ``exiting``: its process is exiting. If it is watched (``Watch``), ``ProcessEnded`` follows.
     """
 
-    session: SessionId
+    connection: ConnectionId
     exiting: bool = False
 
 
-class ProcessEnded(msgspec.Struct, frozen=True):
-    """The process of a lost session ended, and the kernel has released its files."""
+class ProcessEnded(msgspec.Struct, frozen=True, rename=_WRITTEN):
+    """The process of a lost connection ended, and the kernel has released its files."""
 
-    session: SessionId
+    connection: ConnectionId
 
 
 class FormerEnded(msgspec.Struct, frozen=True):
@@ -159,9 +161,9 @@ class TierReport(msgspec.Struct, frozen=True, tag=True):
     fields: dict[str, Any]
 
 
-FromSession = Opened | Received | Faulted | Lost | ProcessEnded | FormerEnded
+FromConnection = Opened | Received | Faulted | Lost | ProcessEnded | FormerEnded
 Instruction = QuotasAre | TiersAre | Stopping
-Event = FromSession | PopulatedTo | Instruction | Tick | TierReport | FromTier
+Event = FromConnection | PopulatedTo | Instruction | Tick | TierReport | FromTier
 
 
 # ---------------------------------------------------------------- effects
@@ -170,35 +172,35 @@ Event = FromSession | PopulatedTo | Instruction | Tick | TierReport | FromTier
 class Send(msgspec.Struct, frozen=True):
     """Send ``message``. ``with_arena``: its frame carries the file descriptor of the arena."""
 
-    session: SessionId
+    connection: ConnectionId
     message: FromDaemon
     with_arena: bool = False
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Close a session that owes nothing, after all messages to it were sent. The daemon need not
+    """Close a connection that owes nothing, after all messages to it were sent. The daemon need not
     report ``Lost``."""
 
-    session: SessionId
+    connection: ConnectionId
 
 
 class HalfClose(msgspec.Struct, frozen=True):
     """Shut down the daemon's sending side, drop what still arrives, and report EOF as ``Lost``.
 
-    The session may still write to slots that it was granted (law 3).
+    The connection may still write to slots that it was granted (law 3).
     """
 
-    session: SessionId
+    connection: ConnectionId
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """Watch the process of a lost session that owed commits. Report the end of the process as
+    """Watch the process of a lost connection that owed commits. Report the end of the process as
     ``ProcessEnded``.
 
     ``until``: the watch ends at this CLOCK_MONOTONIC second; infinity if the process is exiting.
     """
 
-    session: SessionId
+    connection: ConnectionId
     until: float
 
 
@@ -298,5 +300,5 @@ ENDS: Final[dict[type[ToTier], type[FromTier]]] = {
 how each is carried out."""
 
 
-ToSession = Send | Close | HalfClose
-Effect = ToSession | Watch | ToTier
+ToConnection = Send | Close | HalfClose
+Effect = ToConnection | Watch | ToTier

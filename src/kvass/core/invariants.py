@@ -372,12 +372,12 @@ def _sums(state: State) -> None:
 
 def _instances(state: State) -> None:
     for instance in state.instances.values():
-        assert instance.sessions, "an instance without sessions is still known"
+        assert instance.connections, "an instance without connections is still known"
         assert instance.namespace is None or not instance.missing, "a rank is missing"
-        for rank, session in instance.sessions.items():
-            who = state.sessions[session].registered
-            assert who is not None, "an instance counts a session that never registered"
-            assert (who.instance, who.rank) == (instance.id, rank), "a session is someone else"
+        for rank, connection in instance.connections.items():
+            who = state.connections[connection].registered
+            assert who is not None, "an instance counts a connection that never registered"
+            assert (who.instance, who.rank) == (instance.id, rank), "a connection is someone else"
 
 
 def _segments(state: State) -> None:

@@ -18,17 +18,17 @@ from typing import Any, Final
 from kvass import messages
 from kvass.core import adoption, effects, invariants
 from kvass.core import status as fields
-from kvass.core.clients.registry import ClientSession
-from kvass.core.effects import Effect, Event, SessionId
+from kvass.core.clients.registry import ClientConnection
+from kvass.core.effects import ConnectionId, Effect, Event
 from kvass.core.handlers import (
     admission,
     clearing,
-    ending,
+    connections,
     explaining,
     former,
     reading,
     segments,
-    sessions,
+    session_ending,
     shadow,
     writing,
 )
@@ -46,7 +46,7 @@ from kvass.types import Quota, small_l1
 __all__ = ["CacheMachine", "CoreConfig"]
 
 
-_MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | None]]] = {
+_MESSAGES: Final[dict[type, Callable[[State, ClientConnection, Any], FromDaemon | None]]] = {
     messages.Register: admission.register,
     messages.Lookup: reading.lookup,
     messages.Prefetch: reading.prefetch,
@@ -63,7 +63,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
     messages.ClearTenant: clearing.clear_tenant,
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
-    messages.EndSession: ending.end_session,
+    messages.EndSession: session_ending.end_session,
     messages.Removals: reading.removals,
     messages.Present: reading.present,
     messages.LookupNotes: explaining.lookup_notes,
@@ -74,29 +74,29 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientSession, Any], FromDaemon | N
 
 
 def _received(state: State, event: effects.Received) -> None:
-    session, message = state.sessions.get(event.session), event.message
-    if session is None or session.ending:
+    connection, message = state.connections.get(event.connection), event.message
+    if connection is None or connection.ending:
         return
     state.messages[type(message)] += 1
     try:
         if type(message) is Hello:
-            sessions.hello(state, session, message)
-        elif not session.greeted:
-            sessions.end(state, session, "bad_message", "say Hello first", message.seq)
+            connections.hello(state, connection, message)
+        elif not connection.greeted:
+            connections.end(state, connection, "bad_message", "say Hello first", message.seq)
         else:
-            reply = _MESSAGES[type(message)](state, session, message)
+            reply = _MESSAGES[type(message)](state, connection, message)
             if reply is not None:
                 reply.seq = message.seq
-                state.send(session.id, reply)
+                state.send(connection.id, reply)
     except Refused as no:
         state.counters[f"refused_{no.code}"] += 1
         if type(message) is messages.Register:
             state.refused(message.instance, no.text)
-        state.send(session.id, Error(seq=message.seq, code=no.code, text=no.text))
+        state.send(connection.id, Error(seq=message.seq, code=no.code, text=no.text))
 
 
 def _tick(state: State, event: effects.Tick) -> None:
-    sessions.end_silent(state)
+    connections.end_silent(state)
     former.sweep(state)
     epochs.read_again(state)
     _work_on(state)
@@ -132,7 +132,7 @@ def _reclaim(state: State) -> None:
 
 _WORK: Final[dict[str, Callable[[State], None]]] = {
     "clears": clearing.clear_more,
-    "endings": ending.end_more,
+    "endings": session_ending.end_more,
     "followers.kept.sweeping": lambda state: state.followers.kept.sweep_more(state.now),
     "unreclaimed": _reclaim,
 }
@@ -155,12 +155,12 @@ def _work_on(state: State) -> None:
 
 _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Received: _received,
-    effects.Opened: sessions.opened,
-    effects.Lost: sessions.lost,
-    effects.Faulted: sessions.faulted,
-    effects.ProcessEnded: lambda state, event: state.settlement.process_ended(event.session),
+    effects.Opened: connections.opened,
+    effects.Lost: connections.lost,
+    effects.Faulted: connections.faulted,
+    effects.ProcessEnded: lambda state, event: state.settlement.process_ended(event.connection),
     effects.FormerEnded: former.ended,
-    effects.PopulatedTo: sessions.populated,
+    effects.PopulatedTo: connections.populated,
     effects.Tick: _tick,
     effects.Probed: _probed,
     effects.Loaded: promote.loaded,
@@ -227,22 +227,22 @@ class CacheMachine:
         state = self.state
         if state.promotions.going or any(_LEFT(state)):
             return state.now  # this step has left work for the next one
-        due = soonest(state.settlement.next_due, state.session_limits.next_due)
+        due = soonest(state.settlement.next_due, state.connection_limits.next_due)
         if not (state.tiers.all or state.promotions.all):
             return due
         return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
-    def registered(self, session: SessionId) -> Register | None:
-        """The ``Register`` of a session; ``None`` if it has not registered."""
-        known = self.state.sessions.get(session)
+    def registered(self, connection: ConnectionId) -> Register | None:
+        """The ``Register`` of a connection; ``None`` if it has not registered."""
+        known = self.state.connections.get(connection)
         return None if known is None else known.registered
 
-    def namespace(self, session: SessionId) -> Namespace | None:
-        """The namespace of a session's instance.
+    def namespace(self, connection: ConnectionId) -> Namespace | None:
+        """The namespace of a connection's instance.
 
-        ``None`` while ranks of the instance are missing, and for a session that is ending.
+        ``None`` while ranks of the instance are missing, and for a connection that is ending.
         """
-        terms, known = self.registered(session), self.state.sessions.get(session)
+        terms, known = self.registered(connection), self.state.connections.get(connection)
         if terms is None or known is None or known.ending:
             return None
         return self.state.namespace_of(self.state.instances[terms.instance])
@@ -258,9 +258,9 @@ class CacheMachine:
         """What rests because of a former life (``former.resting``)."""
         return former.resting(self.state)
 
-    def owes(self, session: SessionId) -> bool:
-        """Whether the session is of a worker that may still read or write the arena."""
-        terms = self.registered(session)
+    def owes(self, connection: ConnectionId) -> bool:
+        """Whether the connection is of a worker that may still read or write the arena."""
+        terms = self.registered(connection)
         return terms is not None and self.state.settlement.owes(terms.instance, terms.rank)
 
     @property

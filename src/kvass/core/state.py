@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
+from kvass.core.clients.connection_limits import ConnectionLimits
 from kvass.core.clients.lookup_log import LookupLog
-from kvass.core.clients.registry import ClientSession, Instance, Refusal
-from kvass.core.clients.session_limits import SessionLimits
+from kvass.core.clients.registry import ClientConnection, Instance, Refusal
 from kvass.core.clients.shadow_figures import ShadowFigures
 from kvass.core.clients.traffic import Traffic
 from kvass.core.effects import Effect, Send
@@ -72,8 +72,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     slice_slots: int = 2048
     """How many slots of cleared rows one step gives back: 2 ms of work."""
     slice_ends: int = 32
-    """The most leases, reservations, lookups and sessions that one step ends or continues, and the
-    most row classes that it clears: 5 ms of work."""
+    """The most leases, reservations, lookups and connections that one step ends or continues, and
+    the most row classes that it clears: 5 ms of work."""
 
 
 class State:
@@ -84,7 +84,7 @@ class State:
         self.index = index
         """What outlives the daemon; ``None``: nothing does."""
         self.lost_workers: set[int] = set()
-        """Lost sessions that ``index`` still has, because their devices may write."""
+        """Lost connections that ``index`` still has, because their devices may write."""
         self.unseen: tuple[int, ...] = ()
         """The former workers whose end nobody can see."""
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -112,8 +112,10 @@ class State:
             self.rows, config.timing, self.counters, self.follow_ups, config.slice_ends
         )
         self.leases, self.reservations = self.settlement.leases, self.settlement.reservations
-        self.sessions: dict[int, ClientSession] = {}
-        self.session_limits = SessionLimits(config.limits, config.timing.hello_s, config.slice_ends)
+        self.connections: dict[int, ClientConnection] = {}
+        self.connection_limits = ConnectionLimits(
+            config.limits, config.timing.hello_s, config.slice_ends
+        )
         self.instances: dict[str, Instance] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.by_digest: dict[bytes, int] = {}
@@ -160,9 +162,9 @@ class State:
         self.allocator.reclaim()
         self.followers.segments.reclaim()
 
-    def send(self, session: int, message: FromDaemon, with_arena: bool = False) -> None:
+    def send(self, connection: int, message: FromDaemon, with_arena: bool = False) -> None:
         """Add an effect that sends a message."""
-        self.out.append(Send(session, message, with_arena))
+        self.out.append(Send(connection, message, with_arena))
 
     def matched(
         self,

@@ -44,7 +44,7 @@ def status(state: State, terms_of: Collection[bytes] = ()) -> dict[str, Any]:
         "pid": state.config.pid,
         "host": state.config.host,
         "up_s": round(state.now - state.config.started_s, 3),
-        "sessions": len(state.sessions),
+        "sessions": len(state.connections),
         "instances": len(state.instances),
         "leases": len(state.leases.all),
         "reservations": len(state.reservations.all),
@@ -158,13 +158,13 @@ def _tenant(tenant: Tenant, now: float) -> dict[str, Any]:
 
 def _engine(state: State, instance: Instance) -> dict[str, Any]:
     ns = state.namespace_of(instance)
-    sessions = [state.sessions[session] for session in instance.sessions.values()]
+    connections = [state.connections[connection] for connection in instance.connections.values()]
     return {
         "instance": instance.id,
         "model": model_of(instance.terms),
         "namespace": "" if ns is None else ns.digest.hex(),
-        "uids": sorted({session.uid for session in sessions}),
-        "pids": sorted({session.pid for session in sessions}),
+        "uids": sorted({connection.uid for connection in connections}),
+        "pids": sorted({connection.pid for connection in connections}),
         "lookup_tokens": instance.lookup_tokens,
         "hit_tokens": instance.hit_tokens,
         "failed_loads": instance.failed_loads,
@@ -174,11 +174,11 @@ def _engine(state: State, instance: Instance) -> dict[str, Any]:
         "seen_s": round(state.now - instance.seen_s, 1),
         "cache_bytes": instance.cache_bytes,
         "uncached": next(
-            (why for s in sessions if s.registered and (why := s.registered.uncached)), ""
+            (why for s in connections if s.registered and (why := s.registered.uncached)), ""
         )[:300],
         "ranks": instance.terms.ranks,
         "missing_ranks": list(instance.missing),
-        "scheduler": SCHEDULER in instance.sessions,
+        "scheduler": SCHEDULER in instance.connections,
     }
 
 

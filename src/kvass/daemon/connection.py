@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable
 from typing import Final, Literal
 
-from kvass.core.effects import SessionId
+from kvass.core.effects import ConnectionId
 from kvass.daemon.peer_process import PeerProcess
 from kvass.types import Limits
 from kvass.wire import framing
@@ -37,7 +37,7 @@ class Connection:
         self,
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
-        session: SessionId,
+        session: ConnectionId,
         on_readable: Callable[[Connection], None],
         process: PeerProcess | None = None,
     ) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 from kvass import processes
 from kvass.config import quotas
 from kvass.core import effects
-from kvass.core.effects import SessionId
+from kvass.core.effects import ConnectionId
 from kvass.core.event_lines import line
 from kvass.core.histogram import Histogram
 from kvass.core.machine import CacheMachine
@@ -88,10 +88,10 @@ class Server:
         self._session_log = SessionLog(machine.small_l1)
         self._last = LastEvents(machine.state.config)
         self._notices, self._recorder = notices, recorder
-        self._connections: dict[SessionId, Connection] = {}
-        self._watched: dict[SessionId, PeerProcess] = {}
+        self._connections: dict[ConnectionId, Connection] = {}
+        self._watched: dict[ConnectionId, PeerProcess] = {}
         """Processes of lost sessions. Slots in quarantine wait until these have ended."""
-        self._to_flush: dict[SessionId, Connection] = {}
+        self._to_flush: dict[ConnectionId, Connection] = {}
         """Sessions to flush at the end of this turn."""
         self._sessions = 0
         self._scratch = memoryview(bytearray(READ_BYTES))
@@ -295,11 +295,11 @@ class Server:
             left.close_now()
 
     def _watch(self, watch: effects.Watch) -> None:
-        if (process := self._connections[watch.session].take_process()) is not None:
-            self._watched[watch.session] = process
-            self._loop.add_reader(process, self._process_ended, watch.session)
+        if (process := self._connections[watch.connection].take_process()) is not None:
+            self._watched[watch.connection] = process
+            self._loop.add_reader(process, self._process_ended, watch.connection)
             if watch.until < math.inf:
-                self._loop.call_at(watch.until, self._unwatch, watch.session)
+                self._loop.call_at(watch.until, self._unwatch, watch.connection)
 
     def _watch_former(self) -> None:
         """Watch the engines of a former daemon that may still write to the arena. The core itself
@@ -316,12 +316,12 @@ class Server:
             process.close()
         self._handle(effects.FormerEnded(number))
 
-    def _unwatch(self, session: SessionId) -> None:
+    def _unwatch(self, session: ConnectionId) -> None:
         if (process := self._watched.pop(session, None)) is not None:
             self._loop.remove_reader(process)
             process.close()
 
-    def _process_ended(self, session: SessionId) -> None:
+    def _process_ended(self, session: ConnectionId) -> None:
         self._unwatch(session)
         self._handle(effects.ProcessEnded(session))
 
@@ -348,7 +348,7 @@ class Server:
             if self._recorder is not None:
                 accepted = _accepted(event.message, todo)
                 if accepted is not None:
-                    namespace = self._machine.namespace(event.session)
+                    namespace = self._machine.namespace(event.connection)
                     self._recorder.take(now, namespace, accepted)
         for effect in todo:
             self._carry_out(effect)
@@ -362,21 +362,21 @@ class Server:
                 effect.message.fields["l1_node_bytes"] = there
                 effect.message.fields["arena"] = self._l1_fields()
                 effect.message.fields.update(self._notices.fields())
-            if (connection := self._connections.get(effect.session)) is not None:
+            if (connection := self._connections.get(effect.connection)) is not None:
                 fd = self._arena.fileno() if effect.with_arena else None
                 connection.queue(framing.encode_reply(effect.message), fd)
-                self._to_flush[effect.session] = connection
+                self._to_flush[effect.connection] = connection
                 if type(effect.message) is Welcome:
                     connection.allow_large_frames()
             if type(effect.message) in LOGGED:
-                register = self._machine.registered(effect.session)
-                self._session_log.replied(effect.session, effect.message, register)
+                register = self._machine.registered(effect.connection)
+                self._session_log.replied(effect.connection, effect.message, register)
         elif type(effect) is effects.Close:
-            if (connection := self._connections.pop(effect.session, None)) is not None:
+            if (connection := self._connections.pop(effect.connection, None)) is not None:
                 connection.close()
-            self._session_log.lost(effect.session)
+            self._session_log.lost(effect.connection)
         elif type(effect) is effects.HalfClose:
-            if (connection := self._connections.get(effect.session)) is not None:
+            if (connection := self._connections.get(effect.connection)) is not None:
                 connection.half_close()
         elif type(effect) is effects.Watch:
             self._watch(effect)

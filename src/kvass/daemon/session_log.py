@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvass.core.clients.registry import model_of
-from kvass.core.effects import SessionId
+from kvass.core.effects import ConnectionId
 from kvass.messages import Cleared, Error, FromDaemon, Register, Registered
 from kvass.types import SCHEDULER
 from kvass.wire.channel import PeerCredentials
@@ -27,14 +27,14 @@ class SessionLog:
 
     def __init__(self, small_l1: Callable[[], str]) -> None:
         self._small_l1 = small_l1
-        self._who: dict[SessionId, dict[str, Any]] = {}
+        self._who: dict[ConnectionId, dict[str, Any]] = {}
 
-    def opened(self, session: SessionId, peer: PeerCredentials) -> None:
+    def opened(self, session: ConnectionId, peer: PeerCredentials) -> None:
         """Log that ``peer`` connected."""
         self._who[session] = {"session": session, "pid": peer.pid, "uid": peer.uid}
         self._write(logging.DEBUG, session, "connected")
 
-    def replied(self, session: SessionId, reply: FromDaemon, register: Register | None) -> None:
+    def replied(self, session: ConnectionId, reply: FromDaemon, register: Register | None) -> None:
         """Log a reply whose type is in ``LOGGED``. ``register``: the message with which the session
         has registered, if it has."""
         who = self._who.get(session)
@@ -59,14 +59,14 @@ class SessionLog:
             if register.rank == SCHEDULER and not reply.missing and (text := self._small_l1()):
                 self._write(logging.WARNING, session, text)
 
-    def lost(self, session: SessionId) -> None:
+    def lost(self, session: ConnectionId) -> None:
         """Log that a session has ended, and forget it."""
         if session in self._who:
             engine = "engine" in self._who[session]
             self._write(logging.INFO if engine else logging.DEBUG, session, "disconnected")
             del self._who[session]
 
-    def _write(self, level: int, session: SessionId, text: str) -> None:
+    def _write(self, level: int, session: ConnectionId, text: str) -> None:
         if not _log.isEnabledFor(level):
             return
         who = self._who[session]

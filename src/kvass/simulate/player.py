@@ -226,7 +226,7 @@ class Player:
         """How many chunks of the prompt L1 has from its beginning on. Changes nothing."""
         engine = self._engines[request.engine]
         state = self.machine.state
-        ns = state.namespace_of(scheduler_of(state, state.sessions[engine.scheduler]))
+        ns = state.namespace_of(scheduler_of(state, state.connections[engine.scheduler]))
         if ns is None:
             return 0
         prompt = self._prompt(trace, request, engine.model)

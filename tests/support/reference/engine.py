@@ -379,7 +379,7 @@ class Reference:
     def step(self, session: int, message: Any) -> list[Any]:
         """The messages that the core sends to the session."""
         effects = self._step(Received(session, message))
-        return [e.message for e in effects if isinstance(e, Send) and e.session == session]
+        return [e.message for e in effects if isinstance(e, Send) and e.connection == session]
 
     def ask(self, session: int, message: Any) -> Any:
         """The only reply, which may come after a ``Promoting``."""

@@ -87,4 +87,4 @@ def ask(sim: World, peer: ClientConnection, message: m.Request) -> m.FromDaemon:
     """Send a request; its reply, which comes in the same step."""
     peer.seq = message.seq = peer.seq + 1
     effects = sim.step(Received(peer.session, message))
-    return next(e.message for e in effects if isinstance(e, Send) and e.session == peer.session)
+    return next(e.message for e in effects if isinstance(e, Send) and e.connection == peer.session)

@@ -174,7 +174,7 @@ class World:
             if isinstance(effect, fx.ToTier):
                 self.tiers.take(effect)
                 continue
-            peer = self.peers.get(effect.session)
+            peer = self.peers.get(effect.connection)
             if peer is None:
                 continue
             if isinstance(effect, fx.Send):
@@ -183,7 +183,7 @@ class World:
                 peer.hung_up = True
                 peer.sent.clear()
                 if isinstance(effect, fx.Close):
-                    del self.peers[effect.session]
+                    del self.peers[effect.connection]
         return effects
 
     def pass_time(self, seconds: float) -> None:
@@ -221,7 +221,7 @@ class World:
         """Report the end of a lost session's process, if the core asked and it is soon enough."""
         for effect in effects:
             if isinstance(effect, fx.Watch) and peer.ends < effect.until:
-                ended = partial(self._process_ended, effect.session)
+                ended = partial(self._process_ended, effect.connection)
                 self.later(max(self.now, peer.ends), ended)
 
     def _process_ended(self, session: int) -> None:

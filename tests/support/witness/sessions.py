@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvass.core.clients.session_limits import OBSERVERS
+from kvass.core.clients.connection_limits import OBSERVERS
 from kvass.core.effects import Close, Effect, Event, Opened
 from kvass.messages import Error, FromDaemon, Hello, Welcome
 from kvass.types import Limits
@@ -35,7 +35,7 @@ class SessionWitness:
     def opened(self, event: Opened, effects: list[Effect], now: float) -> None:
         """A client is refused only if there is no place for it; the daemon's own user never is."""
         seen = ObservedSession(event.uid, event.own, now)
-        refused = Close(event.session) in effects
+        refused = Close(event.connection) in effects
         others = list(self.sessions.values())
         alike = [g for g in others if g.uid == event.uid]
         room = len(others) < self.limits.sessions and len(alike) < self.limits.sessions_per_uid
@@ -43,7 +43,7 @@ class SessionWitness:
             raise BrokenLawError(f"there was a place for {event}")
         if refused and any(not g.greeted for g in alike):
             raise BrokenLawError(f"{event} was refused, and others of its user say nothing")
-        self.sessions[event.session] = seen
+        self.sessions[event.connection] = seen
         closed = [e for e in effects if isinstance(e, Close)]
         if len(closed) > 1 or (closed and room):
             raise BrokenLawError(f"law 12: more went than had to: {closed}")
@@ -58,7 +58,7 @@ class SessionWitness:
 
     def ticked(self, effects: list[Effect], now: float, behind: bool) -> None:
         """A session without ``Hello`` ends in time, and not before. ``behind``: perhaps later."""
-        closed = {e.session for e in effects if isinstance(e, Close)}
+        closed = {e.connection for e in effects if isinstance(e, Close)}
         for session, seen in self.sessions.items():
             late = not seen.greeted and now >= seen.since + self.hello_s
             gone = not seen.greeted and session in closed

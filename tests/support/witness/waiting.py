@@ -140,7 +140,7 @@ class WaitingWitness:
         late = {}
         for i, effect in enumerate(effects):
             if isinstance(effect, Send):
-                one = self.state.pending.get((effect.session, effect.message.seq))
+                one = self.state.pending.get((effect.connection, effect.message.seq))
                 if one is not None:
                     late[i] = one
         return late

@@ -91,20 +91,20 @@ class Witness:
             self.sessions.opened(event, effects, now)
         elif isinstance(event, fx.Tick):
             self.sessions.ticked(effects, now, state.behind)
-        elif isinstance(event, fx.Received) and self.sessions.listens(event.session):
+        elif isinstance(event, fx.Received) and self.sessions.listens(event.connection):
             self._received(event, prompt)
-        elif isinstance(event, fx.Faulted) and self.sessions.listens(event.session):
+        elif isinstance(event, fx.Faulted) and self.sessions.listens(event.connection):
             ends = (e for e in effects if isinstance(e, fx.Close | fx.HalfClose))
-            if event.session not in {e.session for e in ends}:
+            if event.connection not in {e.connection for e in ends}:
                 raise BrokenLawError("law 11: a malformed frame did not end its session")
         elif isinstance(event, fx.Lost):
-            self._lost(event.session, event.exiting)
+            self._lost(event.connection, event.exiting)
         elif isinstance(event, fx.ProcessEnded):
             until = now + min(DEVICE_S, state.config.timing.lost_engine_grace_s)
-            self.writes.process_ended(event.session, until)
+            self.writes.process_ended(event.connection, until)
         clear = None
         if isinstance(event, fx.Received) and isinstance(event.message, m.Clear):
-            clear = state.pending.get((event.session, event.message.seq))
+            clear = state.pending.get((event.connection, event.message.seq))
         elif isinstance(event, fx.Tick):  # one of everything goes on, namespace by namespace
             clears = (p for p in state.pending.values() if isinstance(p.message, m.Clear))
             clear = next((p for p in clears if getattr(p.message, "everything", False)), None)
@@ -122,8 +122,8 @@ class Witness:
     # ------------------------------------------------------------ messages
 
     def _received(self, event: fx.Received, effects: list[fx.Effect]) -> None:
-        session, message = event.session, event.message
-        mine = [e.message for e in effects if isinstance(e, fx.Send) and e.session == session]
+        session, message = event.connection, event.message
+        mine = [e.message for e in effects if isinstance(e, fx.Send) and e.connection == session]
         replies = [r for r in mine if not isinstance(r, m.Populated | m.Promoting)]
         self._check_promoting(session, message, mine, waits=not replies)
         errors = [r for r in replies if isinstance(r, m.Error)]
@@ -195,8 +195,8 @@ class Witness:
 
     # ------------------------------------------------------------ sessions
 
-    def _to_session(self, event: fx.Event, effect: fx.ToSession) -> None:
-        session = effect.session
+    def _to_session(self, event: fx.Event, effect: fx.ToConnection) -> None:
+        session = effect.connection
         if session not in self.sessions.sessions:
             raise BrokenLawError(f"{effect} to a session that is gone")
         if isinstance(effect, fx.Close | fx.HalfClose):
@@ -210,7 +210,7 @@ class Witness:
         elif not self.sessions.listens(session):
             raise BrokenLawError("sent to a session after half-closing it")
         elif (
-            session != getattr(event, "session", None)
+            session != getattr(event, "connection", None)
             and not isinstance(effect.message, m.Populated)
             and not self.sessions.may_end(session, event, effect.message)
         ):

@@ -200,6 +200,6 @@ class WriteWitness:
     def watched(self, watch: Watch) -> None:
         """The core watches a lost process for as long as its bytes may still arrive."""
         reservations = self.state.reservations.values()
-        waits = {w.dirty[watch.session] for w in reservations if watch.session in w.dirty}
+        waits = {w.dirty[watch.connection] for w in reservations if watch.connection in w.dirty}
         if waits != {watch.until} and not self.state.behind:
             raise BrokenLawError(f"law 3: {watch}, but slots wait until {waits}")

@@ -1,4 +1,4 @@
-"""The clients of the core: sessions, instances and tenants.
+"""The clients of the core: connections, instances and tenants.
 
-An instance whose ranks contradict each other gets no namespace. No user can take all sessions.
+An instance whose ranks contradict each other gets no namespace. No user can take all connections.
 """

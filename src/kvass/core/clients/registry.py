@@ -1,4 +1,4 @@
-"""Sessions and instances, the checks of a registration, and the digest of a namespace.
+"""Connections and instances, the checks of a registration, and the digest of a namespace.
 
 Law of this file: the namespace of an instance is the digest of everything that changes the bytes of
 its rows (law 10).
@@ -33,7 +33,7 @@ from kvass.types import (
 )
 
 
-class ClientSession(msgspec.Struct):
+class ClientConnection(msgspec.Struct):
     """A connection of a client. ``own``: its user is that of the daemon, or root. ``pid``: 0 if
     unknown. ``start``: when its process started; 0 if unknown. ``ending``: the core has ended it,
     and ignores what it still sends."""
@@ -68,13 +68,13 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class Instance(msgspec.Struct):
-    """An engine. ``sessions``: its live sessions by rank; the scheduler's is under
+    """An engine. ``connections``: its live connections by rank; the scheduler's is under
     ``SCHEDULER``."""
 
     id: str
     terms: Register
-    """The ``Register`` of its first session, with which all its sessions must agree."""
-    sessions: dict[int, int] = {}
+    """The ``Register`` of its first connection, with which all its connections must agree."""
+    connections: dict[int, int] = {}
     workers: dict[int, Worker] = {}
     generation: bytes = b""
     """The last generation that its scheduler registered (``Register``)."""

@@ -1,4 +1,4 @@
-"""Registration: a session becomes one (instance, rank), and a complete instance gets a namespace.
+"""Registration: a connection becomes an (instance, rank); a complete instance gets a namespace.
 
 A refused ``Register`` changes nothing. When an instance moves to another generation, no row that it
 is writing becomes READY.
@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from kvass.core.clients.registry import (
-    ClientSession,
+    ClientConnection,
     Instance,
     check_agrees,
     check_register,
@@ -42,42 +42,42 @@ GROUPS: Final = 2
 make a status too slow: it is one step, and each group takes 1 or 2 us of it."""
 
 
-def register(state: State, session: ClientSession, msg: Register) -> Registered:
-    """Make a session the scheduler or a rank of its instance.
+def register(state: State, connection: ClientConnection, msg: Register) -> Registered:
+    """Make a connection the scheduler or a rank of its instance.
 
     If it registers again with the same values, only the reply is sent again. If it registers again
     with another generation, its instance moves to that generation. ``uncached`` may change, too.
     """
     terms = msgspec.structs.replace(msg, seq=0, layout=None)
-    before = session.registered
+    before = connection.registered
     if before is None:
-        _admit(state, session, terms, msg.layout)
+        _admit(state, connection, terms, msg.layout)
     elif (
         msgspec.structs.replace(before, generation=terms.generation, uncached=terms.uncached)
         != terms
-        or layout_digest(msg.layout) != session.layout
+        or layout_digest(msg.layout) != connection.layout
     ):
         raise Refused("already_registered", "this session is another (instance, rank) already")
     elif before != terms:
-        _admit(state, session, terms, None)
+        _admit(state, connection, terms, None)
     instance = state.instances[msg.instance]
     ns = state.namespace_of(instance)
     return Registered(namespace=b"" if ns is None else ns.digest, missing=instance.missing)
 
 
 def _admit(
-    state: State, session: ClientSession, terms: Register, layout: RankLayout | None
+    state: State, connection: ClientConnection, terms: Register, layout: RankLayout | None
 ) -> None:
-    """Check the terms, and make the session the instance's scheduler or rank.
+    """Check the terms, and make the connection the instance's scheduler or rank.
 
     ``layout``: the layout of the ``Register``. ``terms``: the rest of it.
     """
     check_register(terms, layout, state.config.limits)
-    state.session_limits.check(session)
+    state.connection_limits.check(connection)
     instance = state.instances.get(terms.instance) or Instance(
         id=terms.instance, terms=terms, since_s=state.now
     )
-    if instance.sessions.get(terms.rank, session.id) != session.id:
+    if instance.connections.get(terms.rank, connection.id) != connection.id:
         who = "its scheduler" if terms.rank == SCHEDULER else f"rank {terms.rank}"
         raise Refused("rank_taken", f"{who} of instance {terms.instance!r} is alive already")
     digest = layout_digest(layout)
@@ -92,16 +92,16 @@ def _admit(
     complete = msgspec.structs.replace(instance, workers=workers, generation=generation)
     moves = generation != instance.generation
     namespace = instance.namespace
-    former.note(state, session, terms)
+    former.note(state, connection, terms)
     if not complete.missing and (instance.missing or moves):
         namespace = _namespace_for(state, complete)
-    state.session_limits.take_place(session)
+    state.connection_limits.take_place(connection)
     if moves:
         _leave(state, instance)
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace
     instance.home = instance.home if namespace is None else namespace
-    instance.sessions[terms.rank] = session.id
-    session.registered, session.layout = terms, digest
+    instance.connections[terms.rank] = connection.id
+    connection.registered, connection.layout = terms, digest
     state.refusals.pop(instance.id, None)
     instance.seen_s = state.now
     state.instances[instance.id] = instance

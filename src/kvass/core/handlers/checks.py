@@ -1,14 +1,14 @@
 """Checks of the values in a message, before anything changes.
 
 They raise ``Refused``, whose text says what to do. They change nothing, with one exception: a lease
-or reservation that a message names is ended first if a lost session owed it.
+or reservation that a message names is ended first if a lost connection owed it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvass.core.clients.registry import ClientSession, Instance
+from kvass.core.clients.registry import ClientConnection, Instance
 from kvass.core.pending.ledger import E, Lease, Ledger, Reservation
 from kvass.core.rows.index import key_array
 from kvass.errors import ErrorCode, Refused
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     from kvass.core.state import State
 
 
-def own_rank(session: ClientSession, rank: int) -> int:
-    """``rank``, if it is the session's own rank (law 2)."""
-    if session.registered is None:
+def own_rank(connection: ClientConnection, rank: int) -> int:
+    """``rank``, if it is the connection's own rank (law 2)."""
+    if connection.registered is None:
         raise Refused("not_registered", "send Register first")
-    own = session.registered.rank
+    own = connection.registered.rank
     if rank != own:
         mine = "the scheduler" if own == SCHEDULER else f"rank {own}"
         raise Refused("bad_rank", f"this session is {mine}, not rank {rank}")
     return rank
 
 
-def instance_of(state: State, session: ClientSession) -> Instance:
-    """The instance of a session that has registered."""
-    if session.registered is None:
+def instance_of(state: State, connection: ClientConnection) -> Instance:
+    """The instance of a connection that has registered."""
+    if connection.registered is None:
         raise Refused("not_registered", "send Register first")
-    return state.instances[session.registered.instance]
+    return state.instances[connection.registered.instance]
 
 
-def scheduler_of(state: State, session: ClientSession) -> Instance:
-    """The session's instance, if the session is its scheduler."""
-    own_rank(session, SCHEDULER)
-    return instance_of(state, session)
+def scheduler_of(state: State, connection: ClientConnection) -> Instance:
+    """The connection's instance, if the connection is its scheduler."""
+    own_rank(connection, SCHEDULER)
+    return instance_of(state, connection)
 
 
 def known_ranks(field: str, ranks: tuple[int, ...], instance: Instance) -> set[int]:
@@ -96,27 +96,27 @@ def check_boot(state: State, boot: bytes) -> None:
         raise Refused("wrong_boot", "this names another run of the daemon: drop it")
 
 
-def open_lease(state: State, session: ClientSession, boot: bytes, an_id: int) -> Lease | None:
-    """The session's lease of this boot, or ``None`` if it ended."""
-    return _open(state, session, boot, an_id, state.leases, "unknown_lease")
+def open_lease(state: State, connection: ClientConnection, boot: bytes, an_id: int) -> Lease | None:
+    """The connection's lease of this boot, or ``None`` if it ended."""
+    return _open(state, connection, boot, an_id, state.leases, "unknown_lease")
 
 
 def open_reservation(
-    state: State, session: ClientSession, boot: bytes, an_id: int
+    state: State, connection: ClientConnection, boot: bytes, an_id: int
 ) -> Reservation | None:
-    """The session's reservation of this boot, or ``None`` if it ended."""
-    return _open(state, session, boot, an_id, state.reservations, "unknown_reservation")
+    """The connection's reservation of this boot, or ``None`` if it ended."""
+    return _open(state, connection, boot, an_id, state.reservations, "unknown_reservation")
 
 
 def _open(
     state: State,
-    session: ClientSession,
+    connection: ClientConnection,
     boot: bytes,
     an_id: int,
     ledger: Ledger[E],
     unknown: ErrorCode,
 ) -> E | None:
-    instance = instance_of(state, session)
+    instance = instance_of(state, connection)
     check_boot(state, boot)
     if not state.settlement.issued(an_id):
         raise Refused(unknown, f"number {an_id} was never given")
@@ -128,7 +128,7 @@ def _open(
 
 
 def named_namespace(state: State, digest: bytes) -> Namespace:
-    """The namespace of that digest. Sessions that have not registered name one by its digest."""
+    """The namespace of that digest. Connections that have not registered name one by its digest."""
     if digest not in state.by_digest:
         raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
     return state.namespaces[state.by_digest[digest]]

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvass.core.clients.registry import ClientSession
+from kvass.core.clients.registry import ClientConnection
 from kvass.core.handlers.checks import instance_of, named_namespace
 from kvass.core.pending.tier_operations import Clearing, Emptying
 from kvass.core.rows.row_classes import Namespace
@@ -26,12 +26,12 @@ MOST_CLEARS: Final = 64
 """The most clears of everything or of a tenant that may be unfinished at a time."""
 
 
-def clear(state: State, session: ClientSession, msg: Clear) -> None:
+def clear(state: State, connection: ClientConnection, msg: Clear) -> None:
     """Clear namespaces: some in this step, the others in later steps.
 
     The reply comes when all are cleared and the tiers have noted it.
     """
-    clearing = Clearing(session.id, msg.seq, _to_clear(state, session, msg), msg.tiers)
+    clearing = Clearing(connection.id, msg.seq, _to_clear(state, connection, msg), msg.tiers)
     state.clears.append(clearing)
     state.classes.void(clearing.left)
     _clear_some(state, clearing)
@@ -63,7 +63,7 @@ def _clear_some(state: State, clearing: Clearing) -> None:
         epochs.clear(state, ns, clearing)
         if ns.traffic.shadow is not None:
             ns.traffic.shadow = ns.traffic.shadow.cleared()
-    asker = state.sessions.get(clearing.session)
+    asker = state.connections.get(clearing.connection)
     own = asker is not None and asker.registered is not None
     clearing.rows += state.classes.clear(chosen, "reset" if own else "cleared")
     if left:
@@ -74,13 +74,13 @@ def _clear_some(state: State, clearing: Clearing) -> None:
     epochs.answer_clear(state, clearing)
 
 
-def clear_tenant(state: State, session: ClientSession, msg: ClearTenant) -> None:
+def clear_tenant(state: State, connection: ClientConnection, msg: ClearTenant) -> None:
     """Forget the rows of L1 that a tenant pays for: some in this step, the others in later steps.
 
     The reply comes when all are forgotten. What engines were storing for the tenant before that is
     discarded. Tiers keep their records, so rows that a tier is loading stay.
     """
-    if session.registered is not None:
+    if connection.registered is not None:
         raise Refused("forbidden", "an engine clears its own namespace only")
     tenant = state.tenants.all.get(msg.tenant)
     if tenant is None:
@@ -91,7 +91,7 @@ def clear_tenant(state: State, session: ClientSession, msg: ClearTenant) -> None
     if len(state.clears) >= MOST_CLEARS:
         raise Refused("limit", f"{MOST_CLEARS} clears are under way: wait for their answers")
     sets = np.flatnonzero(_of_tenant(state, tenant.id))
-    clearing = Clearing(session.id, msg.seq, [], False, tenant=tenant.id, sets=sets)
+    clearing = Clearing(connection.id, msg.seq, [], False, tenant=tenant.id, sets=sets)
     state.clears.append(clearing)
     state.classes.table.void(sets)
     _clear_some_sets(state, clearing)
@@ -121,13 +121,13 @@ def _clear_some_sets(state: State, clearing: Clearing) -> None:
         epochs.answer_clear(state, clearing)
 
 
-def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespace]:
+def _to_clear(state: State, connection: ClientConnection, msg: Clear) -> list[Namespace]:
     if msg.tiers and not (msg.everything and state.tiers.used):
         raise Refused("bad_value", "tiers: are emptied with everything, and there must be some")
-    if session.registered is not None:
+    if connection.registered is not None:
         if msg.everything or msg.namespace:
             raise Refused("forbidden", "an engine clears its own namespace only")
-        instance = instance_of(state, session)
+        instance = instance_of(state, connection)
         own = state.namespace_of(instance)
         if own is None:
             raise Refused("not_registered", f"ranks {instance.missing} are missing: clear later")
@@ -139,9 +139,9 @@ def _to_clear(state: State, session: ClientSession, msg: Clear) -> list[Namespac
     return [named_namespace(state, msg.namespace)]
 
 
-def empty_tier(state: State, session: ClientSession, msg: EmptyTier) -> None:
+def empty_tier(state: State, connection: ClientConnection, msg: EmptyTier) -> None:
     """Delete all records of a tier. L1 keeps its rows. The reply comes when the tier is empty."""
-    if session.registered is not None:
+    if connection.registered is not None:
         raise Refused("forbidden", "an engine empties no tier")
     chosen = [tier for tier in state.tiers.used if tier.name == msg.tier]
     if not chosen:
@@ -150,12 +150,12 @@ def empty_tier(state: State, session: ClientSession, msg: EmptyTier) -> None:
     numbers = {tier.number for tier in chosen}
     if any(isinstance(op, Emptying) and op.tier in numbers for op in state.tiers.ops.values()):
         raise Refused("limit", f"{msg.tier} is being emptied")
-    epochs.empty(state, Clearing(session.id, msg.seq, [], True, of_l1=False), chosen)
+    epochs.empty(state, Clearing(connection.id, msg.seq, [], True, of_l1=False), chosen)
 
 
-def set_quota(state: State, session: ClientSession, msg: SetQuota) -> QuotaSet:
+def set_quota(state: State, connection: ClientConnection, msg: SetQuota) -> QuotaSet:
     """Change a tenant's quota, or remove it."""
-    if session.registered is not None or not session.own:
+    if connection.registered is not None or not connection.own:
         raise Refused("forbidden", "quotas are changed by the daemon's own user, not by an engine")
     if msg.remove:
         state.tenants.remove(msg.quota.tenant)

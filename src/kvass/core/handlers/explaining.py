@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvass.core.clients.lookup_log import TEXT, LookupEntry
-from kvass.core.clients.registry import ClientSession
+from kvass.core.clients.registry import ClientConnection
 from kvass.core.handlers.checks import check_boot, check_request, is_request, scheduler_of
 from kvass.core.state import State
 from kvass.errors import Refused
@@ -18,11 +18,11 @@ _WHY: Final = 64
 """The most characters of a reason."""
 
 
-def lookup_notes(state: State, session: ClientSession, msg: LookupNotes) -> None:
+def lookup_notes(state: State, connection: ClientConnection, msg: LookupNotes) -> None:
     """Add an engine's notes to its log. A note of a request that the daemon has answered just
     before, such as of a load that failed, changes the entry of that answer. A note that is refused
     is left out. Only if all are, the message is refused."""
-    instance = scheduler_of(state, session)
+    instance = scheduler_of(state, connection)
     check_boot(state, msg.boot)
     notes = [each for each in msg.notes if is_request(each.request, state.config.limits)]
     if not notes and msg.notes:
@@ -46,7 +46,7 @@ def lookup_notes(state: State, session: ClientSession, msg: LookupNotes) -> None
         )
 
 
-def explain(state: State, session: ClientSession, msg: Explain) -> Explained:
+def explain(state: State, connection: ClientConnection, msg: Explain) -> Explained:
     """The last lookups that the message asks for, with the reasons."""
     if not 1 <= msg.limit <= MOST_EXPLAINED:
         raise Refused("bad_value", f"limit: {msg.limit} is not in 1..{MOST_EXPLAINED}")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvass.core.clients.registry import ClientSession, Instance
+from kvass.core.clients.registry import ClientConnection, Instance
 from kvass.core.effects import FormerEnded
 from kvass.core.handlers.checks import check_boot
-from kvass.core.pending.settlement import FORMER, former_session
+from kvass.core.pending.settlement import FORMER, former_connection
 from kvass.core.saved.processes import PLACES, who
 from kvass.core.state import State
 from kvass.errors import Refused
@@ -22,7 +22,7 @@ _PIDS: Final = 64
 """The most processes that ``resting`` names."""
 
 
-def note(state: State, session: ClientSession, terms: Register) -> None:
+def note(state: State, connection: ClientConnection, terms: Register) -> None:
     """Note the process of a worker that registers.
 
     Raises:
@@ -31,14 +31,14 @@ def note(state: State, session: ClientSession, terms: Register) -> None:
     if state.index is None or terms.rank == SCHEDULER:
         return
     name = who(terms.instance, terms.rank)
-    if not state.index.processes.note_worker(session.id, session.pid, session.start, name):
+    if not state.index.processes.note_worker(connection.id, connection.pid, connection.start, name):
         raise Refused("limit", f"{PLACES} processes may still write to L1: end some")
 
 
-def lost(state: State, session: ClientSession) -> None:
-    """A session ended. ``sweep`` forgets its process when its device can no longer write."""
+def lost(state: State, connection: ClientConnection) -> None:
+    """A connection ended. ``sweep`` forgets its process when its device can no longer write."""
     if state.index is not None:
-        state.lost_workers.add(session.id)
+        state.lost_workers.add(connection.id)
 
 
 def sweep(state: State) -> None:
@@ -48,8 +48,8 @@ def sweep(state: State) -> None:
     if state.lost_workers:
         done = state.lost_workers - state.settlement.may_write
         state.lost_workers -= done
-        for session in done:
-            state.index.processes.forget_worker(session)
+        for connection in done:
+            state.index.processes.forget_worker(connection)
     if (
         state.unseen
         and state.now > state.config.started_s + state.config.timing.lost_engine_grace_s
@@ -59,15 +59,15 @@ def sweep(state: State) -> None:
         state.unseen = ()
 
 
-def drained(state: State, session: ClientSession, msg: Drained) -> None:
+def drained(state: State, connection: ClientConnection, msg: Drained) -> None:
     """The worker has no copy of a former life under way any more."""
     check_boot(state, msg.boot)
-    who_says = session.registered
+    who_says = connection.registered
     if who_says is None or who_says.rank == SCHEDULER:
         raise Refused("bad_rank", "drained: only a worker says that")
     if state.index is not None:
         processes, name = state.index.processes, who(who_says.instance, who_says.rank)
-        for number in processes.former_of({name: session.pid}):
+        for number in processes.former_of({name: connection.pid}):
             state.settlement.drained(number)
             processes.former_ended(number)
 
@@ -78,8 +78,8 @@ def resting_for(state: State, instance: Instance) -> int:
     says ``Drained`` would have more of L1 rest after each restart."""
     if state.index is None or not state.reservations.of(FORMER):
         return 0
-    ranks = instance.sessions.items()  # no process has the name of a scheduler
-    pids = {who(instance.id, rank): state.sessions[session].pid for rank, session in ranks}
+    ranks = instance.connections.items()  # no process has the name of a scheduler
+    pids = {who(instance.id, rank): state.connections[connection].pid for rank, connection in ranks}
     numbers = state.index.processes.former_of(pids)
     return state.settlement.resting_for(numbers) if numbers else 0
 
@@ -103,5 +103,5 @@ def resting(state: State) -> dict[str, Any]:
 def ended(state: State, event: FormerEnded) -> None:
     """The process of a former worker has ended."""
     assert state.index is not None, "there was no former life"
-    state.settlement.process_ended(former_session(event.number))
+    state.settlement.process_ended(former_connection(event.number))
     state.index.processes.former_ended(event.number)

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from kvass.core import explain, results
-from kvass.core.clients.registry import ClientSession, Instance
+from kvass.core.clients.registry import ClientConnection, Instance
 from kvass.core.handlers.checks import (
     check_request,
     known_ranks,
@@ -57,12 +57,12 @@ MAX_WAIT_S: Final = 300.0
 """The longest that a lookup may wait, whatever it asks for."""
 
 
-def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
+def lookup(state: State, connection: ClientConnection, msg: Lookup) -> Matched | None:
     """Pin the longest hit of READY rows from chunk ``first`` on, under one lease.
 
     ``None``: a tier may have more rows, or an engine is writing them. The reply comes later.
     """
-    instance = scheduler_of(state, session)
+    instance = scheduler_of(state, connection)
     check_request(msg.request, state.config.limits)
     keys = split_keys(msg.digests, msg.width, msg.first, state.config.limits)
     if msg.spare < 0:
@@ -91,7 +91,7 @@ def lookup(state: State, session: ClientSession, msg: Lookup) -> Matched | None:
     written = msg.writing and len(state.reservations.all) > 0
     if lacks and ((more and state.tiers.used and ns.tier_epochs) or (written and view.writers())):
         wait_s = _wait_s(state, msg, ns, len(keys), chunks)
-        promotion = _promotion(state, session, msg, view, wait_s, readers, context_of(msg))
+        promotion = _promotion(state, connection, msg, view, wait_s, readers, context_of(msg))
         if promotion.deadline > state.now:
             if promote.begin(state, promotion, msg.writing):
                 return None
@@ -173,17 +173,17 @@ def _wait_s(state: State, msg: Lookup, ns: Namespace, total: int, chunks: int) -
     return min(wait_s, max(rest_s, least_s))
 
 
-def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched | None:
+def prefetch(state: State, connection: ClientConnection, msg: Prefetch) -> Prefetched | None:
     """Load the rows from tiers that a lookup would load. None stays pinned after the reply."""
     check_request(msg.request, state.config.limits)
     keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
-    if session.registered is not None:
+    if connection.registered is not None:
         if msg.namespace:
             raise Refused("forbidden", "an engine prefetches for its own namespace only")
-        ns = state.namespace_of(scheduler_of(state, session))
+        ns = state.namespace_of(scheduler_of(state, connection))
     else:
         ns = named_namespace(state, msg.namespace)
-    _check_leases(state, _owner_of(session))
+    _check_leases(state, _owner_of(connection))
     state.counters["prefetches"] += 1
     if ns is None:
         return Prefetched()
@@ -192,15 +192,15 @@ def prefetch(state: State, session: ClientSession, msg: Prefetch) -> Prefetched 
     chunks = view.use(view.longest(view.there())).chunks
     if state.tiers.used and ns.tier_epochs and chunks < len(keys):
         wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
-        promotion = _promotion(state, session, msg, view, wait_s)
+        promotion = _promotion(state, connection, msg, view, wait_s)
         if promotion.deadline > state.now and promote.begin(state, promotion, writing=False):
             return None
     return Prefetched(chunks=chunks)
 
 
-def _owner_of(session: ClientSession) -> str:
-    """The owner of a session's promotions: its instance, or itself if it has not registered."""
-    return session.registered.instance if session.registered else f"session {session.id}"
+def _owner_of(connection: ClientConnection) -> str:
+    """The owner of a connection's promotions: its instance, or itself if it has not registered."""
+    return connection.registered.instance if connection.registered else f"session {connection.id}"
 
 
 def _check_leases(state: State, instance: str) -> None:
@@ -211,7 +211,7 @@ def _check_leases(state: State, instance: str) -> None:
 
 def _promotion(
     state: State,
-    session: ClientSession,
+    connection: ClientConnection,
     msg: Lookup | Prefetch,
     view: PrefixView,
     wait_s: float,
@@ -224,9 +224,9 @@ def _promotion(
     arrays_bytes = keys.nbytes + rest.nbytes + start.nbytes + sum(home.nbytes for home in homes)
     return Promotion(
         id=next(state.promotions.numbers),
-        session=session.id,
+        connection=connection.id,
         seq=msg.seq,
-        instance=_owner_of(session),
+        instance=_owner_of(connection),
         request=msg.request,
         readers=set(readers),
         namespace=ns,
@@ -244,12 +244,12 @@ def _promotion(
     )
 
 
-def release(state: State, session: ClientSession, msg: Release) -> None:
+def release(state: State, connection: ClientConnection, msg: Release) -> None:
     """A rank has finished reading, or the scheduler gives back a lease before handing it over."""
-    lease = open_lease(state, session, msg.boot, msg.lease)
+    lease = open_lease(state, connection, msg.boot, msg.lease)
     if lease is None:
         return  # a late release is no error
-    rank = own_rank(session, msg.rank)
+    rank = own_rank(connection, msg.rank)
     if rank == SCHEDULER and lease.handed_over:
         raise Refused("bad_rank", f"lease {msg.lease} was handed over: only its ranks release")
     if rank == SCHEDULER:
@@ -258,27 +258,27 @@ def release(state: State, session: ClientSession, msg: Release) -> None:
         state.settlement.release(lease, rank)
 
 
-def present(state: State, session: ClientSession, msg: Present) -> Presence | None:
-    """Report which rows of the session's namespace are in L1, or in L1 and the tiers.
+def present(state: State, connection: ClientConnection, msg: Present) -> Presence | None:
+    """Report which rows of the connection's namespace are in L1, or in L1 and the tiers.
 
     ``None``: a tier was asked. The reply comes later.
     """
-    instance = scheduler_of(state, session)
+    instance = scheduler_of(state, connection)
     keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
     if len(keys) > AT_ONCE:
         raise Refused("limit", f"digests: at most {AT_ONCE} a message")
     ns = state.namespace_of(instance)
     if ns is None:
         return Presence(held=bytes(len(keys)))
-    return presence.begin(state, session.id, msg.seq, ns, keys, msg.tiers)
+    return presence.begin(state, connection.id, msg.seq, ns, keys, msg.tiers)
 
 
-def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
-    """Report which rows of the session's namespace left L1, and which of ``present`` are READY.
+def removals(state: State, connection: ClientConnection, msg: Removals) -> Removed:
+    """Report which rows of the connection's namespace left L1, and which of ``present`` are READY.
 
-    If the session has no namespace, the reply says that entries were lost.
+    If the connection has no namespace, the reply says that entries were lost.
     """
-    instance, limits = scheduler_of(state, session), state.config.limits
+    instance, limits = scheduler_of(state, connection), state.config.limits
     keys = [split_keys(each, msg.width, 0, limits) for each in (*msg.present, b"")][:-1]
     if sum(map(len, keys)) > AT_ONCE:
         raise Refused("limit", f"present: at most {AT_ONCE} keys a message")
@@ -288,7 +288,7 @@ def removals(state: State, session: ClientSession, msg: Removals) -> Removed:
     if len(keys) > len(ns.classes):
         raise Refused("bad_value", f"present: the namespace has {len(ns.classes)} groups")
     removed = state.followers.removed
-    part = removed.read(session.id, ns.id, msg.since)
+    part = removed.read(connection.id, ns.id, msg.since)
     gone = [part.keys.get(group, state.rows.table.key[:0]) for group in range(len(ns.classes))]
     pairs = zip(ns.classes, keys, strict=False)
     return Removed(

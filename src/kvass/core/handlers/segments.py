@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from kvass.blend.match import ChunkMatcher, Chunks
-from kvass.core.clients.registry import ClientSession
+from kvass.core.clients.registry import ClientConnection
 from kvass.core.handlers.checks import scheduler_of, split_keys
 from kvass.core.matching.coverage import BoolArray
 from kvass.core.rows.index import ABSENT, digests_of, key_array
@@ -30,9 +30,9 @@ MOST_CHUNKS: Final = 1024
 """The most chunks of a prompt that one search covers. Each chunk that is found takes 1 us."""
 
 
-def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Indexed:
+def index_chunks(state: State, connection: ClientConnection, msg: IndexChunks) -> Indexed:
     """Index the chunks that have a row in every group."""
-    ns = state.namespace_of(scheduler_of(state, session))
+    ns = state.namespace_of(scheduler_of(state, connection))
     space = _space(msg.space)
     keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
     tokens = _tokens(state, msg.tokens)
@@ -61,9 +61,9 @@ def index_chunks(state: State, session: ClientSession, msg: IndexChunks) -> Inde
     return Indexed(chunks=int(known.sum()))
 
 
-def find_segments(state: State, session: ClientSession, msg: FindSegments) -> Segments:
+def find_segments(state: State, connection: ClientConnection, msg: FindSegments) -> Segments:
     """Find indexed chunks in a prompt whose rows are READY, or LOADING, or may be in a tier."""
-    ns = state.namespace_of(scheduler_of(state, session))
+    ns = state.namespace_of(scheduler_of(state, connection))
     space = _space(msg.space)
     tokens = _tokens(state, msg.tokens)
     split_keys(b"", msg.width, 0, state.config.limits)

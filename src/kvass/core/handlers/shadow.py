@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvass.core.clients.registry import ClientSession, Instance
+from kvass.core.clients.registry import ClientConnection, Instance
 from kvass.core.clients.shadow_figures import ShadowFigures
 from kvass.core.handlers.checks import check_boot, scheduler_of
 from kvass.core.state import State
@@ -16,10 +16,10 @@ LEFT: Final = 64
 since its start, which its namespace has."""
 
 
-def shadow_report(state: State, session: ClientSession, msg: ShadowReport) -> None:
+def shadow_report(state: State, connection: ClientConnection, msg: ShadowReport) -> None:
     """Keep the engine's figures, and add what is new in them to those of its namespace."""
     check_boot(state, msg.boot)
-    instance = scheduler_of(state, session)
+    instance = scheduler_of(state, connection)
     before = instance.shadow or state.shadow_left.pop(instance.id, None)
     ns = None if instance.home is None else state.namespaces.get(instance.home)
     kinds = tuple(c.spec.layout.kind for c in ns.classes) if ns is not None else ()

@@ -7,7 +7,7 @@ Each function handles one message. It returns the reply, or ``None`` if there is
 from __future__ import annotations
 
 from kvass.core import results
-from kvass.core.clients.registry import ClientSession
+from kvass.core.clients.registry import ClientConnection
 from kvass.core.handlers import granting
 from kvass.core.handlers.checks import open_lease, open_reservation, own_rank, scheduler_of
 from kvass.core.handlers.reserve_items import checked, items_of_a_step, items_of_one_payer
@@ -18,10 +18,10 @@ from kvass.messages import Abort, Commit, Grant, Granted, HandedOver, Reserve
 from kvass.types import SCHEDULER
 
 
-def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
+def reserve(state: State, connection: ClientConnection, msg: Reserve) -> Granted:
     """Grant slots for the chunks of one scheduler step that have no row yet. An item that is
     refused changes nothing, for the other items neither."""
-    instance = scheduler_of(state, session)
+    instance = scheduler_of(state, connection)
     if state.leaving:
         raise Refused("shutting_down", "the daemon stops: reserve from the next one")
     ns = state.namespace_of(instance)
@@ -60,18 +60,18 @@ def reserve(state: State, session: ClientSession, msg: Reserve) -> Granted:
     )
 
 
-def commit(state: State, session: ClientSession, msg: Commit) -> None:
+def commit(state: State, connection: ClientConnection, msg: Commit) -> None:
     """A rank has written its shard of every row of a reservation."""
-    reservation = open_reservation(state, session, msg.boot, msg.reservation)
-    rank = own_rank(session, msg.rank)
+    reservation = open_reservation(state, connection, msg.boot, msg.reservation)
+    rank = own_rank(connection, msg.rank)
     if reservation is not None and rank in reservation.owing:  # else a second commit, or it ended
         state.settlement.commit(reservation, rank)
 
 
-def abort(state: State, session: ClientSession, msg: Abort) -> None:
+def abort(state: State, connection: ClientConnection, msg: Abort) -> None:
     """A rank will not write, or the scheduler gives back a reservation before handing it over."""
-    reservation = open_reservation(state, session, msg.boot, msg.reservation)
-    rank = own_rank(session, msg.rank)
+    reservation = open_reservation(state, connection, msg.boot, msg.reservation)
+    rank = own_rank(connection, msg.rank)
     if reservation is None:
         return
     if rank != SCHEDULER:
@@ -83,12 +83,12 @@ def abort(state: State, session: ClientSession, msg: Abort) -> None:
         state.settlement.cancel(reservation)
 
 
-def handed_over(state: State, session: ClientSession, msg: HandedOver) -> None:
+def handed_over(state: State, connection: ClientConnection, msg: HandedOver) -> None:
     """From now on only the ranks can end these leases and reservations. Count the results."""
-    own_rank(session, SCHEDULER)
-    instance = scheduler_of(state, session)
-    leases = [open_lease(state, session, msg.boot, i) for i in msg.leases]
-    reservations = [open_reservation(state, session, msg.boot, i) for i in msg.reservations]
+    own_rank(connection, SCHEDULER)
+    instance = scheduler_of(state, connection)
+    leases = [open_lease(state, connection, msg.boot, i) for i in msg.leases]
+    reservations = [open_reservation(state, connection, msg.boot, i) for i in msg.reservations]
     for held in (*leases, *reservations):
         if held is not None:  # else it ended meanwhile
             held.handed_over = True

@@ -40,8 +40,8 @@ class Lease(Entry, kw_only=True):
 class Reservation(Entry, kw_only=True):
     """Rows that the ranks in ``owing`` are writing.
 
-    ``discarded``: its rows are QUARANTINED and will never be READY. ``writing_until``: by session
-    of a lost writer, how long its device may still write; infinity: until its process has ended.
+    ``discarded``: its rows are QUARANTINED and will never be READY. ``writing_until``: by the lost
+    connection of a writer, how long its device may still write; infinity: until its process ends.
     ``waiters``: the promotions that wait for its rows.
     """
 

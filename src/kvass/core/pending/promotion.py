@@ -11,7 +11,7 @@ answered when it ends, and it ends once (law 11).
 - PROBING: a tier was asked which rows it has, and has not answered.
 - LOADING: ``hit`` is pinned. Tiers are filling those of its rows that are LOADING. ``awaits`` has
   the operations of the tiers.
-- ENDED: its answer was sent, or its session ended. It holds nothing.
+- ENDED: its answer was sent, or its connection ended. It holds nothing.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Promotion(Entry, kw_only=True):
     before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING.
     """
 
-    session: int
+    connection: int
     seq: int
     readers: set[int]
     namespace: Namespace
@@ -118,7 +118,7 @@ class Promotion(Entry, kw_only=True):
     start: U64Array = NO_BLOCKS
     why: str = "absent"
     asker_left: bool = False
-    """Its session ended, so it is not answered."""
+    """Its connection ended, so it is not answered."""
     state: PromotionState = PromotionState.NEW
     writers: set[int] = msgspec.field(default_factory=set)
     probed_tier: int = NO_TIER
@@ -152,7 +152,7 @@ class Promotion(Entry, kw_only=True):
         return PrefixView(rows, self.namespace, keys, self.first, self.spare, rest, start)
 
     @property
-    def client_session(self) -> int | None:
+    def session(self) -> int | None:
         """The tag of the client's session, as of ``RowStates.touch``."""
         return self.context.session if self.readers else None
 

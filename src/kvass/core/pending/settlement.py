@@ -20,7 +20,7 @@ its release.
 
 If many leases and reservations end at once, a step ends ``slice_ends`` of them, and later steps end
 the others. If a message names one of the others, ``carry_out_losses_of`` first ends what a lost
-session owed of it, and ``commit`` checks its deadline.
+connection owed of it, and ``commit`` checks its deadline.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ MOVED: Final = -2
 
 
 class Loss(msgspec.Struct):
-    """A lost session, and the leases and reservations that were not ended for it yet.
+    """A lost connection, and the leases and reservations that were not ended for it yet.
 
-    ``rank``: the session's rank; or ``MOVED``, if no session was lost. ``until``: how long its
+    ``rank``: the connection's rank; or ``MOVED``, if none was lost. ``until``: how long its
     device may still write; infinity: until its process ends. ``ids``: the numbers of these leases
     and reservations.
     """
 
     rank: int
-    session: int
+    connection: int
     until: float
     ids: set[int]
 
@@ -238,7 +238,7 @@ class Settlement:
 
     def rest(self, parts: list[ClassRows], until: dict[int, float]) -> None:
         """Keep QUARANTINED rows of a former life from everybody. ``until``: as
-        ``Reservation.writing_until``, by ``former_session``; at least one is finite."""
+        ``Reservation.writing_until``, by ``former_connection``; at least one is finite."""
         for part in parts:
             reservation = Reservation(
                 id=self._new_id(),
@@ -260,9 +260,9 @@ class Settlement:
 
     def drained(self, number: int) -> None:
         """A former worker has no copy of a former life under way any more."""
-        session = former_session(number)
+        connection = former_connection(number)
         for reservation in [*self.reservations.of(FORMER).values()]:
-            if reservation.writing_until.pop(session, None) is not None:
+            if reservation.writing_until.pop(connection, None) is not None:
                 self._settle(reservation)
 
     @property
@@ -272,14 +272,14 @@ class Settlement:
 
     def resting_for(self, numbers: list[int]) -> int:
         """The bytes that rest because one of the former workers ``numbers`` may write to them."""
-        sessions = {*map(former_session, numbers)}
+        connections = {*map(former_connection, numbers)}
         resting = self.reservations.of(FORMER).values()
-        return sum(r.size_bytes for r in resting if not sessions.isdisjoint(r.writing_until))
+        return sum(r.size_bytes for r in resting if not connections.isdisjoint(r.writing_until))
 
     @property
     def may_write(self) -> set[int]:
-        """The lost sessions whose devices may still write."""
-        named = {loss.session for loss in self._losses}
+        """The lost connections whose devices may still write."""
+        named = {loss.connection for loss in self._losses}
         for reservation in self.reservations.all.values():
             named.update(reservation.writing_until)
         return named
@@ -310,28 +310,28 @@ class Settlement:
             return self.now
         return soonest(self.leases.next_due, self.reservations.next_due)
 
-    def rank_lost(self, instance: str, rank: int, session: int, exiting: bool) -> float | None:
+    def rank_lost(self, instance: str, rank: int, connection: int, exiting: bool) -> float | None:
         """A worker's connection ended: the rank owes nothing any more. Its device may still write.
 
         Returns the time until which it may; ``None`` if the rank was not writing.
         """
         until = math.inf if exiting else self.now + self._timing.lost_engine_grace_s
         writing = any(rank in r.owing for r in self.reservations.of(instance).values())
-        self.lost(instance, rank, session, until)
+        self.lost(instance, rank, connection, until)
         return until if writing else None
 
-    def process_ended(self, session: int) -> None:
-        """The process of a lost session ended. Its device writes for at most ``DEVICE_S`` more."""
+    def process_ended(self, connection: int) -> None:
+        """The process of a lost connection ended. Its device writes at most ``DEVICE_S`` more."""
         until = self.now + min(DEVICE_S, self._timing.lost_engine_grace_s)
         for loss in self._losses:
-            if loss.session == session:
+            if loss.connection == connection:
                 loss.until = min(loss.until, until)
         for reservation in [r for r in self.reservations.all.values() if r.writing_until]:
-            if until < reservation.writing_until.get(session, 0.0):
-                self._wait_for_device(reservation, session, until)
+            if until < reservation.writing_until.get(connection, 0.0):
+                self._wait_for_device(reservation, connection, until)
 
     def carry_out_losses_of(self, an_id: int) -> None:
-        """End the lease or reservation ``an_id`` now, if a lost session owed it.
+        """End the lease or reservation ``an_id`` now, if a lost connection owed it.
 
         A message names it, so it cannot wait for a later step.
         """
@@ -340,13 +340,13 @@ class Settlement:
                 loss.ids.discard(an_id)
                 self._end_for(loss, an_id)
 
-    def lost(self, instance: str, rank: int, session: int = 0, until: float = 0.0) -> None:
-        """A session of ``instance`` was lost, or the instance ``MOVED`` to another generation.
+    def lost(self, instance: str, rank: int, connection: int = 0, until: float = 0.0) -> None:
+        """A connection of ``instance`` was lost, or the instance ``MOVED`` to another generation.
 
         This step ends some of the leases and reservations that it held. Later steps end the others.
         """
         ids = {*self.leases.of(instance), *self.reservations.of(instance)}
-        self._losses.append(Loss(rank, session, until, ids))
+        self._losses.append(Loss(rank, connection, until, ids))
         self._carry_out_losses()
 
     def _carry_out_losses(self) -> None:
@@ -376,11 +376,11 @@ class Settlement:
             if reservation is not None and loss.rank in reservation.owing:
                 self.discard(reservation, "writer_lost")
                 reservation.owing.discard(loss.rank)
-                self._wait_for_device(reservation, loss.session, loss.until)
+                self._wait_for_device(reservation, loss.connection, loss.until)
 
-    def _wait_for_device(self, reservation: Reservation, session: int, until: float) -> None:
-        """The device of ``session`` may write until then; infinity: until its process ends."""
-        reservation.writing_until[session] = until
+    def _wait_for_device(self, reservation: Reservation, connection: int, until: float) -> None:
+        """The device of ``connection`` may write until then; infinity: until its process ends."""
+        reservation.writing_until[connection] = until
         if until < math.inf:
             self.reservations.wake_at(until, reservation)
         self._settle(reservation)
@@ -402,6 +402,6 @@ class Settlement:
         yield from self.reservations.of(instance).values()
 
 
-def former_session(number: int) -> int:
-    """What stands for a former worker in ``Reservation.writing_until``. No session has it."""
+def former_connection(number: int) -> int:
+    """What stands for a former worker in ``Reservation.writing_until``. No connection has it."""
     return -2 - number

@@ -31,13 +31,13 @@ class Probing(Op, eq=False):
 
 
 class Looking(Op, eq=False):
-    """A ``TierProbe`` for a ``Present``, whose message was ``seq`` of ``session``.
+    """A ``TierProbe`` for a ``Present``, whose message was ``seq`` of ``connection``.
 
     ``epoch``: ``Namespace.epoch`` when it was asked. ``there``: per class, which of ``keys`` L1 or
     a tier has, as far as they were asked.
     """
 
-    session: int
+    connection: int
     seq: int
     namespace: Namespace
     epoch: int
@@ -90,7 +90,7 @@ class Clearing(msgspec.Struct, eq=False):
     failed. ``rows``: how many rows were cleared.
     """
 
-    session: int
+    connection: int
     seq: int
     left: list[Namespace]
     tiers: bool

@@ -56,7 +56,7 @@ class Processes:
         self._start, self._who = memory["start"], memory["who"]
         self._pid, self._roles, self._check = memory["pid"], memory["roles"], memory["check"]
         self._place_of: dict[int, int] = {}
-        """By session of this life."""
+        """By connection of this life."""
 
     def begin(self, pids_known: bool) -> None:
         """Begin a life: every worker so far is a former one. A damaged pid is unknown.
@@ -96,21 +96,21 @@ class Processes:
         """A former worker writes no more on behalf of a former life."""
         self._roles[number] &= ~np.uint32(_FORMER)
 
-    def note_worker(self, session: int, pid: int, start: int, name: int) -> bool:
-        """Note the process of a session. False: the table is full. A second call changes
+    def note_worker(self, connection: int, pid: int, start: int, name: int) -> bool:
+        """Note the process of a connection. False: the table is full. A second call changes
         nothing."""
-        if session in self._place_of:
+        if connection in self._place_of:
             return True
         same = (self._roles == _FORMER) & (self._who == name)
         same &= (self._pid == pid) & (self._start == start)
         if (place := self._enter(pid, start, name, same)) is None:
             return False
-        self._place_of[session] = place
+        self._place_of[connection] = place
         return True
 
-    def forget_worker(self, session: int) -> None:
-        """The process of a session writes no more on behalf of this life."""
-        if (place := self._place_of.pop(session, None)) is not None:
+    def forget_worker(self, connection: int) -> None:
+        """The process of a connection writes no more on behalf of this life."""
+        if (place := self._place_of.pop(connection, None)) is not None:
             self._roles[place] &= ~np.uint32(_WORKER)
 
     def _enter(self, pid: int, start: int, name: int, same: npt.NDArray[np.bool_]) -> int | None:

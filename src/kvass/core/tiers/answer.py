@@ -24,7 +24,7 @@ def pin_hit(state: State, promotion: Promotion, least: int) -> None:
         answer(state, promotion)
         return
     before, view, table = promotion.pinned, promotion.view(state.rows), state.rows.table
-    promotion.hit = view.use(view.longest(view.there(least)), session=promotion.client_session)
+    promotion.hit = view.use(view.longest(view.there(least)), session=promotion.session)
     promotion.awaits = set()
     for part in promotion.pinned:
         state.rows.pin(part.rows)
@@ -89,7 +89,7 @@ def answer(state: State, promotion: Promotion) -> None:
         to_keep = promotion.view(state.rows).to_keep(promotion.hit.chunks)
         matched.kept = state.keep(promotion.namespace, to_keep, promotion.context)
     reply.seq = promotion.seq
-    state.send(promotion.session, reply)
+    state.send(promotion.connection, reply)
     _end(state, promotion)
 
 

@@ -173,11 +173,11 @@ def _noted(state: State, clearing: Clearing, tier: int, done: bool) -> None:
 
 def answer_clear(state: State, clearing: Clearing) -> None:
     """Answer a clear, if it waits for nothing more."""
-    session = state.sessions.get(clearing.session)
-    if clearing.left or clearing.awaits or session is None or session.ending:
+    connection = state.connections.get(clearing.connection)
+    if clearing.left or clearing.awaits or connection is None or connection.ending:
         return
     if not clearing.failed:
-        state.send(clearing.session, Cleared(seq=clearing.seq, rows=clearing.rows))
+        state.send(clearing.connection, Cleared(seq=clearing.seq, rows=clearing.rows))
         return
     names = ", ".join(state.tiers.all[i].name for i in sorted(clearing.failed))
     text = f"{names} could not be emptied: say it again"
@@ -186,4 +186,4 @@ def answer_clear(state: State, clearing: Clearing) -> None:
             f"L1 is cleared ({clearing.rows} rows), but not {names}, which is not used until it "
             "could note it: clear again"
         )
-    state.send(clearing.session, Error(seq=clearing.seq, code="tier_down", text=text))
+    state.send(clearing.connection, Error(seq=clearing.seq, code="tier_down", text=text))

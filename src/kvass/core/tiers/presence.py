@@ -22,21 +22,21 @@ from kvass.types import U64Array
 
 MOST_OPEN: Final = 64
 """The most questions that wait for tiers at a time (law 12); each takes 0.5 MiB at most."""
-MOST_OF_A_SESSION: Final = 8
+MOST_OF_A_CONNECTION: Final = 8
 
 
 def begin(
-    state: State, session: int, seq: int, ns: Namespace, keys: U64Array, tiers: bool
+    state: State, connection: int, seq: int, ns: Namespace, keys: U64Array, tiers: bool
 ) -> Presence | None:
     """Which of ``keys`` have a row in every group. ``tiers``: in L1 or a tier, else in L1.
 
     ``None``: a tier was asked. The reply comes later.
     """
     there = [state.rows.there(c.index.find(keys)) for c in ns.classes]
-    looking = Looking(-1, session, seq, ns, ns.epoch, keys, there)
+    looking = Looking(-1, connection, seq, ns, ns.epoch, keys, there)
     if not tiers or not _ask_next(state, looking):
         return _reply(looking)
-    state.send(session, Promoting(seq=seq))
+    state.send(connection, Promoting(seq=seq))
     return None
 
 
@@ -47,8 +47,8 @@ def probed(state: State, event: Probed) -> None:
         lacks = np.flatnonzero(~there)
         there[lacks] = event.held[at : at + len(lacks)]
         at += len(lacks)
-    session = state.sessions.get(looking.session)
-    if session is None or session.ending:
+    connection = state.connections.get(looking.connection)
+    if connection is None or connection.ending:
         return
     if looking.epoch != looking.namespace.epoch:  # it was cleared meanwhile
         for there in looking.there:
@@ -57,7 +57,7 @@ def probed(state: State, event: Probed) -> None:
         return
     reply = _reply(looking)
     reply.seq = looking.seq
-    state.send(looking.session, reply)
+    state.send(looking.connection, reply)
 
 
 def _ask_next(state: State, looking: Looking) -> bool:
@@ -70,7 +70,7 @@ def _ask_next(state: State, looking: Looking) -> bool:
     if not later or not any(lacks.any() for lacks in lacking):
         return False
     if last < 0:
-        _check_room(state, looking.session)
+        _check_room(state, looking.connection)
     looking.tier = later[0]
     batches = tuple(
         epochs.records(ns, looking.tier, c, looking.keys[lacks])
@@ -81,10 +81,10 @@ def _ask_next(state: State, looking: Looking) -> bool:
     return True
 
 
-def _check_room(state: State, session: int) -> None:
+def _check_room(state: State, connection: int) -> None:
     """Refuse a question if too many wait for tiers."""
-    askers = [op.session for op in state.tiers.ops.values() if isinstance(op, Looking)]
-    if len(askers) >= MOST_OPEN or askers.count(session) >= MOST_OF_A_SESSION:
+    askers = [op.connection for op in state.tiers.ops.values() if isinstance(op, Looking)]
+    if len(askers) >= MOST_OPEN or askers.count(connection) >= MOST_OF_A_CONNECTION:
         raise Refused("limit", f"{len(askers)} such questions wait for tiers: ask later")
 
 

@@ -33,7 +33,7 @@ def begin(state: State, promotion: Promotion, writing: bool) -> bool:
         state.counters["lookups_not_waited"] += 1
         return False
     state.promotions.add(promotion)
-    state.send(promotion.session, Promoting(seq=promotion.seq))
+    state.send(promotion.connection, Promoting(seq=promotion.seq))
     for home in promotion.homes:
         home[repeated(promotion.keys)] = DUPLICATE
     if writing:
@@ -99,9 +99,9 @@ def lapse(state: State) -> None:
         answer.pin_hit(state, promotion, READY)
 
 
-def session_lost(state: State, session: int) -> None:
-    """End a session's promotions. Rows that are LOADING for them are loaded all the same."""
-    left = [p for p in state.promotions.all.values() if p.session == session]
+def connection_lost(state: State, connection: int) -> None:
+    """End a connection's promotions. Rows that are LOADING for them are loaded all the same."""
+    left = [p for p in state.promotions.all.values() if p.connection == connection]
     for promotion in left:
         promotion.asker_left = True
     continue_some(state, (promotion.id for promotion in left))

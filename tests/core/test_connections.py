@@ -1,11 +1,11 @@
-"""Law 11 and the handshake: who may speak, and how a session ends."""
+"""Law 11 and the handshake: who may speak, and how a connection ends."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvass import messages as m
-from kvass.core.handlers import sessions
+from kvass.core.handlers import connections
 from kvass.types import PAGE
 from tests.core.rig import BOOT, Rig
 
@@ -13,8 +13,8 @@ from tests.core.rig import BOOT, Rig
 
 
 def test_welcome_tells_boot_limits_and_timing(rig: Rig) -> None:
-    session = rig.open(hello=False)
-    reply = rig.ask(session, m.Hello(seq=4, clock_s=rig.now, features=("unheard-of",)))
+    connection = rig.open(hello=False)
+    reply = rig.ask(connection, m.Hello(seq=4, clock_s=rig.now, features=("unheard-of",)))
     assert (reply.seq, reply.boot, reply.version, reply.clock_s) == (4, BOOT, "test", rig.now)
     assert (reply.arena_bytes, reply.features) == (64 * PAGE, ())
     assert reply.limits == rig.machine.state.config.limits
@@ -28,10 +28,10 @@ def test_a_feature_is_used_if_both_sides_name_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, theirs: tuple[str, ...], both: tuple[str, ...]
 ) -> None:
     """No feature exists yet: these are made up."""
-    monkeypatch.setattr(sessions, "FEATURES", ("a", "b"))
-    session = rig.open(hello=False)
-    reply = rig.ask(session, m.Hello(seq=4, clock_s=rig.now, features=theirs))
-    assert reply.features == rig.machine.state.sessions[session].features == both
+    monkeypatch.setattr(connections, "FEATURES", ("a", "b"))
+    connection = rig.open(hello=False)
+    reply = rig.ask(connection, m.Hello(seq=4, clock_s=rig.now, features=theirs))
+    assert reply.features == rig.machine.state.connections[connection].features == both
 
 
 @pytest.mark.parametrize(("low", "meets"), [(1, 1), (2, None)])
@@ -39,8 +39,8 @@ def test_a_client_that_names_no_version_range_speaks_protocol_1(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, low: int, meets: int | None
 ) -> None:
     """A range that is not said means what it meant when there was one protocol only."""
-    monkeypatch.setattr(sessions, "PROTOCOL_MIN", low)
-    monkeypatch.setattr(sessions, "PROTOCOL_MAX", 3)
+    monkeypatch.setattr(connections, "PROTOCOL_MIN", low)
+    monkeypatch.setattr(connections, "PROTOCOL_MAX", 3)
     reply = rig.ask(rig.open(hello=False), m.Hello(seq=1, clock_s=rig.now))
     if meets is not None:
         assert reply.protocol == meets
