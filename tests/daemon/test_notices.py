@@ -19,7 +19,7 @@ ENOUGH = {
     "daemon/loop.py": (2, "the daemon ends"),
     "daemon/notices.py": (2, "these are the notices"),
     "daemon/peer_process.py": (1, "what rests since the last daemon, and until when"),
-    "daemon/session_log.py": (1, "an L1 that is too small is a note of client/health.py"),
+    "daemon/connection_log.py": (1, "an L1 that is too small is a note of client/health.py"),
     "daemon/tier_process/executor.py": (6, "a tier that is down, and its last error; its end"),
     "daemon/tier_process/supervisor.py": (5, "a tier that is down, and why; its restarts"),
     "tiers/disk/tier.py": (4, "lacking_bytes, full, too_large; files that stay are tried again"),

@@ -25,9 +25,9 @@ from kvass.wire import framing
 OUT_BYTES: Final = 8 << 20
 """Limit of the bytes that are queued for a peer that does not read: two of the largest frames."""
 HELLO_BYTES: Final = 64 << 10
-"""The largest frame that a session may send before the daemon has sent it ``Welcome``."""
+"""The largest frame that a peer may send before the daemon has sent it ``Welcome``."""
 LINGER_S: Final = 1.0
-"""Seconds that a closing session waits for its peer to read the queued bytes."""
+"""Seconds that a closing connection waits for its peer to read the queued bytes."""
 
 
 class Connection:
@@ -37,16 +37,16 @@ class Connection:
         self,
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
-        session: ConnectionId,
+        number: ConnectionId,
         on_readable: Callable[[Connection], None],
         process: PeerProcess | None = None,
     ) -> None:
-        self.session = session
+        self.number = number
         self.decoder = framing.from_clients(HELLO_BYTES)
         self.process = process
         """The process that connected. None if the daemon cannot detect that it ends."""
         self.ignoring = False
-        """The session has ended but the peer is still connected: input is dropped until EOF."""
+        """The core has ended it, but the peer is still connected: input is dropped until EOF."""
         self._loop = loop
         self._on_readable = on_readable
         self._sock = sock

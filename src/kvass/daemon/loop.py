@@ -1,8 +1,8 @@
 """The event loop of the daemon. Its thread turns bytes from sockets into events of the
 ``CacheMachine``, and carries out the effects.
 
-Law of this file: it decides nothing about the cache. Each fault of a session becomes an event
-(``Faulted``, ``Lost``), because only the core knows when a session may be closed (law 3). An
+Law of this file: it decides nothing about the cache. Each fault of a connection becomes an event
+(``Faulted``, ``Lost``), because only the core knows when a connection may be closed (law 3). An
 exception of the core is a broken invariant: the daemon logs the event that raised it, on one line,
 writes the last events to a file, and ends.
 """
@@ -32,6 +32,7 @@ from kvass.core.metrics import LOOP_HISTOGRAMS
 from kvass.core.tiers.epochs import LOOK_AGAIN_S
 from kvass.daemon import notify
 from kvass.daemon.connection import Connection
+from kvass.daemon.connection_log import LOGGED, ConnectionLog
 from kvass.daemon.last_events import LastEvents
 from kvass.daemon.lasting import L1Memory
 from kvass.daemon.live import LiveConfig
@@ -39,7 +40,6 @@ from kvass.daemon.notices import Notices
 from kvass.daemon.peer_process import PeerProcess, process_behind
 from kvass.daemon.populate import Populating, thread_cpus
 from kvass.daemon.recording import Recorder
-from kvass.daemon.session_log import LOGGED, SessionLog
 from kvass.daemon.tier_process.supervisor import task
 from kvass.daemon.tier_set import TierSet
 from kvass.errors import ConfigError, FrameError
@@ -49,9 +49,9 @@ from kvass.wire import framing
 from kvass.wire.channel import peer_of
 
 READ_BYTES: Final = 64 << 10
-"""The most that is read from one session at a time."""
+"""The most that is read from one connection at a time."""
 TURN_S: Final = 0.003
-"""For how long the messages of one session are served before other sessions have their turn."""
+"""For how long the messages of one connection are served before others have their turn."""
 TURN_BYTES: Final = 1 << 20
 """A turn ends, too, when so many bytes of replies wait to be sent."""
 GC_THRESHOLD: Final = (50_000, 20, 100)
@@ -85,15 +85,15 @@ class Server:
         self._l1, self._arena = l1, l1.arena
         self._listener = listener
         self._live = live
-        self._session_log = SessionLog(machine.small_l1)
+        self._connection_log = ConnectionLog(machine.small_l1)
         self._last = LastEvents(machine.state.config)
         self._notices, self._recorder = notices, recorder
         self._connections: dict[ConnectionId, Connection] = {}
         self._watched: dict[ConnectionId, PeerProcess] = {}
-        """Processes of lost sessions. Slots in quarantine wait until these have ended."""
+        """Processes of lost connections. Slots in quarantine wait until these have ended."""
         self._to_flush: dict[ConnectionId, Connection] = {}
         """Sessions to flush at the end of this turn."""
-        self._sessions = 0
+        self._last_number = 0
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._tick: asyncio.TimerHandle | None = None
         self._tiers = tiers
@@ -148,8 +148,8 @@ class Server:
             self._stop_listening()
             for connection in self._connections.values():
                 connection.close_now()
-            for session in list(self._watched):
-                self._unwatch(session)
+            for watched in list(self._watched):
+                self._unwatch(watched)
             for process in filter(None, self._l1.former.values()):
                 self._loop.remove_reader(process)
                 process.close()
@@ -229,20 +229,20 @@ class Server:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:  # out of descriptors: let some sessions end first
+        except OSError:  # out of descriptors: let some connections end first
             self._loop.remove_reader(self._listener)
             self._loop.call_later(_ACCEPT_PAUSE_S, self._listen)
             return
-        self._sessions += 1
-        session = self._sessions
+        self._last_number += 1
+        number = self._last_number
         peer = peer_of(sock)
-        self._session_log.opened(session, peer)
+        self._connection_log.opened(number, peer)
         process = process_behind(sock, peer.pid)
-        self._connections[session] = Connection(self._loop, sock, session, self._readable, process)
+        self._connections[number] = Connection(self._loop, sock, number, self._readable, process)
         own = peer.uid in (0, os.geteuid())
         refusal = self._live.access.refusal(peer) or ""
         start = processes.start_time(peer.pid)
-        self._step(effects.Opened(session, peer.uid, own, refusal, peer.pid, start))
+        self._step(effects.Opened(number, peer.uid, own, refusal, peer.pid, start))
         self._finish_turn()
 
     def _readable(self, connection: Connection) -> None:
@@ -255,11 +255,11 @@ class Server:
 
     def _take(self, connection: Connection, messages: Iterator[FromClient]) -> None:
         """Pass ``messages`` to the core, for one turn at most. The others follow in the next turn,
-        after what other sessions have sent meanwhile."""
+        after what others have sent meanwhile."""
         end = time.monotonic() + TURN_S
         try:
             for message in messages:
-                event = effects.Received(connection.session, message)
+                event = effects.Received(connection.number, message)
                 self._step(event, connection.decoder.size)
                 if not self._is_heard(connection):
                     return
@@ -268,30 +268,30 @@ class Server:
                     self._loop.call_soon(self._go_on, connection, messages)
                     return
         except FrameError as fault:
-            self._step(effects.Faulted(connection.session, fault.code, str(fault)))
+            self._step(effects.Faulted(connection.number, fault.code, str(fault)))
 
     def _go_on(self, connection: Connection, messages: Iterator[FromClient]) -> None:
-        """Begin another turn of a session that was not done in its last one."""
-        if self._connections.get(connection.session) is connection:
+        """Begin another turn of a connection that was not done in its last one."""
+        if self._connections.get(connection.number) is connection:
             connection.resume()
         if self._is_heard(connection):
             self._take(connection, messages)
             self._finish_turn()
 
     def _is_heard(self, connection: Connection) -> bool:
-        """Whether the session goes on. If not, its socket may be closed already."""
-        there = self._connections.get(connection.session) is connection
+        """Whether the connection goes on. If not, its socket may be closed already."""
+        there = self._connections.get(connection.number) is connection
         return there and not connection.ignoring
 
     def _at_eof(self, connection: Connection) -> None:
-        session = connection.session
+        number = connection.number
         if connection.decoder.inside_frame and not connection.ignoring:
-            self._step(effects.Faulted(session, "bad_frame", "the stream ended inside a frame"))
+            self._step(effects.Faulted(number, "bad_frame", "the stream ended inside a frame"))
         process = connection.process
-        exiting = process is not None and self._machine.owes(session) and process.exiting
-        self._step(effects.Lost(session, exiting))
-        self._session_log.lost(session)
-        if (left := self._connections.pop(session, None)) is not None:
+        exiting = process is not None and self._machine.owes(number) and process.exiting
+        self._step(effects.Lost(number, exiting))
+        self._connection_log.lost(number)
+        if (left := self._connections.pop(number, None)) is not None:
             left.close_now()
 
     def _watch(self, watch: effects.Watch) -> None:
@@ -316,14 +316,14 @@ class Server:
             process.close()
         self._handle(effects.FormerEnded(number))
 
-    def _unwatch(self, session: ConnectionId) -> None:
-        if (process := self._watched.pop(session, None)) is not None:
+    def _unwatch(self, number: ConnectionId) -> None:
+        if (process := self._watched.pop(number, None)) is not None:
             self._loop.remove_reader(process)
             process.close()
 
-    def _process_ended(self, session: ConnectionId) -> None:
-        self._unwatch(session)
-        self._handle(effects.ProcessEnded(session))
+    def _process_ended(self, number: ConnectionId) -> None:
+        self._unwatch(number)
+        self._handle(effects.ProcessEnded(number))
 
     def _handle(self, event: effects.Event) -> None:
         self._step(event)
@@ -370,11 +370,11 @@ class Server:
                     connection.allow_large_frames()
             if type(effect.message) in LOGGED:
                 register = self._machine.registered(effect.connection)
-                self._session_log.replied(effect.connection, effect.message, register)
+                self._connection_log.replied(effect.connection, effect.message, register)
         elif type(effect) is effects.Close:
             if (connection := self._connections.pop(effect.connection, None)) is not None:
                 connection.close()
-            self._session_log.lost(effect.connection)
+            self._connection_log.lost(effect.connection)
         elif type(effect) is effects.HalfClose:
             if (connection := self._connections.get(effect.connection)) is not None:
                 connection.half_close()
@@ -396,13 +396,13 @@ class Server:
         }
 
     def _finish_turn(self) -> None:
-        """Flush the sessions that have queued frames, and schedule the core's next tick."""
+        """Flush the connections that have queued frames, and schedule the core's next tick."""
         while self._to_flush:
-            sessions, self._to_flush = self._to_flush, {}
-            for session, connection in sessions.items():
+            queued, self._to_flush = self._to_flush, {}
+            for number, connection in queued.items():
                 if not connection.flush():
                     connection.mute()
-                    self._step(effects.Faulted(session, "limit", "too many replies left unread"))
+                    self._step(effects.Faulted(number, "limit", "too many replies left unread"))
         due = self._machine.next_deadline()
         if due is not None:
             when = max(due, time.monotonic() + _TICK_S)

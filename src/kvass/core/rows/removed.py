@@ -2,8 +2,8 @@
 
 Law of this file: memory is bounded. A reader that asks too late learns that it lost entries.
 
-Rows are recorded, and memory is allocated, only while a session reads. Positions count all entries
-of this boot. A session that reads another namespace than before learns that, too.
+Rows are recorded, and memory is allocated, only while a connection reads. Positions count all
+entries of this boot. A connection that reads another namespace than before learns that, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RemovedPart(NamedTuple):
 
 
 class RemovedRows(Listener):
-    """A ring buffer of entries, and the sessions that read it."""
+    """A ring buffer of entries, and the connections that read it."""
 
     def __init__(self) -> None:
         self.end = 1
@@ -45,7 +45,7 @@ class RemovedRows(Listener):
         self._begin = 1
         """The first position that was recorded after the first reader came."""
         self._readers: dict[int, int] = {}
-        """Session -> the namespace that it read last."""
+        """Connection -> the namespace that it read last."""
         self._clear()
 
     def _clear(self) -> None:
@@ -55,12 +55,12 @@ class RemovedRows(Listener):
 
     @property
     def noted(self) -> bool:
-        """Whether entries are recorded, because at least one session reads them."""
+        """Whether entries are recorded, because at least one connection reads them."""
         return bool(self._readers)
 
-    def leave(self, session: int) -> None:
-        """A session ended. After the last reader the memory is freed."""
-        if self._readers.pop(session, None) is not None and not self._readers:
+    def leave(self, connection: int) -> None:
+        """A connection ended. After the last reader the memory is freed."""
+        if self._readers.pop(connection, None) is not None and not self._readers:
             self._clear()
 
     def note(self, namespace: int, group: int, keys: U64Array) -> None:
@@ -78,14 +78,14 @@ class RemovedRows(Listener):
         for namespace in sorted({c.namespace for c in told.classes}) if self.noted else ():
             self.note(namespace, _ALL, np.zeros((1, KEY_WORDS), np.uint64))
 
-    def read(self, session: int, namespace: int, since: int) -> RemovedPart:
+    def read(self, connection: int, namespace: int, since: int) -> RemovedPart:
         """The rows of ``namespace`` that left L1 from position ``since`` on."""
         if not self._readers:
             self._keys = np.zeros((ROOM, KEY_WORDS), np.uint64)
             self._places = np.zeros((ROOM, 2), np.int64)
             self._begin = self.end
-        known = self._readers.get(session) == namespace
-        self._readers[session] = namespace
+        known = self._readers.get(connection) == namespace
+        self._readers[connection] = namespace
         if not known or not max(self._begin, self.end - ROOM) <= since <= self.end:
             return RemovedPart(self.end, True, {})
         upto = min(self.end, since + AT_ONCE)
