@@ -65,7 +65,7 @@ Starter = Callable[..., EngineProcess]
 
 
 GPU: Final[dict[str, Any]] = {"kv_connector_module_path": "tests.support.vllm.fake_gpu_connector"}
-"""For ``Engine`` and ``HybridEngine``: their pages are on a fake GPU."""
+"""For ``StubModelEngine``: its pages are on a fake GPU."""
 
 
 @pytest.fixture

@@ -72,17 +72,17 @@ def test_copies_that_do_not_wait_are_noticed(
     wrong = a if kind == "store" else b
     wrong.copier._verifier = None  # it would notice first, and end the engine's cache
     fake(wrong).break_(how)
-    request = store_and_load(a, b)
-    with pytest.raises(AssertionError, match="rank 0, block"):
-        b.check(request, 96)
+    b.tolerant = True
+    store_and_load(a, b)
+    assert "rank 0" in b.wrong
     fake(wrong).break_("")
     fake(wrong).violations.clear()
 
 
 def store_and_load(a: StubModelEngine, b: StubModelEngine) -> Any:
     a.generate("a", PROMPT)
-    request, scheduled = b.load("b", PROMPT)
-    assert scheduled == 4
+    request, found = b.load("b", PROMPT)
+    assert found == 96
     return request
 
 
@@ -118,7 +118,7 @@ def test_a_device_that_dies_amid_a_store_costs_the_cache_alone(
     assert "the GPU failed kvass" in caplog.text
     assert a.world.scheduler.reset_prefix_cache(), "no block is held"
     assert (before := daemon.status())["reservations"] == 1, "the daemon was told nothing"
-    assert b.load("b", PROMPT)[1] == len(PROMPT)
+    assert b.load("b", PROMPT)[1] == 0
     a.close()
     assert daemon.status()["l1_used_bytes"] == before["l1_used_bytes"] > 0
 

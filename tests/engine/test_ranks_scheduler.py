@@ -71,12 +71,12 @@ def test_a3_every_rank_loads_what_its_shard_stored(
     a.generate("a", PROMPT)
     status = empty(daemon)
     assert status["rows"] == CHUNKS
-    page = a.rank.pages[:, 0].nbytes
-    row = strategy.world_size * (CHUNK // a.block) * page
+    page = a.rank.memory.nbytes // a.world.pool.num_gpu_blocks
+    row = strategy.world_size * (CHUNK // a.world.hash_tokens) * page
     assert status["l1_used_bytes"] == CHUNKS * row, "one copy of each distinct shard"
-    request, scheduled = b.load("b", PROMPT)
-    assert scheduled == 4
-    b.check(request, CHUNKS * CHUNK)
+    request, found = b.load("b", PROMPT)
+    assert found == CHUNKS * CHUNK
+    b.verify(request, CHUNKS * CHUNK)
     empty(daemon)
 
 
@@ -89,8 +89,8 @@ def test_one_ranks_failed_load_fails_it_on_all(
     a.generate("a", PROMPT)
     free = b.world.free_blocks
     CopyGate(b.ranks.all[broken], ahead_s=1e6)
-    request, scheduled = b.load("b", PROMPT)
-    assert scheduled == len(PROMPT), "everything is computed"
+    request, found = b.load("b", PROMPT)
+    assert found == 0, "everything is computed"
     late = [rank.connector._boundary.counters["load_late"] for rank in b.ranks.all]
     assert late == [int(rank == broken) for rank in range(2)], "the other rank had every byte"
     until(lambda: b.step() and request.is_finished(), "the request's end")
@@ -112,7 +112,7 @@ def test_b3_the_others_report_every_step_all_the_same(engine: Make) -> None:
     first, second = a.ranks.all
     assert first.copier._open, "the writer has not stored yet"
     assert not second.copier._open
-    assert a.world.free_blocks == free - CHUNKS * CHUNK // a.block
+    assert a.world.free_blocks == free - CHUNKS * CHUNK // a.world.hash_tokens
     gate.open()
     until(lambda: a.step() and a.world.free_blocks == free, "the blocks back")
 
@@ -122,7 +122,7 @@ def test_b5_a_stage_that_never_stores_discards_the_chunk(daemon: Daemon, engine:
     CopyGate(a.ranks.all[1], ahead_s=1e6)
     a.generate("a", PROMPT)
     assert daemon.wait_until(quarantined_bytes=0)["rows"] == 0
-    assert b.load("b", PROMPT)[1] == len(PROMPT)
+    assert b.load("b", PROMPT)[1] == 0
 
 
 # vLLM's V1 runner with a drafter asks for a step's stores when that one has run, so not at all in
@@ -142,9 +142,9 @@ def test_a_step_with_drafts_is_stored_after_its_results_or_in_the_next(
     a.generate("a", PROMPT)
     assert a.world.free_blocks == free
     assert empty(daemon)["rows"] == CHUNKS
-    request, scheduled = b.load("b", PROMPT)
-    assert scheduled == 4
-    b.check(request, CHUNKS * CHUNK)
+    request, found = b.load("b", PROMPT)
+    assert found == CHUNKS * CHUNK
+    b.verify(request, CHUNKS * CHUNK)
     a.generate("again", [*PROMPT[:40], *PROMPT])
     assert empty(daemon)["rows"] > CHUNKS
 
@@ -198,21 +198,21 @@ def test_b2_another_parallel_shape_is_another_namespace(
     engine: Make, one: ParallelStrategy, other: ParallelStrategy
 ) -> None:
     engine(one).generate("a", PROMPT)
-    assert engine(other).load("b", PROMPT)[1] == len(PROMPT)
-    assert engine(one).load("c", PROMPT)[1] == 4
+    assert engine(other).load("b", PROMPT)[1] == 0
+    assert engine(one).load("c", PROMPT)[1] == CHUNKS * CHUNK
 
 
 def test_b2_decode_context_parallelism_makes_blocks_longer(daemon: Daemon, engine: Make) -> None:
     """A block id stands for the tokens of all its ranks; each rank's page is as long as ever."""
     a, b = engine(DENSE, dcp=2), engine(DENSE, dcp=2)
     a.generate("a", PROMPT)
-    assert a.block == CHUNK
-    page = a.rank.pages[:, 0].nbytes
+    assert a.world.hash_tokens == CHUNK
+    page = a.rank.memory.nbytes // a.world.pool.num_gpu_blocks
     assert empty(daemon)["l1_used_bytes"] == CHUNKS * 2 * page
-    request, scheduled = b.load("b", PROMPT)
-    assert scheduled == 4
-    b.check(request, CHUNKS * CHUNK)
-    assert engine(DENSE).load("c", PROMPT)[1] == len(PROMPT), "blocks of its own"
+    request, found = b.load("b", PROMPT)
+    assert found == CHUNKS * CHUNK
+    b.verify(request, CHUNKS * CHUNK)
+    assert engine(DENSE).load("c", PROMPT)[1] == 0, "blocks of its own"
 
 
 def test_b1_the_strategy_is_read_from_the_engines_configuration() -> None:
@@ -253,7 +253,7 @@ def test_a_rank_that_cannot_reach_the_daemon_leaves_the_engine_uncached(
     a.generate("a", PROMPT)
     b.ranks.all[absent].copier._client.close()
     daemon.wait_until(sessions=3 + 2 + 1)  # a's, what is left of b's, and the one that asks
-    assert b.load("b", PROMPT)[1] == len(PROMPT)
+    assert b.load("b", PROMPT)[1] == 0
     b.generate("c", PROMPT[::-1])
     assert empty(daemon)["rows"] == CHUNKS
 
@@ -284,7 +284,7 @@ def test_a_scheduler_that_contradicts_its_workers_runs_uncached(
         request = engine.generate("a", PROMPT)
         assert request.num_tokens == len(PROMPT) + 2
         assert engine.world.scheduler.reset_prefix_cache()
-        assert engine.load("b", PROMPT)[1] == len(PROMPT)
+        assert engine.load("b", PROMPT)[1] == 0
         status = empty(daemon)
         assert status["rows"] == 0
         refusals = [r for r in caplog.records if "refused" in r.getMessage()]

@@ -17,8 +17,8 @@ from kvass.testing.daemon import Daemon
 from tests.engine import conftest
 from tests.engine.conftest import GPU
 from tests.engine.test_scheduler_groups import DEEPSEEK_V4, GPT_OSS, QWEN_NEXT, prompt
-from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
-from tests.support.vllm.ranks import making, until
+from tests.support.vllm.hybrid import GroupShape, make_hybrid_configs
+from tests.support.vllm.ranks import StubModelEngine, making, until
 from tests.support.vllm.scheduler import before, read_setup
 
 FULL: list[GroupShape] = [("full", 16, 0, 2)]
@@ -41,22 +41,25 @@ def engine(daemon: Daemon) -> Iterator[Any]:
     """Makes engines; the pages of every other one are on a fake GPU."""
     places = cycle([GPU, {}])
 
-    def make(shapes: Sequence[GroupShape], chunk: int, **options: Any) -> HybridEngine:
+    def make(shapes: Sequence[GroupShape], chunk: int, **options: Any) -> StubModelEngine:
         options = {"blocks": 400, "batched": 128, "drafts": 2, "drafter": "eagle", **options}
-        return HybridEngine(daemon.socket, shapes, daemon, chunk=chunk, **options, **next(places))
+        options |= {"shapes": shapes, "chunk": chunk, **next(places)}
+        return StubModelEngine(daemon.socket, daemon, **options)
 
     with making(make) as engine:
         yield engine
 
 
-def pair(engine: Any, shapes: list[GroupShape], chunk: int) -> tuple[HybridEngine, HybridEngine]:
+def pair(
+    engine: Any, shapes: list[GroupShape], chunk: int
+) -> tuple[StubModelEngine, StubModelEngine]:
     """One that has computed and stored ``prompt(1, 400)``, and one that only reads."""
     a, b = engine(shapes, chunk), engine(shapes, chunk, kv_role="kv_consumer")
     a.generate("a", prompt(1, 400))
     return a, b
 
 
-def local_hit(engine: HybridEngine, tokens: list[int]) -> int:
+def local_hit(engine: StubModelEngine, tokens: list[int]) -> int:
     """What vLLM finds of ``tokens`` in its own cache."""
     probe = engine.world.add("probe", tokens)
     _, found, _ = engine.world.scheduler.kv_cache_manager.get_computed_blocks(probe)
@@ -64,10 +67,9 @@ def local_hit(engine: HybridEngine, tokens: list[int]) -> int:
     return int(found)
 
 
-def external_hit(engine: HybridEngine, tokens: list[int]) -> int:
+def external_hit(engine: StubModelEngine, tokens: list[int]) -> int:
     """What an engine that has nothing itself loads of ``tokens``; every page of it is verified."""
     assert engine.world.scheduler.kv_cache_manager.reset_prefix_cache()
-    engine.found.clear()
     _, found = engine.load("b", tokens)
     until(lambda: engine.step() and not engine.world.scheduler.has_requests(), "the end")
     return int(found)

@@ -21,7 +21,6 @@ from kvass.engine import adapter_files, adapters, row_events
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_scheduler_groups import MODELS
 from tests.engine.test_scheduler_lora import train
-from tests.support.vllm.hybrid import HybridEngine
 from tests.support.vllm.ranks import StubModelEngine, until
 from tests.support.vllm.scheduler import BLOCK, CHUNK
 
@@ -308,9 +307,8 @@ def test_models_of_several_groups(daemon: Daemon, tmp_path: Path, model: str) ->
     """What is announced of each group is what vLLM announces of its own blocks."""
     endpoint = f"ipc://{tmp_path}/events"
     events = {"endpoint": endpoint, "replay_endpoint": f"{endpoint}-again"}
-    one = HybridEngine(
-        daemon.socket, MODELS[model], daemon, blocks=400, batched=128, kv_events=events
-    )
+    options: dict[str, Any] = {"shapes": MODELS[model], "blocks": 400, "batched": 128, "chunk": 64}
+    one = StubModelEngine(daemon.socket, daemon, kv_events=events, **options)
     one.wait_connected()
     router, seen = Subscriber(*events.values()), list[dict[str, Any]]()
     router.index.apply = seen.append  # type: ignore[method-assign, assignment]

@@ -17,8 +17,8 @@ from kvass.engine.setup import Inert
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine import conftest
 from tests.engine.conftest import empty
-from tests.support.vllm.hybrid import GroupShape, HybridEngine, make_hybrid_configs
-from tests.support.vllm.ranks import CopyGate, making, until
+from tests.support.vllm.hybrid import GroupShape, make_hybrid_configs
+from tests.support.vllm.ranks import CopyGate, StubModelEngine, making, until
 
 GPT_OSS: list[GroupShape] = [("sliding_window", 16, 40, 2), ("full", 16, 0, 2)]
 GEMMA: list[GroupShape] = [
@@ -67,15 +67,15 @@ daemon = conftest.own_daemon
 
 @pytest.fixture
 def engine(daemon: Daemon, pages: Iterator[dict[str, Any]]) -> Iterator[Any]:
-    def make(shapes: Sequence[GroupShape], **options: Any) -> HybridEngine:
-        options = {"blocks": 400, "batched": 128, **next(pages), **options}
-        return HybridEngine(daemon.socket, shapes, daemon, **options)
+    def make(shapes: Sequence[GroupShape], **options: Any) -> StubModelEngine:
+        options = {"blocks": 400, "batched": 128, "chunk": 64, **next(pages), **options}
+        return StubModelEngine(daemon.socket, daemon, shapes=shapes, **options)
 
     with making(make) as engine:
         yield engine
 
 
-def finish(engine: HybridEngine) -> None:
+def finish(engine: StubModelEngine) -> None:
     """Step until nothing is left to do."""
     until(lambda: engine.step() and not engine.world.scheduler.has_requests(), "the end")
 
@@ -92,15 +92,16 @@ def test_d2_every_group_of_a_hit_is_right(
     """Lengths around the ends of blocks, windows and chunks; never the whole prompt. Asynchronously
     the grants come late, too: then hits are as long, also if the request has ended meanwhile."""
     a, b = engine(shapes), engine(shapes, asynchronous=asynchronous)
+    chunk = b.world.connector._planner._setup.chunk_tokens
     if asynchronous:
         a.delay_grants(lambda: 2)
     for seed, tokens in enumerate((64, 65, 127, 129, 193, 400)):
         a.generate(f"a{seed}", prompt(seed, tokens))
         _, found = b.load(f"b{seed}", prompt(seed, tokens))
-        assert found % b.chunk == 0
-        whole = (tokens - 1) // b.chunk * b.chunk
+        assert found % chunk == 0
+        whole = (tokens - 1) // chunk * chunk
         assert found == whole if not any(kind == "state" for kind, *_ in shapes) else found <= whole
-        assert found or tokens <= b.chunk
+        assert found or tokens <= chunk
         finish(b)
         assert b.world.scheduler.kv_cache_manager.reset_prefix_cache()
     empty(daemon)
@@ -111,9 +112,9 @@ def test_of_eight_groups_a_long_prompt_is_stored_as_far_as_it_is_looked_at(
     tmp_path: Path, pages: Iterator[dict[str, Any]], shapes: list[GroupShape], late: int
 ) -> None:
     """A daemon of 32 keys a message finds and grants 4 chunks of 8 groups, 2 in a step."""
-    options: dict[str, Any] = {"blocks": 1600, "batched": 256, **next(pages)}
+    options: dict[str, Any] = {"blocks": 1600, "batched": 256, "chunk": 64, **next(pages)}
     with running_daemon(tmp_path, l1_size="128MiB", program=FEW_KEYS) as daemon:
-        a, b = (HybridEngine(daemon.socket, shapes, daemon, **options) for _ in "ab")
+        a, b = (StubModelEngine(daemon.socket, daemon, shapes=shapes, **options) for _ in "ab")
         for engine in (a, b):
             engine.wait_connected()
         a.delay_grants(lambda: late)
@@ -229,7 +230,7 @@ DRAFTING: dict[str, Any] = {
 }
 
 
-def hand_over(a: HybridEngine, max_tokens: int) -> tuple[list[Any], int]:
+def hand_over(a: StubModelEngine, max_tokens: int) -> tuple[list[Any], int]:
     """Run a request asynchronously until drafts that were accepted take it past its second chunk:
     what is in flight, and the block of the state there. vLLM tells of it in the next step."""
     world = a.world

@@ -58,10 +58,10 @@ def test_a8_an_older_daemon_that_tells_no_given_s_costs_failed_loads_and_no_wron
         engine = StubModelEngine(daemon.path)
         try:
             engine.wait_connected()
-            engine.rank.pages[:] = 0
-            request, scheduled = engine.load("r", PROMPT)
+            engine.rank.memory[:] = 0
+            request, found = engine.load("r", PROMPT)
             assert engine.loads, "the control: the match was handed to the rank"
-            assert scheduled == len(PROMPT)
-            engine.check(request, 96)
+            assert found == 0
+            engine.verify(request, 96)
         finally:
             engine.close()

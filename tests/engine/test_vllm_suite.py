@@ -3,9 +3,8 @@ and worker sides, real copies. Only the forward pass is a stub."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import pytest
 
@@ -19,16 +18,6 @@ WAIT_S = 2.0
 and well below the bound of a prompt in the suite."""
 
 
-class Weighted(StubModelEngine):
-    """What it computes follows from the weights, too."""
-
-    weights = ""
-
-    def page(self, tokens: Iterable[int], block: int, shard: int = 0) -> int:
-        prefix = list(tokens)[: (block + 1) * self.block]
-        return 1 + hashlib.sha256(f"{self.weights}{shard}{prefix}".encode()).digest()[0] % 255
-
-
 class Stubbed(EngineUnderTest):
     """An answer is all KV pages of the prompt. vLLM's own cache keeps none of them."""
 
@@ -37,8 +26,7 @@ class Stubbed(EngineUnderTest):
     def __init__(self, socket: str, weights: str, layout: str = "1", tenant: str = "") -> None:
         extra: dict[str, object] = {"kvass.model_id": weights, "kvass.fixed_weights": False}
         chunk = CHUNK if layout == "1" else 2 * CHUNK
-        self.engine = Weighted(socket, chunk=chunk, more=extra)
-        self.engine.weights = weights
+        self.engine = StubModelEngine(socket, chunk=chunk, more=extra, weights=weights)
         client = self.engine.client
         client._reserve_wait_s = client.step.wait_s = client.step.left_s = WAIT_S
         self._params = {"kvass.tenant": tenant} if tenant else None
@@ -57,8 +45,9 @@ class Stubbed(EngineUnderTest):
             scheduled = output.num_scheduled_tokens
             if name in scheduled:
                 engine.compute(name, scheduled[name])
-                table = engine.table(name)[: len(prompt) // engine.block]
-                pages.extend(engine.rank.pages[:, block].tobytes() for block in table)
+                table = engine.tables(name)[0][: len(prompt) // world.hash_tokens]
+                page = engine.rank.page
+                pages.extend(page(0, i, id_).tobytes() for id_ in table for i in range(2))
             engine.run_ranks(output, work)
             return name in scheduled
 

@@ -15,8 +15,6 @@ from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
 from kvass.messages import LookupResult
 
-OF_ENGINES: Final = ("no_answer", "load_failed_here", "not_loaded")
-"""Reasons of misses that only an engine knows."""
 MOST_TOKENS: Final = 1 << 32
 """The most tokens that a lookup counts, so that sums stay far below 2**63."""
 

@@ -95,11 +95,12 @@ class ChildEngine:
     def lay_out(self, name: str, tokens: list[int]) -> list[object]:
         """A request without a forward pass (``layout_only``): the tokens it found, and which page
         was wrong."""
-        from tests.support.vllm.layout_only import LayoutEngine
+        from tests.support.vllm.ranks import StubModelEngine
 
         core = self.engine.engine_core.engine_core
-        world = LayoutEngine(core, instruments.connector())
-        return [world.run(name, tokens), world.wrong]
+        world = StubModelEngine.over(core, instruments.connector())
+        world.generate(name, tokens)
+        return [world.found[name], world.wrong]
 
     def groups(self) -> list[dict[str, Any]]:
         """Its KV cache groups (``process.CacheGroup``)."""

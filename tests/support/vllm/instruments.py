@@ -522,7 +522,7 @@ def _watch(connector: Any) -> None:
                 _here.pages.loaded.extend(_digests(connector, blocks))
             for group, ids in enumerate(blocks):
                 if _here.settings.spoils(group):
-                    for page in _pages_of(connector, ids, group):
+                    for page in pages_of(connector, ids, group):
                         page[:] = 0
         return ended
 
@@ -577,7 +577,7 @@ def regions(connector: Any) -> list[Any]:
     ]
 
 
-def _pages_of(connector: Any, blocks: Iterable[int], group: int = 0) -> list[Any]:
+def pages_of(connector: Any, blocks: Iterable[int], group: int = 0) -> list[Any]:
     """The pages of ``blocks`` in a layer group: block by block, layer by layer."""
     memory, planes = regions(connector), connector._copier._planes[group].planes
     return [
@@ -593,7 +593,7 @@ def _digests(connector: Any, groups: Iterable[Sequence[int]]) -> list[str]:
     for group, blocks in enumerate(groups):
         for block in blocks:
             state = hashlib.sha256()
-            for page in _pages_of(connector, [block], group):
+            for page in pages_of(connector, [block], group):
                 state.update(page.tobytes())
             found.append(state.hexdigest())
     return found

@@ -1,17 +1,20 @@
 """An engine without a model: vLLM's scheduler, and our connector's workers over real torch memory.
 
-Only the forward pass is a stub: it writes bytes that follow from the tokens, so every loaded page
-can be checked. Scheduler, copies, arena, reports and their aggregation over ranks are real.
+Only the forward pass is a stub. The content of a page follows from its shard, its group, its layer
+and the tokens up to its end, so a page of the wrong one is noticed: all that a request begins with
+is verified. Scheduler, copies, arena, reports and their aggregation over ranks are real.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -21,6 +24,8 @@ import numpy.typing as npt
 from kvass.client.lookups import PENDING
 from kvass.client.parallel import ParallelStrategy
 from kvass.testing.daemon import Daemon
+from tests.support.vllm import instruments
+from tests.support.vllm.hybrid import GroupShape, make_hybrid_configs
 from tests.support.vllm.lora_ranks import LoraManager
 from tests.support.vllm.scheduler import ALONE, CHUNK, SchedulerHarness, make_configs
 
@@ -42,23 +47,41 @@ class StubModelRank:
         self.gate: CopyGate | None = None
         self.speculative = False
         """Whether hooks are called as by vLLM's V1 runner with a drafter (on the last stage)."""
-        (tensor,) = caches.kv_cache_tensors
-        memory = torch.zeros(tensor.size, dtype=torch.uint8)
-        self._pages: npt.NDArray[np.uint8] = memory.numpy().reshape(
-            len(tensor.layers), caches.num_blocks, -1
-        )
+        tensors, groups = caches.kv_cache_tensors, caches.kv_cache_groups
+        memory = torch.zeros(tensors[0].size, dtype=torch.uint8)
+        self.memory: npt.NDArray[np.uint8] = memory.numpy()
         self.lora = LoraManager()
         self.model_runner = SimpleNamespace(lora_manager=self.lora)  # ``lora.held_adapters``
         self.connector = worker_connector(config, caches)
         self.connector.register_kv_caches(
-            {name: memory[i * tensor.layer_stride :] for i, name in enumerate(tensor.layers)}
+            {
+                name: memory[tensor.offset + i * tensor.layer_stride :]
+                for tensor in tensors
+                for i, name in enumerate(tensor.layers)
+            }
         )
 
-    @property
-    def pages(self) -> npt.NDArray[np.uint8]:
-        """The KV memory itself, of shape ``(layers, blocks, page_bytes)``, for the engine."""
+        def find(group: int, layer: int, block: int) -> npt.NDArray[np.uint8]:
+            tensor, size = tensors[group], groups[group].kv_cache_spec.page_size_bytes
+            at = tensor.offset + layer * tensor.layer_stride + block * tensor.block_stride
+            return self.memory[at : at + size]
+
+        self._find: Callable[[int, int, int], npt.NDArray[np.uint8]] = find
+
+    @classmethod
+    def over(cls, connector: Any) -> StubModelRank:
+        """The worker of a running engine, in this process."""
+        rank = cls.__new__(cls)
+        rank.gate, rank.speculative, rank.connector = None, False, connector
+        rank._find = lambda group, layer, block: instruments.pages_of(connector, [block], group)[
+            layer
+        ]
+        return rank
+
+    def page(self, group: int, layer: int, block: int) -> npt.NDArray[np.uint8]:
+        """The page of a block in a layer of a group; the engine reads and writes it."""
         synchronize(self.connector)
-        return self._pages
+        return self._find(group, layer, block)
 
     @property
     def copier(self) -> Any:
@@ -172,9 +195,11 @@ class Ranks:
 class StubModelEngine:
     """A scheduler and the ranks of ``strategy``, on the daemon at ``socket``.
 
-    ``chunk``: the tokens of a chunk. With ``daemon``, ``generate`` waits until no reservation is
-    open. ``workers``: the strategy of the ranks, if it is to contradict the scheduler's. ``more``:
-    further options of the connector. ``options`` are those of ``make_configs``.
+    ``chunk``: the tokens of a chunk. ``shapes``: its layer groups, if not the one of
+    ``make_configs``. With ``daemon``, ``generate`` waits until no reservation is open. ``workers``:
+    the strategy of the ranks, if it is to contradict the scheduler's. ``more``: further options of
+    the connector. What a page holds follows from the ``weights``, too. ``options`` are those of
+    ``make_configs``, or of ``make_hybrid_configs``.
     """
 
     def __init__(
@@ -186,31 +211,55 @@ class StubModelEngine:
         workers: ParallelStrategy | None = None,
         chunk: int = CHUNK,
         more: Mapping[str, object] | None = None,
+        shapes: Sequence[GroupShape] = (),
+        asynchronous: bool = False,
+        weights: str = "",
         **options: Any,
     ) -> None:
         extra: dict[str, object] = {"kvass.socket": socket, "kvass.tag": tag, **(more or {})}
         extra["kvass.chunk_tokens"] = chunk
-        config, caches = make_configs(extra, strategy=strategy, **options)
-        world = SchedulerHarness(None, configs=(config, caches))
+        configs = partial(make_hybrid_configs, shapes=shapes) if shapes else make_configs
+        config, caches = configs(extra, strategy=strategy, **options)
+        world = SchedulerHarness(None, configs=(config, caches), asynchronous=asynchronous)
         made, workers = [], workers or strategy
         for number in range(workers.ranks):
-            theirs, own = make_configs(extra, strategy=workers.at(number), **options)
+            theirs, own = configs(extra, strategy=workers.at(number), **options)
             theirs.kv_transfer_config.engine_id = config.kv_transfer_config.engine_id
             made.append(StubModelRank(theirs, own))
-        self._begin(world, made, daemon)
-        self.block = int(self.world.hash_tokens)
-
-    def _begin(
-        self, world: SchedulerHarness, ranks: Iterable[StubModelRank], daemon: Daemon | None
-    ) -> None:
-        self.world, self.ranks, self.daemon = world, Ranks(ranks), daemon
-        self.loads: list[Any] = []
+        self._begin(world, made, shapes or [("full", world.hash_tokens, 0, 2)])
+        self.daemon, self.weights = daemon, weights
         self.client = world.connector._planner._client
         # Long waits: on a loaded machine a slow answer would count as a miss.
         self.client._reserve_wait_s = self.client.step.wait_s = self.client.step.left_s = 5.0
         begin = self.client.begin_reserve
         # Grants come at once, unless ``delay_grants`` says otherwise.
         self.client.begin_reserve = lambda items, width, wait=True: begin(items, width)
+
+    @classmethod
+    def over(cls, core: Any, connector: Any) -> StubModelEngine:
+        """Over the ``EngineCore`` of an engine with one rank, which vLLM itself has set up: our
+        layout is vLLM's, also where this machine lacks the kernels of the model. It goes on after
+        a wrong page."""
+        engine, rank = cls.__new__(cls), StubModelRank.over(connector)
+        world = SchedulerHarness.over(core.scheduler, core.request_block_hasher)
+        groups = zip(world.connector._planner._setup.groups, rank.copier._planes, strict=True)
+        shapes = [(g.kind, g.block_tokens, g.window_tokens, len(p.planes)) for g, p in groups]
+        engine._begin(world, [rank], shapes)
+        engine.daemon, engine.weights, engine.tolerant = None, "", True
+        return engine
+
+    def _begin(
+        self,
+        world: SchedulerHarness,
+        ranks: Iterable[StubModelRank],
+        shapes: Sequence[GroupShape],
+    ) -> None:
+        self.world, self.ranks, self.shapes = world, Ranks(ranks), shapes
+        self.loads: list[Any] = []
+        self.found: dict[str, int] = {}
+        """By request that has begun: the tokens that it found cached or loaded."""
+        self.wrong, self.tolerant = "", False
+        """The first wrong page that a request began with, and whether it goes on after one."""
 
     @property
     def rank(self) -> StubModelRank:
@@ -247,11 +296,27 @@ class StubModelEngine:
         client.granted = late
 
     def step(self) -> Any:
-        """One step: schedule, "compute", run the ranks' hooks."""
+        """One step: schedule, verify what a request begins with when it first computes, or first
+        computes after a preemption, "compute", run the ranks' hooks."""
         output, work = self.world.schedule()
+        self._copy_blocks(output.kv_cache_block_copies or ())
+        fresh = {new.req_id for new in output.scheduled_new_reqs}
+        fresh |= set(output.scheduled_cached_reqs.resumed_req_ids)
         for name, tokens in output.num_scheduled_tokens.items():
+            if name in fresh:
+                request = self.world.scheduler.requests[name]
+                self.found[name] = request.num_computed_tokens - tokens
+                self.verify(request, self.found[name])
             self.compute(name, tokens)
         return self.run_ranks(output, work)
+
+    def _copy_blocks(self, copies: Iterable[Any]) -> None:
+        """As vLLM's runner: a request that hits inside a block continues in a copy of it."""
+        for one, rank in itertools.product(copies, self.ranks.all):
+            for group, (*_, layers) in enumerate(self.shapes):
+                for layer in range(layers):
+                    page = rank.page(group, layer, one.src_block_id)
+                    rank.page(group, layer, one.dst_block_id)[:] = page
 
     def run_ranks(self, output: Any, work: Any) -> Any:
         """The rest of a step, after its forward pass; returns ``output``."""
@@ -264,24 +329,37 @@ class StubModelEngine:
             time.sleep(0.001)
         return output
 
-    def table(self, name: str) -> list[int]:
-        """The block ids of a live request."""
-        return list(self.world.scheduler.kv_cache_manager.get_block_ids(name)[0])
+    def tables(self, name: str) -> tuple[list[int], ...]:
+        """The block ids of a live request, by group."""
+        found: tuple[list[int], ...] = self.world.scheduler.kv_cache_manager.get_block_ids(name)
+        return found
 
     def compute(self, name: str, tokens: int) -> None:
-        """Write on every rank the pages of the blocks that a step of so many tokens completes;
-        loaded pages are not touched."""
-        request, table = self.world.scheduler.requests[name], self.table(name)
+        """Write on every rank the pages of the blocks that a step of so many tokens completes, and
+        the state at its end; loaded pages are not touched."""
+        request = self.world.scheduler.requests[name]
         end = request.num_computed_tokens
-        for number in range((end - tokens) // self.block, end // self.block):
-            for rank in self.ranks.all:
-                expected = self.page(request.all_token_ids, number, rank.shard)
-                rank.pages[:, table[number]] = expected
+        for group, ids in enumerate(self.tables(name)):
+            kind, block_tokens, *_ = self.shapes[group]
+            if kind == "state":
+                wanted = [(-(-end // block_tokens) - 1, end)]
+            else:
+                numbers = range((end - tokens) // block_tokens, end // block_tokens)
+                wanted = [(n, (n + 1) * block_tokens) for n in numbers]
+            for number, upto in wanted:
+                if number < len(ids) and ids[number]:
+                    for _, _, page, said in self._pages(group, ids[number], request, upto):
+                        page[:] = said
 
-    def page(self, tokens: Iterable[int], block: int, shard: int = 0) -> int:
-        """The byte that fills the page of a request's ``block``-th block in ``shard``."""
-        prefix = list(tokens)[: (block + 1) * self.block]
-        return 1 + hashlib.sha256(f"{shard}{prefix}".encode()).digest()[0] % 255
+    def _pages(self, group: int, block: int, request: Any, upto: int) -> Iterator[Any]:
+        """Of a block that ends with a request's first ``upto`` tokens: each rank and layer, its
+        page, and what that should hold."""
+        prefix = f"{self.weights}{list(request.all_token_ids[:upto])}"
+        layers = range(self.shapes[group][3])
+        for (at, rank), layer in itertools.product(enumerate(self.ranks.all), layers):
+            page = rank.page(group, layer, block)
+            seed = hashlib.sha256(f"{rank.shard}.{group}.{layer}.{prefix}".encode()).digest()
+            yield at, layer, page, np.resize(np.frombuffer(seed, np.uint8), len(page))
 
     def generate(self, name: str, tokens: Iterable[int], max_tokens: int = 2) -> Any:
         """Run one request and its stores to the end; returns it."""
@@ -294,24 +372,33 @@ class StubModelEngine:
         return request
 
     def load(self, name: str, tokens: Iterable[int]) -> Any:
-        """Add a request, and step until it computes; returns it and how many tokens it computes."""
+        """Add a request, and step until it computes; returns it and the tokens it began with."""
         request = self.world.add(name, tokens)
-        scheduled: Mapping[str, int] = {}
+        self.found.pop(name, None)
+        until(lambda: self.step() and name in self.found, "the request's first tokens")
+        return request, self.found[name]
 
-        def given() -> bool:
-            nonlocal scheduled
-            scheduled = self.step().num_scheduled_tokens
-            return name in scheduled
+    def verify(self, request: Any, tokens: int) -> None:
+        """Check every page that the token after ``tokens`` reads, on all ranks."""
+        wrong = next(self._wrong(request, tokens), "")
+        self.wrong = self.wrong or wrong
+        assert self.tolerant or not wrong, wrong
 
-        until(given, "the request's first tokens")
-        return request, scheduled[name]
-
-    def check(self, request: Any, tokens: int) -> None:
-        """Check the pages of the first ``tokens`` of ``request`` on all ranks."""
-        for number, block in enumerate(self.table(request.request_id)[: tokens // self.block]):
-            for at, rank in enumerate(self.ranks.all):
-                expected = self.page(request.all_token_ids, number, rank.shard)
-                assert (rank.pages[:, block] == expected).all(), f"rank {at}, block {number}"
+    def _wrong(self, request: Any, tokens: int) -> Iterator[str]:
+        layouts = self.world.connector._planner._setup.groups
+        for group, ids in enumerate(self.tables(request.request_id)):
+            one = layouts[group]
+            for number in one.blocks(one.needs(tokens), tokens):
+                upto = tokens if one.kind == "state" else (number + 1) * one.block_tokens
+                if upto > tokens:
+                    continue  # a hit inside a block, whose page is not complete
+                if not ids[number]:
+                    yield f"group {group}: block {number} is not there"
+                for at, layer, page, said in self._pages(group, ids[number], request, upto):
+                    if (page != said).any():
+                        yield f"group {group} ({one.kind}), block {number} of {tokens} tokens: " + (
+                            f"rank {at}, layer {layer}"
+                        )
 
     def close(self) -> None:
         """As at the engine's end."""
