@@ -7,6 +7,7 @@ import pytest
 from bench import blend
 
 
+@pytest.mark.slow  # on a busy machine the lookup of a segment may time out
 def test_blend_computes_fewer_tokens_of_shuffled_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     monkeypatch.setattr(blend, "SIZES", blend.SIZES | small | {"num_attention_heads": 4})
