@@ -3,9 +3,11 @@ down, and says so?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import pytest
@@ -26,6 +28,8 @@ class Raw(NamedTuple):
     put: Callable[[str, bytes, bytes], object]
 
 
+HUGE = 32 << 20
+"""Bytes of a value that is no record's: many times a batch of those."""
 SHAPE = (5000, 4096)
 """Two pages and one, and the header's: slots of 16 KiB."""
 
@@ -91,11 +95,28 @@ def works(tier: Tier) -> bool:
         return False
 
 
+@contextmanager
+def allocating(most: int) -> Iterator[None]:
+    """What runs here makes this process larger by at most so many bytes, also for a moment."""
+    status = Path("/proc/self/status")
+
+    def bytes_of(figure: str) -> int:
+        [line] = [line for line in status.read_text().splitlines() if line.startswith(figure)]
+        return int(line.split()[1]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    before = bytes_of("VmRSS")
+    yield
+    grown = bytes_of("VmHWM") - before
+    assert grown <= most, f"{grown >> 20} MiB more"
+
+
 class SharedSuite(TierSuite):
     """Tests of a store that several daemons may use. A subclass has the fixtures ``open_at``, which
     opens the tier of a prefix, and ``raw``, which reads and replaces a record behind its back."""
 
     prefixes: ClassVar = ("a.b", "axb", "za.b", "a.b2", "a")
+    huge: ClassVar = 8 << 20
 
     @pytest.fixture
     def make_tier(self, open_at: OpenAt) -> MakeTier:
@@ -131,6 +152,23 @@ class SharedSuite(TierSuite):
         for tier in tiers:
             tier.clear()
             tier.close()
+
+    def test_a_value_of_any_size_costs_no_more_than_a_record(
+        self, open_at: OpenAt, raw: Raw
+    ) -> None:
+        """A stranger's, at the name of a record, and one that begins as a record does."""
+        tier = open_at("huge")
+        keys, shape = keys_of(24, "huge"), (64 << 10,)
+        assert all(fill(tier, keys, shape))
+        begins = {keys[3]: b"", keys[7]: raw.get("huge", keys[7])}
+        for key, begin in begins.items():
+            raw.put("huge", key, begin + bytes(self.huge))
+        with allocating(3 * self.huge // 2):
+            assert hits(tier, keys, shape) == [key not in begins for key in keys]
+        assert all(fill(tier, keys, shape))
+        assert all(hits(tier, keys, shape))
+        tier.clear()
+        tier.close()
 
     def test_a_damaged_record_is_a_miss_and_forgotten(self, open_at: OpenAt, raw: Raw) -> None:
         """Any flipped byte and any length: ``test_codec.py``."""

@@ -23,6 +23,8 @@ LARGE = (1 << 20,)
 
 
 class TestMooncake(SharedSuite):
+    huge = 2 << 20
+
     @pytest.fixture
     def open_at(self, server: MooncakeServer) -> OpenAt:
         return lambda prefix: open_tier(f"mooncake:{server.address}?prefix={prefix}:")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 from urllib.parse import quote
@@ -9,10 +11,26 @@ from urllib.parse import quote
 import pytest
 
 from kvass.errors import TierDown
-from kvass.tiers import open_tier
+from kvass.testing.tier_suite import eventually
+from kvass.tiers import Tier, open_tier
+from kvass.tiers.base import MAX_NOTE_BYTES
+from kvass.tiers.redis import PIECE_BYTES
+from tests.support.servers.forwarder import Forwarder
 from tests.support.servers.redis import RedisServer
 from tests.tiers.conftest import Start
-from tests.tiers.records import KEYS, OpenAt, Raw, SharedSuite, down, fill, hits, keys_of, works
+from tests.tiers.records import (
+    HUGE,
+    KEYS,
+    OpenAt,
+    Raw,
+    SharedSuite,
+    allocating,
+    down,
+    fill,
+    hits,
+    keys_of,
+    works,
+)
 
 numbers = count()
 SERVER = RedisServer
@@ -20,6 +38,7 @@ SERVER = RedisServer
 
 class TestRedis(SharedSuite):
     prefixes = ("a*?[b]", "axx[b]", "za*?[b]", "a*?[b]2", "a")
+    huge = HUGE
 
     @pytest.fixture
     def open_at(self, server: RedisServer) -> OpenAt:
@@ -76,6 +95,34 @@ def test_a_server_that_stands_still(start: Start) -> None:
     tier.close()
 
 
+DEMOTED: dict[str, tuple[tuple[str, ...], Callable[[Tier], object]]] = {
+    "READONLY|read only": (("REPLICAOF", "127.0.0.1", "1"), lambda tier: fill(tier, KEYS)),
+    "MASTERDOWN|Link with MASTER": (("REPLICAOF", "127.0.0.1", "1"), lambda tier: hits(tier, KEYS)),
+    "NOREPLICAS": (("CONFIG", "SET", "min-replicas-to-write", "1"), lambda tier: fill(tier, KEYS)),
+}
+"""What a server says that others have replaced; what makes it say so; and to whom."""
+
+
+@pytest.mark.parametrize("says", DEMOTED)
+def test_a_failover_behind_one_address(server: RedisServer, start: Start, says: str) -> None:
+    """Connections stay with the server that they began with, which answers for ever. Two threads
+    have one each. The next try is with the new server."""
+    old, new = start(RedisServer, "--replica-serve-stale-data", "no"), server
+    front = start(Forwarder, old.socket)
+    tier = open_tier(f"redis:127.0.0.1:{front.port}?prefix={quote(says)}:")
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda _: works(tier), range(2)))
+    demote, ask = DEMOTED[says]
+    old.client().execute_command(*demote)
+    front.target = new.socket
+    with pytest.raises(TierDown, match=says):
+        ask(tier)
+    assert works(tier)
+    eventually(lambda: len(old.client().client_list()) == 1, 10)  # this one: the tier has left it
+    assert new.client().exists(f"{says}:r:".encode() + KEYS[0])
+    tier.close()
+
+
 def test_wrong_credentials_are_said_and_right_ones_work(
     start: Start,
 ) -> None:
@@ -101,4 +148,30 @@ def test_a_full_server_refuses_and_serves(start: Start) -> None:
     server.client().config_set("maxmemory-policy", "allkeys-lru")
     assert all(fill(tier, keys_of(100, "newer")))
     assert sum(hits(tier, keys_of(100, "newer"))) > 0
+    tier.close()
+
+
+def test_a_note_of_any_size_is_none_and_is_replaced(server: RedisServer) -> None:
+    tier = open_tier(f"redis:{server.address}?prefix=note:")
+    client: Any = server.client()
+    for name, value in (("long", bytes(MAX_NOTE_BYTES + 1)), ("huge", bytes(HUGE))):
+        client.set(f"note:n:{name}", value)
+        with allocating(HUGE // 2):
+            assert tier.note(name) is None
+        tier.set_note(name, bytes(MAX_NOTE_BYTES))
+        assert tier.note(name) == bytes(MAX_NOTE_BYTES)
+    tier.close()
+
+
+def test_what_cannot_be_a_record_is_not_found_and_is_replaced(server: RedisServer) -> None:
+    """A store asks first what is there."""
+    tier = open_tier(f"redis:{server.address}?prefix=odd:")
+    client: Any = server.client()
+    client.rpush(b"odd:r:" + KEYS[0], "a list")
+    client.set(b"odd:r:" + KEYS[1], b"")
+    client.setrange(b"odd:r:" + KEYS[2], 2 * PIECE_BYTES, b"x")
+    assert fill(tier, KEYS[3:5]) == [True] * 2
+    assert tier.probe(KEYS[:5]) == hits(tier, KEYS[:5]) == [False] * 3 + [True] * 2
+    assert works(tier)
+    tier.clear()
     tier.close()

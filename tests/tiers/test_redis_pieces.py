@@ -14,6 +14,7 @@ from kvass.testing.tier_suite import MakeTier, data_of, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers import redis as redis_tier
 from kvass.tiers.base import Tier
+from kvass.tiers.codec import Header
 from kvass.tiers.redis import RedisTier
 from tests.support.servers.redis import RedisCluster, RedisServer
 from tests.tiers.records import fill, hits, keys_of
@@ -168,16 +169,15 @@ def test_a_damaged_record_that_is_replaced_before_it_is_deleted(
     other = opened(server)
     assert all(fill(tier, KEYS[:1], SHAPE))
     server.client().delete(names(server)[0])
-    real = tier._ask
+    real = tier._forget
 
-    def ask(commands: list[tuple[Any, ...]]) -> list[Any]:
-        if commands and commands[0][0] in ("UNLINK", "GETRANGE"):
-            monkeypatch.setattr(tier, "_ask", real)
-            assert fill(other, KEYS[:1], SHAPE, version) == [True]
-        return real(commands)
+    def forget(key: bytes, header: Header | None) -> None:
+        assert fill(other, KEYS[:1], SHAPE, version) == [True]
+        real(key, header)
 
-    monkeypatch.setattr(tier, "_ask", ask)
-    assert hits(tier, KEYS[:1], SHAPE) == [False]
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "_forget", forget)
+        assert hits(tier, KEYS[:1], SHAPE) == [False]
     assert hits(tier, KEYS[:1], SHAPE, 2) == [version == 1]
     assert fill(tier, KEYS[:1], SHAPE) == [True]
     assert hits(other, KEYS[:1], SHAPE) == [True]

@@ -68,7 +68,8 @@ _TROUBLE: Final = (BaseError, OSError)
 
 
 class ObjectTier(RecordTier):
-    """``Tier`` with a store of obstore as the backend.
+    """``Tier`` with a store of obstore as the backend. ``connect`` makes obstore's object of it,
+    with a pool of connections of its own, but no connection.
 
     ``deletes_many``: the store deletes many objects in one request, and ignores absent ones.
     """
@@ -76,14 +77,15 @@ class ObjectTier(RecordTier):
     def __init__(
         self,
         name: str,
-        store: Store,
+        connect: Callable[[], Store],
         prefix: str,
         options: ObjectStoreOptions,
         *,
         deletes_many: bool,
     ) -> None:
         super().__init__(name)
-        self._store = store
+        self._connect = connect
+        self._store = connect()
         self._records = f"{prefix}/records"
         self._notes = f"{prefix}/notes"
         self._delete_at_once = _BULK if deletes_many else 1
@@ -130,6 +132,10 @@ class ObjectTier(RecordTier):
         """Set a note. It is durable once the store has acknowledged it."""
         with self._errors():
             obstore.put(self._store, f"{self._notes}/{name}", value, use_multipart=False)
+
+    def _renew(self) -> None:
+        with suppress(*_TROUBLE, ValueError):  # a file with credentials may be gone
+            self._store = self._connect()
 
     def _close(self) -> None:
         self._pool.close()
@@ -255,12 +261,12 @@ def _open(
     for variable, value in os.environ.items():
         if variable.startswith(_ENVIRONMENT[scheme]) and _CONTROL.search(value):
             raise ConfigError(f"{name}: {variable} has a line break or another control character")
+    client, retry = _limits(options)
+    connect = partial(connect, bucket, client_options=client, retry_config=retry)
     try:
-        client, retry = _limits(options)
-        store = connect(bucket, client_options=client, retry_config=retry)
+        return ObjectTier(name, connect, prefix, options, deletes_many=deletes_many)
     except (*_TROUBLE, ValueError) as error:
         raise ConfigError(f"{name}: {_error_line(error)}") from None
-    return ObjectTier(name, store, prefix, options, deletes_many=deletes_many)
 
 
 def _limits(options: ObjectStoreOptions) -> tuple[ClientConfig, RetryConfig]:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from kvass.errors import TierDown, UsageError
-from kvass.tiers.base import Shards, check_batch, check_note
+from kvass.tiers.base import MAX_NOTE_BYTES, Shards, check_batch, check_note
 from kvass.tiers.codec import Closing, Header, Open, Opening, Seal
 from kvass.types import DEFAULT_TENANT
 
@@ -72,7 +72,8 @@ class RecordTier(ABC):
 
     @abstractmethod
     def _get_note(self, name: str) -> bytes | None:
-        """See ``Tier.note``."""
+        """See ``Tier.note``. What is longer than a note may be is cut, but not below
+        ``MAX_NOTE_BYTES + 1``."""
 
     @abstractmethod
     def _put_note(self, name: str, value: bytes) -> None:
@@ -81,6 +82,11 @@ class RecordTier(ABC):
     @abstractmethod
     def _close(self) -> None:
         """Release all resources. No other call runs any more."""
+
+    def _renew(self) -> None:  # noqa: B027 - a disk has no connections
+        """Leave the backend's connections, if it has any: the next call makes new ones and resolves
+        names again. Calls that run go on. Called after a ``TierDown``, because a server that was
+        replaced behind its address may answer on its old connections for ever."""
 
     # ------------------------------------------------------------ Tier
 
@@ -118,7 +124,8 @@ class RecordTier(ABC):
     def note(self, name: str) -> bytes | None:
         check_note(name)
         with self._call():
-            return self._get_note(name)
+            value = self._get_note(name)
+            return value if value is not None and len(value) <= MAX_NOTE_BYTES else None
 
     def set_note(self, name: str, value: bytes) -> None:
         check_note(name, value)
@@ -134,14 +141,17 @@ class RecordTier(ABC):
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """The context of every call but ``close``: counts the running calls. Raises ``UsageError``
-        if the tier is closed."""
+        """The context of every call but ``close``: counts the running calls, and renews connections
+        after a failure. Raises ``UsageError`` if the tier is closed."""
         with self._changed:
             if self._closing:
                 raise UsageError(f"{self.name}: this tier is closed")
             self._running += 1
         try:
             yield
+        except TierDown:
+            self._renew()
+            raise
         finally:
             with self._changed:
                 self._running -= 1

@@ -12,7 +12,11 @@ The server limits the capacity by ``maxmemory`` and an ``allkeys-lru`` policy. W
 records expire.
 
 No connection is made at start. A call raises ``TierDown`` if the server cannot be reached, refuses
-the password, or does not answer within ``timeout_s``. The next call tries again.
+the password, or does not answer within ``timeout_s``. The next call tries again, with a new
+connection.
+
+Others may write to the server. No read asks for more bytes than there can be. A value of another
+type or size than ours is no record.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final
 
 import redis
@@ -31,7 +36,7 @@ from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
 from kvass.errors import ConfigError, TierDown
-from kvass.tiers.base import Shards
+from kvass.tiers.base import MAX_NOTE_BYTES, Shards
 from kvass.tiers.buffers import batches_by_size, size_of, split
 from kvass.tiers.codec import (
     MAX_HEADER_BYTES,
@@ -52,11 +57,15 @@ PIECE_BYTES: Final = 8 << 20
 """Bytes of one request to the server, and of one answer. They are buffered in our memory. Measured:
 values of 1 to 16 MiB were loaded at 1.2 to 1.8 GB/s and blocked other threads for at most 5 ms;
 values of 64 MiB at 0.4 GB/s, and for 37 ms."""
+_MOST_BYTES: Final = 64 << 30
+"""The largest record, so that no header names pieces without end."""
 _SEND_ALONE: Final = 6000
 """A value of more than this many bytes is sent on its own, without a copy."""
 _SCAN: Final = 1000
 _PORT: Final = 6379
 _TROUBLE: Final = (redis.RedisError, RedisClusterException, OSError)
+_NOTHING: Final = {"STRLEN": 0, "GETRANGE": b""}
+"""The commands that the type of a value matters to, and what they answer if there is none."""
 
 
 class _RefusedError(TierDown):
@@ -76,11 +85,15 @@ class RedisTier(RecordTier):
         self._client: Any = None
 
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
-        return self._outcomes([("EXISTS", self._record_name(key)) for key in keys])
+        most = PIECE_BYTES + MAX_HEADER_BYTES
+        sizes = self._ask([("STRLEN", self._record_name(key)) for key in keys])
+        return [self._outcome(n if isinstance(n, Exception) else 0 < n <= most) for n in sizes]
 
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
         def some(which: range) -> list[Outcome]:
-            values = self._ask([("GET", self._record_name(keys[i])) for i in which])
+            values = self._ask(
+                [("GETRANGE", self._record_name(keys[i]), 0, _most(into[i])) for i in which]
+            )
             return [self._load(keys[i], v, into[i]) for i, v in zip(which, values, strict=True)]
 
         return self._in_groups(into, some)
@@ -89,7 +102,9 @@ class RedisTier(RecordTier):
         seal = self._seal(tenant)
 
         def some(which: range) -> list[Outcome]:
-            if size_of(data[which[0]]) > PIECE_BYTES:  # then ``which`` has one index
+            if (size := size_of(data[which[0]])) > _MOST_BYTES:  # then ``which`` has one index
+                return [False]
+            if size > PIECE_BYTES:
                 return [self._store_pieces(keys[which[0]], data[which[0]], seal)]
             commands = [
                 (
@@ -113,20 +128,27 @@ class RedisTier(RecordTier):
     def _clear(self) -> None:
         """Delete all records with our prefix, also those that other daemons stored."""
         prefix = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix)
+        client = self._connected()
         try:
-            found = list(self._connected().scan_iter(match=prefix + b"[rp]:*", count=_SCAN))
+            found = client.scan_iter(match=prefix + b"[rp]:*", count=_SCAN)
+            while some := list(islice(found, _SCAN)):
+                answers(self._unlink(some))
         except _TROUBLE as error:
             raise self._down(error) from error
-        for i in range(0, len(found), _SCAN):
-            answers(self._unlink(found[i : i + _SCAN]))
 
     def _get_note(self, name: str) -> bytes | None:
-        value: bytes | None = self._ask_one("GET", self._note_name(name))
-        return value
+        key = self._note_name(name)
+        value: bytes
+        held, value = self._ask_all([("EXISTS", key), ("GETRANGE", key, 0, MAX_NOTE_BYTES)])
+        return value if held else None
 
     def _put_note(self, name: str, value: bytes) -> None:
         """Set a note. It never expires, even if records do."""
         self._ask_one("SET", self._note_name(name), value)
+
+    def _renew(self) -> None:
+        with self._connecting:
+            self._client = None  # the old one closes when the last call that uses it has ended
 
     def _close(self) -> None:
         if self._client is not None:
@@ -141,7 +163,7 @@ class RedisTier(RecordTier):
         """Return the names of a record's pieces. Empty if the record is one value, or if the header
         is of another key."""
         total = sum(header.lengths) if header and header.key == key else 0
-        if header is None or total <= PIECE_BYTES:
+        if header is None or not PIECE_BYTES < total <= _MOST_BYTES:
             return []
         begin = b"%sp:%s:%016x" % (self._prefix, key, header.payload_checksum)
         return [b"%s:%d" % (begin, i) for i in range(-(-total // PIECE_BYTES))]
@@ -152,16 +174,18 @@ class RedisTier(RecordTier):
     # ------------------------------------------------------------ a record
 
     def _load(self, key: bytes, value: object, into: Shards) -> Outcome:
-        if not isinstance(value, bytes):
+        if not value or not isinstance(value, bytes):
             return self._outcome(value)
         header = decode_header(value)
         right = None
         if header is not None:
             body = memoryview(value)[header_bytes(header) :]
             size, chunks = len(body), iter([body])
-            if names := self._piece_names(key, header):
-                size, chunks = sum(header.lengths), self._pieces(names)
             try:
+                if len(value) > _most(into):  # we have its beginning only
+                    size = self._ask_one("STRLEN", self._record_name(key)) - header_bytes(header)
+                elif names := self._piece_names(key, header):
+                    size, chunks = sum(header.lengths), self._pieces(names, size_of(into))
                 right = unpack_body(key, header, size, chunks, into, self._open)
             except _RefusedError as error:
                 return error
@@ -169,12 +193,16 @@ class RedisTier(RecordTier):
             self._forget(key, header)
         return right is True
 
-    def _pieces(self, names: Sequence[bytes]) -> Iterator[memoryview]:
-        """Load pieces one after another. Stops at the first one that is missing."""
+    def _pieces(self, names: Sequence[bytes], left: int) -> Iterator[memoryview]:
+        """Load pieces of ``left`` bytes together, one after another. Stops at the first one that is
+        missing or of another size."""
         for name in names:
-            if (piece := self._ask_one("GET", name)) is None:
+            size = min(left, PIECE_BYTES)
+            piece = self._ask_one("GETRANGE", name, 0, size)
+            if len(piece) != size:
                 return
             yield memoryview(piece)
+            left -= size
 
     def _store_pieces(self, key: bytes, shards: Shards, seal: Seal | None) -> Outcome:
         header, shards = prepared(key, shards, seal)
@@ -236,30 +264,47 @@ class RedisTier(RecordTier):
 
     def _ask_one(self, *command: Any) -> Any:
         """Send one command and return its answer. Raises ``_RefusedError`` if that is an error."""
-        [answer] = self._ask([command])
-        if isinstance(answer, Exception):
-            raise _RefusedError(f"{self.name}: {answer}")
-        return answer
+        return self._ask_all([command])[0]
+
+    def _ask_all(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        """Send commands as ``_ask`` does. Raises ``_RefusedError`` if an answer is an error."""
+        got = self._ask(commands)
+        for answer in got:
+            if isinstance(answer, Exception):
+                raise _RefusedError(f"{self.name}: {answer}")
+        return got
 
     def _ask(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """Send commands in one round trip, and return their answers. The answer to a command that
-        failed is an exception."""
+        failed is an exception, but a value of another type counts as an empty one."""
         if not commands:
             return []
+        client = self._connected()  # kept: it would close its connections, also those in use
         try:
-            pipeline = self._connected().pipeline(transaction=False)
+            pipeline = client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
-            answers: list[Any] = pipeline.execute(raise_on_error=False)
+            got: list[Any] = pipeline.execute(raise_on_error=False)
         except _TROUBLE as error:
             raise self._down(error) from error
-        return answers
+        pairs = zip(commands, got, strict=True)
+        return [_NOTHING[c[0]] if _of_another_type(answer) else answer for c, answer in pairs]
 
     def _connected(self) -> Any:
         with self._connecting:
             if self._client is None:
                 self._client = self._connect()
             return self._client
+
+
+def _most(into: Shards) -> int:
+    """Return the most bytes that the value of a record with these shards may have."""
+    size = size_of(into)
+    return MAX_HEADER_BYTES + (size if size <= PIECE_BYTES else 0)
+
+
+def _of_another_type(answer: object) -> bool:
+    return isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE")
 
 
 def open_redis(where: str, options: RedisOptions) -> RedisTier:
