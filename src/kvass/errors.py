@@ -10,6 +10,8 @@
     ├── Unavailable           no daemon now: a miss; the client goes on trying to reconnect
     │   └── TimedOut          it did not answer within the bound
     ├── TierDown              no key of a batch could be served: all are misses; retry later
+    │   └── ItemRefused       the tier is up, and refused this one record or request
+    │       └── ItemUnreadable  what is stored there is in the way; another store replaces it
     ├── RemoteError           the peer broke the protocol; its session ends, no other
     │   ├── FrameError        the bytes are not a frame, or the frame is not a message
     │   └── Incompatible      protocol versions or clocks do not match: run uncached
@@ -75,6 +77,14 @@ class TimedOut(Unavailable):
 
 class TierDown(KvassError):
     """A tier failed for every key of a batch, for a reason of its own."""
+
+
+class ItemRefused(TierDown):
+    """A store answered, and refused one record or request. That says nothing of others."""
+
+
+class ItemUnreadable(ItemRefused):
+    """A store refuses what it has under one name, and will until that is replaced."""
 
 
 class RemoteError(KvassError):

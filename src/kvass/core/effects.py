@@ -149,9 +149,10 @@ class EpochIs(FromTier, frozen=True):
 
 
 class Emptied(FromTier, frozen=True):
-    """The end of a ``TierClear``. ``done``: whether it succeeded."""
+    """The end of a ``TierClear``. ``done``: whether it succeeded. ``why``: why not, if known."""
 
     done: bool
+    why: str = ""
 
 
 class TierReport(msgspec.Struct, frozen=True, tag=True):

@@ -75,6 +75,10 @@ class EncryptedTier:
     def set_note(self, name: str, value: bytes) -> None:
         self._tier.set_note(name, value)
 
+    def check_store(self, whole: bool = True) -> None:
+        """See ``RecordTier.check_store``."""
+        self._tier.check_store(whole)
+
     def close(self) -> None:
         self._tier.close()
 
@@ -83,8 +87,7 @@ class EncryptedTier:
         be decrypted, and ``other_keys``: keys that have stored records here and are not in the
         file. Their records are not found."""
         ids = [master.id for master in self._encryption.ring()]
-        report: dict[str, Any] = getattr(self._tier, "report", dict)()
-        return report | {
+        return self._tier.report() | {
             "not_decrypted": self._encryption.not_decrypted,
             "other_keys": sum(one not in ids for one in self._used),
         }

@@ -5,6 +5,9 @@ prefix, ``records/`` has one object per record, named by its key in hexadecimal,
 the notes. Only ``clear`` lists objects. kvass does not limit the size of a bucket: use a lifecycle
 rule that deletes old objects below ``records/``.
 
+An answer counts only if it has what the store gives: an ETag for an object, a code of the store for
+an absent one. Any web server says 200 and 404.
+
 No connection is made at start. A call raises ``TierDown`` if the server cannot be reached, refuses
 the credentials, has no such bucket, or does not answer within the client's timeouts. The next call
 tries again. Credentials come from the environment and the files that the provider's own tools read,
@@ -19,21 +22,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from kvass.errors import ConfigError, TierDown
+from kvass.errors import ConfigError, ItemRefused, ItemUnreadable, TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Shards
 from kvass.tiers.buffers import size_of
 from kvass.tiers.codec import Seal, pack, unpack
 from kvass.tiers.options import AzureOptions, ObjectStoreOptions, S3Options
+from kvass.tiers.proof import first_words
 from kvass.tiers.record_tier import Outcome, RecordTier
 from kvass.tiers.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
 
 Store: TypeAlias = S3Store | GCSStore | AzureStore
@@ -48,7 +54,18 @@ _PIECE_BYTES: Final = 1 << 20
 """Bytes that a load reads at a time. The client reads the next piece while we copy the last."""
 _BULK: Final = 1000
 """Number of objects that one request to S3 deletes or lists."""
-_NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
+_ABSENT: Final = re.compile(
+    "<Code>(NoSuchKey|BlobNotFound)</Code>|Bulk delete request failed for key"
+)
+"""What S3 and Google, Azure, and Azure's bulk deletes say of an object that does not exist. Any web
+server says 404."""
+_ANSWERED: Final = re.compile(
+    r"Server returned non-2xx status code: (\d+)|request failed for key"
+    r"|Got invalid |Header missing|from headers"
+)
+"""What the client's errors say if there was an answer, and its status if that is the reason."""
+_LATER: Final = ("408", "429")
+"""Statuses that ask to try later, beside those from 500 on."""
 _READ_TIMEOUTS: Final = 10
 """Limit of the duration of a request, in multiples of ``timeout_s``. ``timeout_s`` itself is the
 limit of the time without a byte."""
@@ -124,8 +141,9 @@ class ObjectTier(RecordTier):
         value = None
         with self._errors(absent_is_fine=True):
             got = obstore.get(self._store, f"{self._notes}/{name}")
-            if got.meta["size"] <= MAX_NOTE_BYTES:
-                value = bytes(got.bytes())
+            most = MAX_NOTE_BYTES + 1
+            value = b"".join(map(bytes, islice(got.stream(most), 1)))[:most]
+            self._known(got.meta, value)
         return value
 
     def _put_note(self, name: str, value: bytes) -> None:
@@ -147,18 +165,21 @@ class ObjectTier(RecordTier):
 
     def _head(self, key: bytes) -> bool:
         with self._errors(), suppress(FileNotFoundError):
-            obstore.head(self._store, self._path(key))
+            self._known(obstore.head(self._store, self._path(key)))
             return True
-        return False  # or there is no bucket, which all other requests report
+        return False  # an answer to HEAD has no code: the next check of the store has one
 
     def _load(self, key: bytes, into: Shards) -> bool:
         right: bool | None = False
         with self._errors(absent_is_fine=True):
             got = obstore.get(self._store, self._path(key))
+            self._known(got.meta)
             right = unpack(key, got.meta["size"], got.stream(_PIECE_BYTES), into, self._open)
         if right is None:
-            with suppress(TierDown):  # it is a miss in any case; the next load tries to delete it
+            try:
                 self._delete_some([self._path(key)])
+            except TierDown as error:
+                raise self._undeletable(error) from None
         return right is True
 
     def _store_one(self, key: bytes, shards: Shards, seal: Seal | None) -> bool:
@@ -185,24 +206,54 @@ class ObjectTier(RecordTier):
 
     @contextmanager
     def _errors(self, *, absent_is_fine: bool = False) -> Iterator[None]:
-        """Convert the exceptions of obstore to ``TierDown``. ``absent_is_fine``: ignore that an
-        object is absent, if its bucket exists."""
+        """Convert the exceptions of obstore to ``TierDown``: to an ``ItemRefused`` if the server
+        answered. ``absent_is_fine``: ignore that an object is absent, if the store says so."""
         try:
             yield
         except _TROUBLE as error:
-            absent = isinstance(error, FileNotFoundError)
-            if not (absent and absent_is_fine) or any(code in str(error) for code in _NO_BUCKET):
-                raise self._down(_error_line(error)) from None
+            text = _text_of(error)
+            absent = isinstance(error, FileNotFoundError) and _ABSENT.search(text)
+            if not (absent and absent_is_fine):
+                raise _kind_of(text)(f"{self.name}: {_error_line(error)}") from None
+
+    def _known(self, meta: ObjectMeta, answer: bytes = b"") -> None:
+        """Raise ``ItemRefused`` if the answer has no ETag, as the objects of all stores have."""
+        if not meta["e_tag"]:
+            words = f": {first_words(answer)!r}" if answer else ""
+            text = f"an answer without an ETag, of {meta['size']} bytes{words}: is it the store?"
+            raise ItemRefused(f"{self.name}: {text}")
+
+
+def _text_of(error: Exception) -> str:
+    """Return the client's error, with the body of the server's answer."""
+    return str(error).partition("\n\nDebug source")[0]
+
+
+def _code_of(text: str) -> str:
+    """Return the code in the body of an answer of a store; empty if it has none."""
+    code = re.search("<Code>([^<]*)</Code>", text)
+    return code[1] if code else ""
+
+
+def _kind_of(text: str) -> type[TierDown]:
+    """Return what an error of the client is: no answer, a refusal, or one that stays until the
+    object is replaced."""
+    answered = _ANSWERED.search(text)
+    if answered is None:
+        return TierDown
+    status = answered[1] or ""
+    return ItemUnreadable if status.startswith("4") and status not in _LATER else ItemRefused
 
 
 def _error_line(error: Exception) -> str:
     """Return the error as one line of at most 300 characters. Of the request it has only the
     server, because queries may contain signatures, and keys are long."""
-    text, _, debug = str(error).partition("\n\nDebug source")
+    _, _, debug = str(error).partition("\n\nDebug source")
+    text = _text_of(error)
     text = text[max(text.rfind("Error performing"), 0) :]  # the part before it names the object
-    code, message = (re.search(f"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
-    if code:
-        text = f"{code[1]}: {message[1]}" if message else code[1]
+    message = re.search("<Message>([^<]*)</Message>", text)
+    if code := _code_of(text):
+        text = f"{code}: {message[1]}" if message else code
     elif cause := next(filter(None, (re.search(one, debug) for one in _CAUSES)), None):
         text = f"{text} ({cause[1]})"
     text = _REQUEST.sub(r"\1: ", text, count=1)

@@ -2,25 +2,32 @@
 
 It checks arguments, lets ``close`` wait for running calls, stores each key of a batch once, and
 computes the results of a batch from the outcomes of its records. A backend is a subclass.
+
+Law of this file: a refusal of one record is a value. The tier is down only if the backend gives no
+answer, or if a check of the backend itself fails (``proof.py``).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from kvass.errors import TierDown, UsageError
+from kvass.errors import ItemRefused, ItemUnreadable, TierDown, UsageError
 from kvass.tiers.base import MAX_NOTE_BYTES, Shards, check_batch, check_note
 from kvass.tiers.codec import Closing, Header, Open, Opening, Seal
+from kvass.tiers.proof import Depth, Proof
+from kvass.tiers.refusals import Refusals
 from kvass.types import DEFAULT_TENANT
 
 Outcome: TypeAlias = bool | TierDown
 """The outcome of one record. ``False``: the record is absent, damaged or does not fit.
-``TierDown``: the backend failed."""
+``ItemRefused``: the backend answered, and refused this record. ``ItemUnreadable``: what it has
+there cannot be read and must be replaced. Any other ``TierDown``: the backend failed."""
 
 
 class Sealing(Protocol):
@@ -46,6 +53,8 @@ class RecordTier(ABC):
         self.sealing: Sealing | None = None
         """None: records are not encrypted. Set before the first call. A backend passes ``_seal``
         and ``_open`` on to ``codec``."""
+        self._refusals = Refusals(name)
+        self._proof = Proof(name, self._get_note, self._put_note)
         self._closing = False
         self._running = 0
         self._changed = threading.Condition()
@@ -72,12 +81,16 @@ class RecordTier(ABC):
 
     @abstractmethod
     def _get_note(self, name: str) -> bytes | None:
-        """See ``Tier.note``. What is longer than a note may be is cut, but not below
-        ``MAX_NOTE_BYTES + 1``."""
+        """See ``Tier.note``. ``None`` only if the backend itself said that there is none. What
+        is longer than a note may be is cut, but not below ``MAX_NOTE_BYTES + 1``."""
 
     @abstractmethod
     def _put_note(self, name: str, value: bytes) -> None:
         """See ``Tier.set_note``."""
+
+    def _prove(self, depth: Depth, since: float) -> None:
+        """Raise ``TierDown`` unless the backend was proven since then. See ``Proof.prove``."""
+        self._proof.prove(depth, since)
 
     @abstractmethod
     def _close(self) -> None:
@@ -92,13 +105,17 @@ class RecordTier(ABC):
 
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
         check_batch(keys)
-        with self._call():
-            return answers(self._exists(keys) if keys else [])
+        with self._call() as since:
+            held = self._answers(self._exists(keys) if keys else [], since)
+            return self._refusals.readable(keys, held)
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
         check_batch(keys, into)
-        with self._call():
-            return answers(self._get(keys, into) if keys else [])
+        with self._call() as since:
+            outcomes = self._get(keys, into) if keys else []
+            held = self._answers(outcomes, since)
+            self._refusals.loaded(keys, outcomes)
+            return held
 
     def store(self, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
         return self.store_for(DEFAULT_TENANT, keys, data)
@@ -107,30 +124,49 @@ class RecordTier(ABC):
         """See ``DividedTier``. If a key occurs more than once, only its last record is stored."""
         check_batch(keys, data)
         last = dict(zip(keys, data, strict=True))
-        with self._call():
-            held = answers(self._put(list(last), list(last.values()), tenant) if keys else [])
+        with self._call() as since:
+            outcomes = self._put(list(last), list(last.values()), tenant) if keys else []
+            held = self._answers(outcomes, since, "write")
+            self._refusals.stored(list(last), held)
         by_key = dict(zip(last, held, strict=True))
         return [by_key[key] for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> None:
         check_batch(keys)
-        with self._call():
+        with self._call() as since, self._one(since, "write"):
             answers(self._delete(list(dict.fromkeys(keys))) if keys else [])
 
     def clear(self) -> None:
-        with self._call():
+        with self._call() as since, self._one(since, "write"):
             self._clear()
+            self._prove("read", time.monotonic())  # a stranger may have answered the clear
 
     def note(self, name: str) -> bytes | None:
         check_note(name)
-        with self._call():
-            value = self._get_note(name)
-            return value if value is not None and len(value) <= MAX_NOTE_BYTES else None
+        with self._call() as since, self._one(since):
+            try:
+                value = self._get_note(name)
+            except ItemUnreadable as error:  # the next ``set_note`` replaces it
+                self._refusals.count([error])
+                value = None
+            self._prove("read", since)  # a stranger may have answered
+            return value if value is None or len(value) <= MAX_NOTE_BYTES else None
 
     def set_note(self, name: str, value: bytes) -> None:
         check_note(name, value)
-        with self._call():
+        with self._call() as since, self._one(since, "write"):
             self._put_note(name, value)
+            self._prove("read", time.monotonic())
+
+    def check_store(self, whole: bool = True) -> None:
+        """Raise ``TierDown`` unless what answers is proven to be the backend. ``whole``: also write
+        to it, if that is allowed."""
+        with self._call() as since:
+            self._prove("try" if whole else "read", since)
+
+    def report(self) -> dict[str, Any]:
+        """Return the tier's fields of ``kvass status``."""
+        return self._refusals.report()
 
     def close(self) -> None:
         with self._changed:
@@ -140,15 +176,18 @@ class RecordTier(ABC):
             self._close()
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self) -> Iterator[float]:
         """The context of every call but ``close``: counts the running calls, and renews connections
-        after a failure. Raises ``UsageError`` if the tier is closed."""
+        after a failure. Gives the time at which the call began. Raises ``UsageError`` if the tier
+        is closed."""
         with self._changed:
             if self._closing:
                 raise UsageError(f"{self.name}: this tier is closed")
             self._running += 1
         try:
-            yield
+            yield time.monotonic()
+        except ItemRefused:
+            raise
         except TierDown:
             self._renew()
             raise
@@ -156,6 +195,31 @@ class RecordTier(ABC):
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
+
+    @contextmanager
+    def _one(self, since: float, depth: Depth = "read") -> Iterator[None]:
+        """The context of one request: if it is refused, raise what is wrong with the backend
+        itself, if anything is; else ``ItemRefused``."""
+        try:
+            yield
+        except ItemRefused as error:
+            self._prove(depth, since)
+            self._refusals.count([error])
+            raise
+
+    def _answers(
+        self, outcomes: Sequence[Outcome], since: float, depth: Depth = "read"
+    ) -> list[bool]:
+        """Return for each outcome whether it is ``True``. Raises ``TierDown`` if none is, and the
+        backend failed. A refused record has failed, but the backend only if a check of it fails,
+        too."""
+        try:
+            held = answers(outcomes)
+        except ItemRefused:
+            self._prove(depth, since)
+            held = [False] * len(outcomes)
+        self._refusals.count(outcomes)
+        return held
 
     def _seal(self, tenant: str) -> Seal | None:
         return None if self.sealing is None else partial(self.sealing.seal, tenant)
@@ -167,13 +231,18 @@ class RecordTier(ABC):
     def _down(self, why: object) -> TierDown:
         return TierDown(f"{self.name}: {why}")
 
+    def _undeletable(self, why: TierDown) -> ItemUnreadable:
+        """The outcome of a damaged record that could not be deleted."""
+        text = str(why).removeprefix(f"{self.name}: ")
+        return ItemUnreadable(f"{self.name}: it is damaged, and cannot be deleted: {text}")
+
 
 def answers(outcomes: Sequence[Outcome]) -> list[bool]:
-    """Return for each outcome whether it is ``True``. Raises ``TierDown`` if none is ``True`` and
-    one is a ``TierDown``."""
+    """Return for each outcome whether it is ``True``. If none is, raise the first ``TierDown``
+    among them, one that is no ``ItemRefused`` if there is one."""
     held = [outcome is True for outcome in outcomes]
-    if not any(held):
-        for outcome in outcomes:
-            if isinstance(outcome, TierDown):
-                raise TierDown(str(outcome))
+    failures = [outcome for outcome in outcomes if isinstance(outcome, TierDown)]
+    if failures and not any(held):
+        failures.sort(key=lambda failure: isinstance(failure, ItemRefused))
+        raise type(failures[0])(str(failures[0]))
     return held

@@ -24,7 +24,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
 
@@ -32,10 +31,17 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
 from redis.connection import PythonRespSerializer
-from redis.exceptions import RedisClusterException
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+)
 from redis.retry import Retry
 
-from kvass.errors import ConfigError, TierDown
+from kvass.errors import ConfigError, ItemRefused, TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Shards
 from kvass.tiers.buffers import batches_by_size, size_of, split
 from kvass.tiers.codec import (
@@ -63,13 +69,24 @@ _SEND_ALONE: Final = 6000
 """A value of more than this many bytes is sent on its own, without a copy."""
 _SCAN: Final = 1000
 _PORT: Final = 6379
+_OF_THE_SERVER: Final = (
+    OutOfMemoryError,
+    ReadOnlyError,
+    BusyLoadingError,
+    MasterDownError,
+    ClusterDownError,
+)
+"""Errors that are answers to one command, but say that the server cannot carry out any such."""
 _TROUBLE: Final = (redis.RedisError, RedisClusterException, OSError)
 _NOTHING: Final = {"STRLEN": 0, "GETRANGE": b""}
 """The commands that the type of a value matters to, and what they answer if there is none."""
 
 
-class _RefusedError(TierDown):
-    """The server answered one command with an error; others may succeed."""
+class _AnyRefused(TierDown):
+    """The server answered one command with an error that it would give to any such command."""
+
+
+_REFUSED: Final = (ItemRefused, _AnyRefused)
 
 
 class RedisTier(RecordTier):
@@ -187,10 +204,10 @@ class RedisTier(RecordTier):
                 elif names := self._piece_names(key, header):
                     size, chunks = sum(header.lengths), self._pieces(names, size_of(into))
                 right = unpack_body(key, header, size, chunks, into, self._open)
-            except _RefusedError as error:
+            except _REFUSED as error:
                 return error
-        if right is None:
-            self._forget(key, header)
+        if right is None and (why := self._forget(key, header)):
+            return self._undeletable(why)
         return right is True
 
     def _pieces(self, names: Sequence[bytes], left: int) -> Iterator[memoryview]:
@@ -213,20 +230,23 @@ class RedisTier(RecordTier):
                 self._ask_one("SET", name, piece, *self._expiry)
             [old] = self._headers([key])
             self._ask_one("SET", self._record_name(key), encode_header(header), *self._expiry)
-        except _RefusedError as error:  # usually the server is full
+        except _REFUSED as error:  # usually the server is full
             self._forget(key, header)
             return error
         self._unlink(set(self._piece_names(key, old)).difference(names))
         return True
 
-    def _forget(self, key: bytes, header: Header | None) -> None:
+    def _forget(self, key: bytes, header: Header | None) -> TierDown | None:
         """Delete the pieces of an incomplete record. Its header is deleted only if the server still
-        has this one."""
-        with suppress(TierDown):  # the record is a miss in any case
-            names = self._piece_names(key, header)
+        has this one. Returns why they could not be deleted, if so."""
+        names = self._piece_names(key, header)
+        try:
             if self._headers([key]) == [header]:
                 names.append(self._record_name(key))
-            self._unlink(names)
+            answers(self._unlink(names))
+        except TierDown as error:
+            return error
+        return None
 
     def _headers(self, keys: Sequence[bytes]) -> list[Header | None]:
         """Load the headers of these records. ``None`` for a record that is absent or has no valid
@@ -259,19 +279,26 @@ class RedisTier(RecordTier):
 
     def _outcome(self, answer: object) -> Outcome:
         if isinstance(answer, Exception):
-            return _RefusedError(f"{self.name}: {answer}")
+            return self._failure(answer)
         return bool(answer)
 
+    def _failure(self, answer: Exception) -> TierDown:
+        """The outcome of a command that the server answered with an error: something is wrong with
+        the server, or with this command alone."""
+        kind = _AnyRefused if isinstance(answer, _OF_THE_SERVER) else ItemRefused
+        return kind(f"{self.name}: {answer}")
+
     def _ask_one(self, *command: Any) -> Any:
-        """Send one command and return its answer. Raises ``_RefusedError`` if that is an error."""
+        """Send one command and return its answer. Raises one of ``_REFUSED`` if that is an
+        error."""
         return self._ask_all([command])[0]
 
     def _ask_all(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        """Send commands as ``_ask`` does. Raises ``_RefusedError`` if an answer is an error."""
+        """Send commands as ``_ask`` does. Raises one of ``_REFUSED`` if an answer is an error."""
         got = self._ask(commands)
         for answer in got:
             if isinstance(answer, Exception):
-                raise _RefusedError(f"{self.name}: {answer}")
+                raise self._failure(answer)
         return got
 
     def _ask(self, commands: list[tuple[Any, ...]]) -> list[Any]:

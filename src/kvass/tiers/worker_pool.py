@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
-from kvass.errors import TierDown
+from kvass.errors import ItemUnreadable, TierDown
 
 T = TypeVar("T")
 
@@ -28,7 +28,8 @@ class WorkerPool:
 
     A call begins no more pieces after ``max_failures`` in a row have raised, or after one has
     raised that ran for ``slow_failure_s`` or longer. So a server that does not answer costs the
-    time of one request, not of a thousand.
+    time of one request, not of a thousand. An ``ItemUnreadable`` is no such failure: the next
+    record may be well.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class WorkerPool:
                     except (TierDown, OSError) as error:
                         # A new exception, without the frames that refer to the caller's buffers.
                         results[i] = failure = as_down(self._name, error)
-                        failures += 1
+                        failures += not isinstance(error, ItemUnreadable)
                         slow = time.monotonic() - begun >= self._slow_failure_s
                         if slow or failures >= self._max_failures:
                             lost = failure
@@ -111,7 +112,7 @@ class WorkerPool:
 
 
 def as_down(name: str, error: TierDown | OSError) -> TierDown:
-    """Return a new ``TierDown`` with the text of ``error``."""
+    """Return a new ``TierDown`` with the text of ``error``, and of its kind."""
     if isinstance(error, TierDown):
-        return TierDown(str(error))
+        return type(error)(str(error))
     return TierDown(f"{name}: {error.strerror or error}")

@@ -87,7 +87,7 @@ class Clearing(msgspec.Struct, eq=False):
     ``left``: the namespaces that are still to be cleared. ``tenant``: the id of the tenant whose
     extent sets ``sets`` are still to be cleared. ``tiers``: whether tiers are emptied after that.
     ``awaits``: how many operations of tiers it waits for. ``failed``: the tiers whose operation
-    failed. ``rows``: how many rows were cleared.
+    failed, and why. ``rows``: how many rows were cleared.
     """
 
     connection: int
@@ -96,7 +96,7 @@ class Clearing(msgspec.Struct, eq=False):
     tiers: bool
     rows: int = 0
     awaits: int = 0
-    failed: set[int] = set()
+    failed: dict[int, str] = {}
     of_l1: bool = True
     tenant: int = -1
     sets: I64Array = msgspec.field(default_factory=lambda: np.empty(0, np.int64))

@@ -161,13 +161,13 @@ def epoch_answered(state: State, event: EpochIs) -> int:
 def emptied(state: State, event: Emptied) -> None:
     """A tier has deleted all its records, or failed to."""
     op = state.tiers.end(event.op, Emptying)
-    _noted(state, op.clearing, op.tier, event.done)
+    _noted(state, op.clearing, op.tier, event.done, event.why)
 
 
-def _noted(state: State, clearing: Clearing, tier: int, done: bool) -> None:
+def _noted(state: State, clearing: Clearing, tier: int, done: bool, why: str = "") -> None:
     clearing.awaits -= 1
     if not done:
-        clearing.failed = clearing.failed | {tier}
+        clearing.failed = {**clearing.failed, tier: why or clearing.failed.get(tier, "")}
     answer_clear(state, clearing)
 
 
@@ -179,7 +179,8 @@ def answer_clear(state: State, clearing: Clearing) -> None:
     if not clearing.failed:
         state.send(clearing.connection, Cleared(seq=clearing.seq, rows=clearing.rows))
         return
-    names = ", ".join(state.tiers.all[i].name for i in sorted(clearing.failed))
+    named = ((state.tiers.all[i].name, why) for i, why in sorted(clearing.failed.items()))
+    names = ", ".join(f"{name} ({why})" if why else name for name, why in named)
     text = f"{names} could not be emptied: say it again"
     if clearing.of_l1:
         text = (

@@ -10,8 +10,13 @@ a note of the tier, and no other thread may write that note between the read and
 kind also has its own ``Health``, so that a disk that has become read-only still serves loads;
 ``TierEpoch`` shares that of probes.
 
-An exception of the tier is a failure of that kind of work. While a ``bounded`` call runs for too
-long, no further call begins: queued and new effects fail.
+A fifth kind of work proves the store, if the tier has a method ``check_store``: at the start, every
+``CHECK_S`` seconds, and before a kind of work that failed is tried again. While that fails, no
+other call begins.
+
+An exception of the tier is a failure of that kind of work, except ``ItemRefused``: then the tier is
+up, and this effect alone has failed. While a ``bounded`` call runs for too long, no further call
+begins: queued and new effects fail.
 """
 
 from __future__ import annotations
@@ -25,17 +30,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from kvass.core.effects import FromTier, TierReport, ToTier
+import msgspec
+
+from kvass.core.effects import Emptied, FromTier, TierReport, ToTier
 from kvass.daemon.tier_process.health import Health, HealthState
-from kvass.daemon.tier_process.operations import how, perform
+from kvass.daemon.tier_process.operations import Check, how, perform
 from kvass.daemon.tier_process.reports import LINE_CHARS, reportable
-from kvass.errors import TierDown
+from kvass.errors import ItemRefused, TierDown
 from kvass.processes import lower_priority
 from kvass.tiers.base import Buffer, Tier
 from kvass.tiers.url import error_text, redacted
 
 FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 30.0
+CHECK_S: Final = 5.0
+"""Seconds between two checks of a store. A check is one small read: on S3 a cent in a day and a
+half."""
 _REGISTRATION: Final = 0
 """Key in ``_running`` of the call of ``register_memory``; other keys are ids of threads."""
 _log = logging.getLogger("kvass.tiers")
@@ -49,7 +59,7 @@ class _Work:
 
     def __init__(self, name: str, threads: int, nice: int, health: Health) -> None:
         self.health = health
-        self.queue: deque[ToTier] = deque()
+        self.queue: deque[ToTier | Check] = deque()
         self.pool = ThreadPoolExecutor(threads, f"kvass-{name}", lower_priority, (nice,))
 
 
@@ -77,8 +87,11 @@ class Executor:
         self._number, self._tier, self._name = number, tier, name
         self._arena, self._post, self._clock = arena, post, clock
         self._slow_s, self._report_s = slow_s, report_s
-        probing, loading, storing = (Health(FIRST_PAUSE_S, _LONGEST_PAUSE_S) for _ in range(3))
+        proving, probing, loading, storing = (
+            Health(FIRST_PAUSE_S, _LONGEST_PAUSE_S) for _ in range(4)
+        )
         self._works = {
+            "check": _Work("check", 1, 0, proving),
             "probe": _Work("probe", 2, 0, probing),
             "epoch": _Work("epoch", 1, 0, probing),
             "load": _Work("load", 4, 5, loading),
@@ -92,6 +105,8 @@ class Executor:
         self._trouble = ""
         self._logged: set[type[BaseException]] = set()
         self._closed = False
+        self._proves = hasattr(tier, "check_store")
+        self._check_at = clock()
         self._reported: dict[str, Any] = {"up": True}
         self._changed = threading.Event()
         """Set when the tier goes down or comes back, so that this is reported at once."""
@@ -105,18 +120,31 @@ class Executor:
             self._works["epoch"].pool.submit(self._register, register)
         threading.Thread(target=self._watch, name="kvass-watch", daemon=True).start()
 
-    def submit(self, effect: ToTier) -> None:
+    def submit(self, effect: ToTier | Check) -> None:
         """Queue ``effect``, or refuse it if the tier is down. The result is passed to ``post``."""
         work = self._works[how(effect).work]
         with self._lock:
-            now = self._clock()
-            overdue = self._has_overdue(now)
-            accepted = not overdue and work.health.accepts(now) and not self._closed
+            accepted = self._serves(work, self._clock()) and not self._closed
             if accepted:
                 work.queue.append(effect)
                 work.pool.submit(self._do_next, work)
         if not accepted:
             self._refuse(effect)
+
+    def check(self, whole: bool = True) -> bool:
+        """Have the tier prove its store, if it can. Returns whether it can."""
+        with self._lock:
+            self._check_at = self._clock() + CHECK_S
+            whole = whole or self._works["check"].health.state is not HealthState.UP
+        if self._proves:
+            self.submit(Check(whole))
+        return self._proves
+
+    def _serves(self, work: _Work, now: float) -> bool:
+        """Whether such a call of the tier may begin. The caller holds the lock."""
+        proving = self._works["check"]
+        proven = work is proving or proving.health.state is HealthState.UP
+        return proven and work.health.accepts(now) and not self._has_overdue(now)
 
     # ------------------------------------------------------------ in a pool's thread
 
@@ -127,28 +155,40 @@ class Executor:
             if not work.queue:  # the effect was refused meanwhile
                 return
             effect, now = work.queue.popleft(), self._clock()
-            begun = None if self._has_overdue(now) else work.health.begin(now)
+            begun = work.health.begin(now) if self._serves(work, now) else None
+            retrying = work.health.state is HealthState.RETRYING
             if begun is not None and how(effect).bounded:
                 self._running[thread] = now
         if begun is None:
             self._refuse(effect)
             return
         error: BaseException | None = None
+        end: FromTier | None = None
         try:
+            if retrying and self._proves and not isinstance(effect, Check):
+                perform(Check(whole=True), self._tier, self._arena)
             end = perform(effect, self._tier, self._arena)
         except BaseException as raised:  # noqa: BLE001 - a tier may raise anything; no caller above
-            error, end = raised, effect.failed()
+            error = raised
             self._log_once(error)
+        up = error is None or isinstance(error, ItemRefused)
         with self._lock:
             self._running.pop(thread, None)
             if error is not None:
                 self._errors += 1
-                self._trouble = _one_line(error)
-                for name in (self._name, self._name.partition(":")[2]):  # log lines begin with it
-                    self._trouble = self._trouble.removeprefix(f"{name}: ")
-            if work.health.end(begun, error is None, self._clock()):
+                trouble = self._text_of(error)
+                end = _failed(effect, trouble)
+                self._trouble = self._trouble if up else trouble
+            if work.health.end(begun, up, self._clock()):
                 self._changed.set()
-        self._post(end)
+        if end is not None:
+            self._post(end)
+
+    def _text_of(self, error: BaseException) -> str:
+        text = _one_line(error)
+        for name in (self._name, self._name.partition(":")[2]):  # log lines begin with it
+            text = text.removeprefix(f"{name}: ")
+        return text
 
     def _register(self, register: Callable[[Buffer], object]) -> None:
         try:
@@ -160,11 +200,12 @@ class Executor:
             del self._running[_REGISTRATION]
         self._registered.set()
 
-    def _refuse(self, *effects: ToTier) -> None:
+    def _refuse(self, *effects: ToTier | Check) -> None:
+        ends = [end for effect in effects if (end := _failed(effect, self._trouble)) is not None]
         with self._lock:
-            self._refused += len(effects)
-        for effect in effects:
-            self._post(effect.failed())
+            self._refused += len(ends)
+        for end in ends:
+            self._post(end)
 
     def _log_once(self, error: BaseException) -> None:
         """Log an exception that a tier may not raise, once per type. ``TierDown`` is not logged
@@ -185,12 +226,21 @@ class Executor:
     def _watch(self) -> None:
         while not self._closed:
             with self._lock:
-                overdue = self._has_overdue(self._clock())
+                now = self._clock()
+                overdue = self._has_overdue(now)
+                check_due = self._check_due(now)
             if overdue:
                 self._refuse_queued()
+            if check_due:
+                self.check(whole=False)
             self._report(overdue)
             self._changed.wait(self._report_s)
             self._changed.clear()
+
+    def _check_due(self, now: float) -> bool:
+        """Whether it is time for a check of the store. The caller holds the lock."""
+        down = self._works["check"].health.state is not HealthState.UP
+        return self._proves and (down or now >= self._check_at)
 
     def _report(self, overdue: bool) -> None:
         """Log that the tier went down or is back. Post the tier's report if it has changed."""
@@ -256,6 +306,11 @@ class Executor:
             self._tier.close()
         except BaseException as error:  # noqa: BLE001 - as above
             _log.warning("tier %s: it did not close: %s", self._name, _one_line(error))
+
+
+def _failed(effect: ToTier | Check, why: str) -> FromTier | None:
+    end = effect.failed()
+    return msgspec.structs.replace(end, why=why) if isinstance(end, Emptied) else end
 
 
 def _one_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -118,6 +119,20 @@ def _flags(answers: Sequence[bool], count: int) -> npt.NDArray[np.bool_]:
     return np.array([bool(answer) for answer in answers], np.bool_)
 
 
+class Check(msgspec.Struct, frozen=True):
+    """Have the tier prove its store. The executor asks for it by itself, so it ends with no event.
+    ``whole``: with a write."""
+
+    whole: bool
+
+    def failed(self) -> None:
+        return None
+
+
+def _check(effect: Check, tier: Any, arena: Buffer) -> None:
+    tier.check_store(effect.whole)
+
+
 class Operation(NamedTuple):
     """How an operation is carried out.
 
@@ -127,27 +142,28 @@ class Operation(NamedTuple):
     ``bounded``: whether the tier is down if it takes too long.
     """
 
-    work: Literal["probe", "epoch", "load", "store"]
-    carry_out: Callable[[Any, Tier, Buffer], effects.FromTier]
+    work: Literal["check", "probe", "epoch", "load", "store"]
+    carry_out: Callable[[Any, Tier, Buffer], effects.FromTier | None]
     slots: Literal["none", "read", "written"] = "none"
     bounded: bool = True
 
 
-OPERATIONS: Final[dict[type[effects.ToTier], Operation]] = {
+OPERATIONS: Final[dict[type[effects.ToTier | Check], Operation]] = {
     effects.TierProbe: Operation("probe", _probe),
     effects.TierLoad: Operation("load", _load, slots="written"),
     effects.TierStore: Operation("store", _store, slots="read"),
     effects.TierEpoch: Operation("epoch", _epoch),
     # A clear may take long if there are many records. The tier serves meanwhile.
     effects.TierClear: Operation("store", _clear, bounded=False),
+    Check: Operation("check", _check),
 }
 
 
-def how(effect: effects.ToTier) -> Operation:
+def how(effect: effects.ToTier | Check) -> Operation:
     return OPERATIONS[type(effect)]
 
 
-def perform(effect: effects.ToTier, tier: Tier, arena: Buffer) -> effects.FromTier:
+def perform(effect: effects.ToTier | Check, tier: Tier, arena: Buffer) -> effects.FromTier | None:
     """Carry out ``effect`` on ``tier`` in the calling thread, and return the result. Blocks until
     the tier has finished. Raises ``TierDown``, and anything that a faulty tier raises."""
     return how(effect).carry_out(effect, tier, arena)

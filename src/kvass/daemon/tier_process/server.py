@@ -83,7 +83,8 @@ def main(arguments: list[str]) -> int:
     send(frames.TierOpened())
     threading.Thread(target=_populate, args=(arena,), name="kvass-populate", daemon=True).start()
     executor = Executor(start.number, tier, start.name, arena.buffer, send)
-    executor.submit(_first_probe(start.number))
+    if not executor.check():
+        executor.submit(_first_probe(start.number))
     for message in messages:
         if isinstance(message, frames.Heartbeat):
             logs.set_level(message.log_level)
@@ -121,8 +122,8 @@ def _received(sock: socket.socket) -> Iterator[frames.ToProcess]:
 
 
 def _first_probe(number: int) -> TierProbe:
-    """A probe at the start, so that a server that cannot be reached is reported at once. The daemon
-    drops the answer, because it did not request it."""
+    """A probe at the start of a tier without ``check_store``, so that a store that is silent is
+    reported at once. The daemon drops the answer, because it did not request it."""
     absent = Records(bytes(NAMESPACE_BYTES), 0, 0, np.zeros((1, 4), np.uint64))
     return TierProbe(number, _UNUSED_OP, (absent,))
 

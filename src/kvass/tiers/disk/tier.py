@@ -57,6 +57,7 @@ from kvass.tiers.disk.segment import (
 from kvass.tiers.disk.write_budget import WriteBudget
 from kvass.tiers.options import DiskOptions
 from kvass.tiers.pacing import CHECKSUM_BYTES, paced
+from kvass.tiers.proof import Depth
 from kvass.tiers.record_tier import Outcome, RecordTier
 from kvass.tiers.worker_pool import WorkerPool, as_down
 from kvass.types import DEFAULT_TENANT, NO_CAP, PAGE, Quota, Size
@@ -225,16 +226,21 @@ class DiskTier(RecordTier):
         self._folder.close()
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
-        with super()._call():
+    def _call(self) -> Iterator[float]:
+        with super()._call() as since:
             try:
                 if self._folder.lost_because or time.monotonic() - self._checked > _CHECK_S:
                     self._check_folder()
-                yield
+                yield since
             except OSError as error:
                 raise as_down(self.name, error) from error
             finally:
                 self._remove_dead()
+
+    def _prove(self, depth: Depth, since: float) -> None:
+        """The folder is ours as long as nobody replaces it, so nothing is written: a disk that has
+        become read-only still serves loads."""
+        self._check_folder()
 
     def _check_folder(self) -> None:
         """Raise ``OSError`` if this process does not own the folder any more."""

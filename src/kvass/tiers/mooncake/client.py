@@ -42,6 +42,10 @@ OTHER_SIZE: Final = frozenset({-600, -800})
 """Codes for an object whose size differs from the requested one. They also stand for other
 errors."""
 
+NO_MASTER: Final = frozenset({-900, -901})
+LOST: Final = frozenset({-800})
+"""The code for a record that cannot be read until another one takes its place."""
+
 _CODES: Final = {
     -1: "an error inside the library",
     NO_ROOM: "no room in the memory that its clients contribute",

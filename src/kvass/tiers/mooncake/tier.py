@@ -22,12 +22,14 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from kvass.errors import TierDown
+from kvass.errors import ItemRefused, ItemUnreadable, TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Buffer, Shards
 from kvass.tiers.buffers import batches_by_size
 from kvass.tiers.mooncake.client import (
     ABSENT,
     LEASE_OVER,
+    LOST,
+    NO_MASTER,
     NO_ROOM,
     OTHER_SIZE,
     MooncakeClient,
@@ -72,7 +74,9 @@ class MooncakeTier(RecordTier):
         super().__init__(name)
         self._prefix = options.prefix
         self._mooncake = MooncakeClient(name, master, options)
-        self._pool = WorkerPool(name, _GROUPS_AT_ONCE, max_failures=1)
+        self._pool = WorkerPool(
+            name, _GROUPS_AT_ONCE, max_failures=1, slow_failure_s=options.timeout_s
+        )
         self._warned = False
 
     def register_memory(self, buffer: Buffer) -> None:
@@ -83,7 +87,7 @@ class MooncakeTier(RecordTier):
 
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
         codes = self._mooncake.client().batch_is_exist([self._record(key) for key in keys])
-        return [self._down(meaning(code)) if code < 0 else code == 1 for code in codes]
+        return [self._failure(code) if code < 0 else code == 1 for code in codes]
 
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
         outcomes: list[Outcome] = [False] * len(keys)
@@ -107,7 +111,7 @@ class MooncakeTier(RecordTier):
         pattern = "^" + re.sub(r"([./-])", r"\\\1", self._prefix) + "r:"
         code = self._mooncake.client().remove_by_regex(pattern, True)
         if code < 0:
-            raise self._down(meaning(code))
+            raise self._failure(code)
 
     def _get_note(self, name: str) -> bytes | None:
         """Return a note; None if it is absent or damaged."""
@@ -122,7 +126,7 @@ class MooncakeTier(RecordTier):
         shard[: 2 + len(value)] = memoryview(len(value).to_bytes(2, "little") + value)
         put = partial(self._replace, how=lasting(_NOTE_COPIES))
         if answers(self._in_groups([self._note(name, shard)], put)) == [False]:
-            raise self._down(meaning(NO_ROOM))
+            raise ItemRefused(f"{self.name}: {meaning(NO_ROOM)}")
 
     def _close(self) -> None:
         """Close the client. The memory that it contributed is lost, with the records in it."""
@@ -171,7 +175,7 @@ class MooncakeTier(RecordTier):
         codes = client.batch_get_into_multi_buffers(names, addresses, sizes)
         outcomes: list[Outcome] = []
         damaged = []
-        for item, code in zip(transfers, codes, strict=True):
+        for i, (item, code) in enumerate(zip(transfers, codes, strict=True)):
             found = item.loaded_header() if code in (item.size, LEASE_OVER) else None
             if found is not None and found.lengths != item.lengths:
                 outcomes.append(False)
@@ -179,11 +183,13 @@ class MooncakeTier(RecordTier):
                 outcomes.append(True)
             elif code == item.size:
                 outcomes.append(False)
-                damaged.append(item.name)
+                damaged.append(i)
             else:
                 outcomes.append(self._why_not(item, code))
-        if damaged:
-            self._remove(damaged)
+        removed = self._remove([transfers[i].name for i in damaged]) if damaged else []
+        for i, outcome in zip(damaged, removed, strict=True):
+            if isinstance(outcome, TierDown):
+                outcomes[i] = self._undeletable(outcome)
         return outcomes
 
     def _why_not(self, item: ObjectTransfer, code: int) -> Outcome:
@@ -193,7 +199,13 @@ class MooncakeTier(RecordTier):
             return False
         if code in OTHER_SIZE and self._mooncake.client().get_size(item.name) != item.size:
             return False
-        return self._down(meaning(code))
+        return self._failure(code)
+
+    def _failure(self, code: int) -> TierDown:
+        """Return what a code is, unless it is that of a put: no answer of the master, or what it
+        or an owner of memory says of one record."""
+        kind = TierDown if code in NO_MASTER else ItemUnreadable if code in LOST else ItemRefused
+        return kind(f"{self.name}: {meaning(code)}")
 
     def _replace(self, transfers: Transfers, how: Any) -> list[Outcome]:
         """Store records: remove the objects of the same names, then put the new ones."""
@@ -221,7 +233,7 @@ class MooncakeTier(RecordTier):
     def _remove(self, names: list[str]) -> list[Outcome]:
         """Remove objects, also those that readers have leased."""
         codes = self._mooncake.client().batch_remove(names, True)
-        return [code == 0 or code in ABSENT or self._down(meaning(code)) for code in codes]
+        return [code == 0 or code in ABSENT or self._failure(code) for code in codes]
 
 
 def _requests(some: Transfers) -> tuple[list[str], list[list[int]], list[list[int]]]:
