@@ -320,7 +320,10 @@ class RedisTier(RecordTier):
     def _connected(self) -> Any:
         with self._connecting:
             if self._client is None:
-                self._client = self._connect()
+                try:
+                    self._client = self._connect()
+                except _TROUBLE as error:  # that of a cluster asks for its nodes
+                    raise self._down(error) from error
             return self._client
 
 
