@@ -15,7 +15,7 @@ import pytest
 from kvass.errors import TierDown
 from kvass.testing import TierSuite
 from kvass.testing.tier_suite import MakeTier, data_of, room_for, same
-from kvass.tiers.base import Buffer, Tier
+from kvass.tiers.base import Buffer, ProvingTier, Tier
 
 OpenAt = Callable[[str], Tier]
 _numbers = count()
@@ -111,6 +111,13 @@ def allocating(most: int) -> Iterator[None]:
     assert grown <= most, f"{grown >> 20} MiB more"
 
 
+def check_often(tier: Tier) -> None:
+    """Write and read the note of checks, as another daemon may do meanwhile."""
+    assert isinstance(tier, ProvingTier)
+    for _ in range(20):
+        tier.check_store(True)
+
+
 class SharedSuite(TierSuite):
     """Tests of a store that several daemons may use. A subclass has the fixtures ``open_at``, which
     opens the tier of a prefix, and ``raw``, which reads and replaces a record behind its back."""
@@ -140,6 +147,14 @@ class SharedSuite(TierSuite):
         assert other.note("epoch") == b"7"
         one.close()
         other.close()
+
+    def test_two_daemons_prove_their_store_at_the_same_time(self, make_tier: MakeTier) -> None:
+        tiers = [make_tier(), make_tier()]
+        with ThreadPoolExecutor(2) as pool:
+            for check in [pool.submit(check_often, tier) for tier in tiers]:
+                check.result(timeout=60)
+        for tier in tiers:
+            tier.close()
 
     def test_a_clear_leaves_others_alone(self, open_at: OpenAt) -> None:
         tiers = [open_at(prefix) for prefix in self.prefixes]

@@ -24,7 +24,14 @@ import numpy as np
 import pytest
 
 from kvass.errors import UsageError
-from kvass.tiers.base import MAX_KEY_BYTES, MAX_NOTE_BYTES, MAX_SHARDS, Buffer, Tier
+from kvass.tiers.base import (
+    MAX_KEY_BYTES,
+    MAX_NOTE_BYTES,
+    MAX_SHARDS,
+    Buffer,
+    ProvingTier,
+    Tier,
+)
 from kvass.types import PAGE
 
 MakeTier = Callable[[], Tier]
@@ -116,6 +123,18 @@ class TierSuite:
 
     def test_it_is_a_tier(self, tier: Tier) -> None:
         assert isinstance(tier, Tier)
+
+    def test_a_check_finds_the_store_and_changes_nothing(self, tier: Tier) -> None:
+        if isinstance(tier, ProvingTier):
+            tier.check_store(False)  # before there is anything
+        want = data_of(b"key", (99,))
+        assert tier.store([b"key"], [want]) == [True]
+        tier.set_note("epoch.a", b"note")
+        if isinstance(tier, ProvingTier):
+            for whole in (True, False, True):
+                tier.check_store(whole)
+        assert same(fetch(tier, b"key", (99,)) or [], want)
+        assert tier.note("epoch.a") == b"note"
 
     def test_keys_are_any_bytes(self, tier: Tier) -> None:
         keys = [b"\0", b"\n", b" ", b"k", b"k\0", b"kk", bytes(range(256)), b"\xff" * MAX_KEY_BYTES]

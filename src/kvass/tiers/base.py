@@ -20,9 +20,11 @@ note is lost, records are lost but none becomes wrong: a daemon that finds no no
 epoch, and no record has that epoch in its key.
 
 **Results.** One bool per key, in the order of the keys. If one record is absent, has other lengths
-than the buffers, is damaged, does not fit, or has an I/O error, its result is ``False``, and the
-batch goes on. ``TierDown`` is raised only if no record of the batch succeeded and at least one
-failed because of the tier itself. The caller may then send no requests for a while. Misuse (wrong
+than the buffers, is damaged, does not fit, is refused by the store, or has an I/O error, its result
+is ``False``, and the batch goes on. ``TierDown`` is raised only if no record of the batch succeeded
+and at least one failed because of the tier itself. The caller may then send no requests for a
+while. A store that refuses one record, a note or a clear may be well: the tier asks for something
+else before it says that it is down, or raises ``ItemRefused`` for a note or a clear. Misuse (wrong
 types, keys that are too long, a closed tier) raises ``UsageError``.
 
 **Threads.** Every method may be called from several threads at once. A tier may use threads of its
@@ -112,6 +114,15 @@ class DividedTier(Protocol):
     def store_for(self, tenant: str, keys: Sequence[bytes], data: Sequence[Shards]) -> list[bool]:
         """Store records as ``store`` does. They count against the quota of ``tenant``, if the
         tier has quotas. Lookups of all tenants find them."""
+
+
+@runtime_checkable
+class ProvingTier(Protocol):
+    """The additional method of a ``Tier`` whose store is elsewhere, where others may answer."""
+
+    def check_store(self, whole: bool) -> None:
+        """Raise ``TierDown`` unless what answers is proven to be the store, by what it keeps.
+        ``whole``: also write to it, if that is allowed. Otherwise this is one small request."""
 
 
 _NOTE_NAME: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")

@@ -76,7 +76,7 @@ class Refusals:
             return {"refused_records": self._reasons.total(), "refusals": dict(self._reasons)}
 
     def _reason(self, refusal: ItemRefused) -> str:
-        text = str(refusal).removeprefix(f"{self._name}: ")
+        text = " ".join(str(refusal).removeprefix(f"{self._name}: ").split())
         return text.encode("ascii", "replace").decode()[:_REASON_CHARS]
 
     def _count(self, reason: str) -> None:

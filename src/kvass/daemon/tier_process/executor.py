@@ -10,7 +10,7 @@ a note of the tier, and no other thread may write that note between the read and
 kind also has its own ``Health``, so that a disk that has become read-only still serves loads;
 ``TierEpoch`` shares that of probes.
 
-A fifth kind of work proves the store, if the tier has a method ``check_store``: at the start, every
+A fifth kind of work proves the store, if the tier is a ``ProvingTier``: at the start, every
 ``CHECK_S`` seconds, and before a kind of work that failed is tried again. While that fails, no
 other call begins.
 
@@ -38,7 +38,7 @@ from kvass.daemon.tier_process.operations import Check, how, perform
 from kvass.daemon.tier_process.reports import LINE_CHARS, reportable
 from kvass.errors import ItemRefused, TierDown
 from kvass.processes import lower_priority
-from kvass.tiers.base import Buffer, Tier
+from kvass.tiers.base import Buffer, ProvingTier, Tier
 from kvass.tiers.url import error_text, redacted
 
 FIRST_PAUSE_S: Final = 0.25
@@ -105,8 +105,8 @@ class Executor:
         self._trouble = ""
         self._logged: set[type[BaseException]] = set()
         self._closed = False
-        self._proves = hasattr(tier, "check_store")
-        self._check_at = clock()
+        self._proves = isinstance(tier, ProvingTier)
+        self._check_at = clock() + CHECK_S
         self._reported: dict[str, Any] = {"up": True}
         self._changed = threading.Event()
         """Set when the tier goes down or comes back, so that this is reported at once."""
@@ -156,7 +156,7 @@ class Executor:
                 return
             effect, now = work.queue.popleft(), self._clock()
             begun = work.health.begin(now) if self._serves(work, now) else None
-            retrying = work.health.state is HealthState.RETRYING
+            unproven = self._proves and work.health.state is HealthState.RETRYING
             if begun is not None and how(effect).bounded:
                 self._running[thread] = now
         if begun is None:
@@ -165,8 +165,9 @@ class Executor:
         error: BaseException | None = None
         end: FromTier | None = None
         try:
-            if retrying and self._proves and not isinstance(effect, Check):
+            if unproven and not isinstance(effect, Check):
                 perform(Check(whole=True), self._tier, self._arena)
+                unproven = False
             end = perform(effect, self._tier, self._arena)
         except BaseException as raised:  # noqa: BLE001 - a tier may raise anything; no caller above
             error = raised
@@ -179,7 +180,11 @@ class Executor:
                 trouble = self._text_of(error)
                 end = _failed(effect, trouble)
                 self._trouble = self._trouble if up else trouble
-            if work.health.end(begun, up, self._clock()):
+            changed = work.health.end(begun, up, self._clock())
+            proving = self._works["check"].health
+            if not up and unproven and proving.state is HealthState.UP:
+                proving.failed(self._clock())
+            if changed:
                 self._changed.set()
         if end is not None:
             self._post(end)

@@ -122,7 +122,7 @@ def _received(sock: socket.socket) -> Iterator[frames.ToProcess]:
 
 
 def _first_probe(number: int) -> TierProbe:
-    """A probe at the start of a tier without ``check_store``, so that a store that is silent is
+    """A probe at the start of a tier that is no ``ProvingTier``, so that a store that is silent is
     reported at once. The daemon drops the answer, because it did not request it."""
     absent = Records(bytes(NAMESPACE_BYTES), 0, 0, np.zeros((1, 4), np.uint64))
     return TierProbe(number, _UNUSED_OP, (absent,))

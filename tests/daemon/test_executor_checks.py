@@ -1,0 +1,116 @@
+"""The executor has a tier prove its store, and takes a refusal for what it is."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvass.core.effects import TierClear, TierEpoch
+from kvass.daemon.tier_process.executor import CHECK_S, FIRST_PAUSE_S
+from kvass.errors import ItemRefused, TierDown
+from tests.daemon.tier_rig import PAGE, SPACE, Rig, Trouble, key, load, probe, rig, store
+from tests.support.tiers.memory import MemoryTier
+from tests.support.waiting import eventually
+
+
+class ProvingTier(MemoryTier):
+    """``checks``: the checks so far, whether each was with a write. ``stranger``: what is wrong
+    with who answers."""
+
+    def __init__(self, trouble: Trouble | None = None) -> None:
+        super().__init__(trouble or Trouble(None))
+        self.checks: list[bool] = []
+        self.stranger = ""
+        self.records[key(1)] = [b"\1" * PAGE, b"\2" * PAGE]
+
+    def check_store(self, whole: bool) -> None:
+        self.checks.append(whole)
+        if self.stranger:
+            raise TierDown(self.stranger)
+
+
+def served(made: Rig, op: int) -> list[bool]:
+    """Whether a probe, a load and a store are served. They use three operations."""
+    probed = made.ask(probe(op, 1)).held.all()
+    loaded = made.ask(load(op + 1, 1, 4)).which.all()
+    stored = not made.ask(store(op + 2, 2, 2)).down
+    return [bool(probed), bool(loaded), stored]
+
+
+def later(made: Rig, tier: ProvingTier, seconds: float) -> None:
+    """Let time pass until the next check of the store has ended."""
+    before = len(tier.checks)
+    made.clock.now += seconds
+    assert eventually(lambda: len(tier.checks) > before)
+
+
+def test_a_stranger_is_noticed_although_every_call_of_the_tier_succeeds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A page that a web server serves as a file: its HEAD and its PUT are those of a store."""
+    caplog.set_level(logging.INFO, "kvass")
+    tier = ProvingTier()
+    with rig(tier) as made:
+        assert made.executors[0].check()
+        assert eventually(lambda: tier.checks == [True]), "with a write at the start"
+        assert served(made, 0) == [True, True, True]
+        tier.stranger = "a page"
+        later(made, tier, CHECK_S)
+        assert tier.checks == [True, False]
+        assert made.reported(up=False, trouble="a page")
+        assert served(made, 10) == [False, False, False]
+        later(made, tier, FIRST_PAUSE_S)
+        tier.stranger = ""
+        later(made, tier, 2 * FIRST_PAUSE_S)
+        assert set(tier.checks[2:]) == {True}, "with a write after an error"
+        assert made.reported(up=True)
+        assert served(made, 20) == [True, True, True]
+    told = [r.message for r in caplog.records]
+    assert told == ["tier tier0 is down: a page", "tier tier0 is back"]
+
+
+def test_a_kind_of_work_that_failed_is_tried_again_only_at_the_store_itself() -> None:
+    trouble = Trouble(TierDown("gone"), "load")
+    tier = ProvingTier(trouble)
+    with rig(tier) as made:
+        assert served(made, 0) == [True, False, True]
+        trouble.error, tier.stranger = None, "a page"
+        made.clock.now += FIRST_PAUSE_S
+        assert not made.ask(load(10, 1, 4)).which.any()
+        assert (trouble.calls, tier.checks) == (1, [True])
+        assert served(made, 20) == [False, False, False], "nor is anything else asked of a page"
+        tier.stranger = ""
+        later(made, tier, 4 * FIRST_PAUSE_S)
+        assert eventually(lambda: served(made, 30)[0])
+        assert served(made, 40) == [True, True, True]
+        assert made.reported(up=True)
+
+
+def test_a_refusal_of_one_request_is_its_end_and_no_trouble_of_the_tier() -> None:
+    tier = ProvingTier(Trouble(ItemRefused("not this one"), "clear", "note"))
+    with rig(tier) as made:
+        cleared = made.ask(TierClear(0, 1))
+        assert (cleared.done, cleared.why) == (False, "not this one")
+        assert made.ask(TierEpoch(0, 2, SPACE, fresh=1)).epoch is None
+        assert served(made, 10) == [True, True, True]
+        assert made.reported(up=True, trouble="", errors=2, refused=0)
+
+
+def test_a_clear_that_is_not_begun_says_why_the_tier_is_down() -> None:
+    tier = ProvingTier(Trouble(TierDown("read-only"), "store"))
+    with rig(tier) as made:
+        assert served(made, 0) == [True, True, False]
+        cleared = made.ask(TierClear(0, 5))
+        assert (cleared.done, cleared.why) == (False, "read-only")
+
+
+def test_a_tier_without_a_check_is_not_asked_for_one() -> None:
+    trouble = Trouble(TierDown("gone"))
+    with rig(MemoryTier(trouble)) as made:
+        assert not made.executors[0].check()
+        assert not made.ask(probe(0, 1)).held.any()
+        trouble.error = None
+        made.clock.now += 2 * CHECK_S
+        made.ask(probe(1, 1))
+        assert made.reported(up=True, errors=1)
