@@ -88,13 +88,26 @@ def test_a_kind_of_work_that_failed_is_tried_again_only_at_the_store_itself() ->
 
 
 def test_a_refusal_of_one_request_is_its_end_and_no_trouble_of_the_tier() -> None:
-    tier = ProvingTier(Trouble(ItemRefused("not this one"), "clear", "note"))
+    trouble = Trouble(ItemRefused("not this one"), "clear", "note")
+    tier = ProvingTier(trouble)
     with rig(tier) as made:
         cleared = made.ask(TierClear(0, 1))
         assert (cleared.done, cleared.why) == (False, "not this one")
         assert made.ask(TierEpoch(0, 2, SPACE, fresh=1)).epoch is None
         assert served(made, 10) == [True, True, True]
+        why = "an epoch cannot be noted: not this one"
+        assert made.reported(up=True, trouble=why, errors=2, refused=0)
+        trouble.error = None
+        assert made.ask(TierEpoch(0, 20, SPACE, fresh=1)).epoch is not None
         assert made.reported(up=True, trouble="", errors=2, refused=0)
+
+
+def test_a_refusal_that_ends_a_batch_is_trouble() -> None:
+    """Such as that of a note that must be set first: rows would queue, and nobody would know."""
+    tier = ProvingTier(Trouble(ItemRefused("not this one"), "store"))
+    with rig(tier) as made:
+        assert served(made, 0) == [True, True, False]
+        assert made.reported(up=False, trouble="not this one")
 
 
 def test_a_clear_that_is_not_begun_says_why_the_tier_is_down() -> None:

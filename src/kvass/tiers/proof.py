@@ -21,6 +21,9 @@ NAME: Final = "check"
 """The name of the note. Daemons that share a store share it."""
 _BEGIN: Final = b"kvass check "
 _RANDOM_BYTES: Final = 16
+_AGAIN_S: Final = (0.02, 0.05, 0.2)
+"""Seconds before an absent note is read again: another daemon may be replacing it, and Mooncake
+removes it first."""
 _WORDS: Final = 60
 """Characters of a wrong answer that are shown."""
 
@@ -76,7 +79,11 @@ class Proof:
             if depth == "write" or not (before is None or _is_right(before)):
                 raise
             return  # reading is well: its answer was the store's own
-        after = self._get(NAME) or self._get(NAME)  # another daemon may be replacing it
+        after = self._get(NAME)
+        for pause_s in _AGAIN_S if after is None else ():
+            time.sleep(pause_s)
+            if (after := self._get(NAME)) is not None:
+                break
         if after == before or not _is_right(after):
             said = "nothing" if after is None else repr(first_words(after))
             text = f"{self._name}: what was written is not read back, but {said}: is it the store?"

@@ -14,8 +14,8 @@ A fifth kind of work proves the store, if the tier is a ``ProvingTier``: at the 
 ``CHECK_S`` seconds, and before a kind of work that failed is tried again. While that fails, no
 other call begins.
 
-An exception of the tier is a failure of that kind of work, except ``ItemRefused``: then the tier is
-up, and this effect alone has failed. While a ``bounded`` call runs for too long, no further call
+An exception of the tier is a failure of that kind of work, except an ``ItemRefused`` of one request,
+a clear or an epoch: then the tier is up, and this effect alone has failed. While a ``bounded`` call runs for too long, no further call
 begins: queued and new effects fail.
 """
 
@@ -32,7 +32,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvass.core.effects import Emptied, FromTier, TierReport, ToTier
+from kvass.core.effects import Emptied, FromTier, TierEpoch, TierReport, ToTier
 from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import Check, how, perform
 from kvass.daemon.tier_process.reports import LINE_CHARS, reportable
@@ -103,6 +103,8 @@ class Executor:
         """Thread -> the time at which its call of the tier began, if it is ``bounded``."""
         self._errors = self._refused = 0
         self._trouble = ""
+        self._unnoted: dict[bytes, str] = {}
+        """Namespace -> why its epoch cannot be read or noted, although the tier is up."""
         self._logged: set[type[BaseException]] = set()
         self._closed = False
         self._proves = isinstance(tier, ProvingTier)
@@ -172,7 +174,7 @@ class Executor:
         except BaseException as raised:  # noqa: BLE001 - a tier may raise anything; no caller above
             error = raised
             self._log_once(error)
-        up = error is None or isinstance(error, ItemRefused)
+        up = error is None or (how(effect).alone and isinstance(error, ItemRefused))
         with self._lock:
             self._running.pop(thread, None)
             if error is not None:
@@ -180,6 +182,10 @@ class Executor:
                 trouble = self._text_of(error)
                 end = _failed(effect, trouble)
                 self._trouble = self._trouble if up else trouble
+            if isinstance(effect, TierEpoch):
+                self._unnoted.pop(effect.namespace, None)
+                if error is not None and up:
+                    self._unnoted[effect.namespace] = f"an epoch cannot be noted: {trouble}"
             changed = work.health.end(begun, up, self._clock())
             proving = self._works["check"].health
             if not up and unproven and proving.state is HealthState.UP:
@@ -253,11 +259,13 @@ class Executor:
         with self._lock:
             healthy = all(work.health.state is HealthState.UP for work in self._works.values())
             up = healthy and not overdue
-            trouble = f"a call has been running for more than {self._slow_s:g} s"
+            trouble = next(iter(self._unnoted.values()), "") if up else self._trouble
+            if overdue:
+                trouble = f"a call has been running for more than {self._slow_s:g} s"
             fields |= {
                 "name": self._name,
                 "up": up,
-                "trouble": trouble if overdue else "" if up else self._trouble,
+                "trouble": trouble[:LINE_CHARS],
                 "errors": self._errors,
                 "refused": self._refused,
                 "queued": sum(len(work.queue) for work in self._works.values()),

@@ -139,22 +139,24 @@ class Operation(NamedTuple):
     ``work``: the kind of work, of ``executor``. ``carry_out``: does it in the calling thread.
     ``slots``: whether the tier reads or writes slots of the arena. Then it has not failed before
     the tier's process has ended, and one that writes not before its devices have stopped, either.
-    ``bounded``: whether the tier is down if it takes too long.
+    ``bounded``: whether the tier is down if it takes too long. ``alone``: whether it is one request
+    to the store, so that an ``ItemRefused`` says nothing of others.
     """
 
     work: Literal["check", "probe", "epoch", "load", "store"]
     carry_out: Callable[[Any, Tier, Buffer], effects.FromTier | None]
     slots: Literal["none", "read", "written"] = "none"
     bounded: bool = True
+    alone: bool = False
 
 
 OPERATIONS: Final[dict[type[effects.ToTier | Check], Operation]] = {
     effects.TierProbe: Operation("probe", _probe),
     effects.TierLoad: Operation("load", _load, slots="written"),
     effects.TierStore: Operation("store", _store, slots="read"),
-    effects.TierEpoch: Operation("epoch", _epoch),
+    effects.TierEpoch: Operation("epoch", _epoch, alone=True),
     # A clear may take long if there are many records. The tier serves meanwhile.
-    effects.TierClear: Operation("store", _clear, bounded=False),
+    effects.TierClear: Operation("store", _clear, bounded=False, alone=True),
     Check: Operation("check", _check),
 }
 
