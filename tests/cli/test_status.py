@@ -231,6 +231,8 @@ def test_what_is_wrong_with_a_tier(fields: dict[str, Any], line: str) -> None:
     [
         ({"over_budget": True}, "up, over its write budget"),
         ({"over_budget": False}, "up"),
+        ({"refused_records": 1200}, "up, 1,200 requests for records refused"),
+        ({"refused_records": 0}, "up"),
         ({"over_budget": True, "trouble": "slow"}, "degraded, over its write budget"),
     ],
 )

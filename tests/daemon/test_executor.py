@@ -21,7 +21,7 @@ from kvass.core.effects import (
     TierStore,
     ToTier,
 )
-from kvass.daemon.tier_process.operations import OPERATIONS, Check
+from kvass.daemon.tier_process.operations import OPERATIONS, StoreCheck
 from kvass.types import Slots
 from tests.daemon.tier_rig import (
     PAGE,
@@ -105,7 +105,7 @@ def test_every_operation_is_carried_out_and_ends_as_its_kind_also_if_it_fails() 
         TierEpoch(0, 4, SPACE, fresh=300),
         TierClear(0, 5),
     ]
-    assert {*map(type, asked)} == ENDS.keys() == OPERATIONS.keys() - {Check}
+    assert {*map(type, asked)} == ENDS.keys() == OPERATIONS.keys() - {StoreCheck}
     with rig(MemoryTier()) as made:
         for effect in asked:
             done, failed = made.ask(effect), effect.failed()

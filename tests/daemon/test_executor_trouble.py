@@ -98,6 +98,7 @@ def test_a_tier_that_is_down_is_tried_by_one_call_and_another_tier_goes_on(
             made.submit(probe(op, 1))
         made.ends(100)
         assert trouble.calls == 1
+        assert made.reported(up=False)
         assert made.ask(probe(101, 1, tier=1)).held.all()
         made.clock.now += FIRST_PAUSE_S
         made.ask(probe(102, 1))  # tries, in vain

@@ -119,7 +119,12 @@ def tier_state(tier: dict[str, Any]) -> str:
 
 def tier_note(tier: dict[str, Any]) -> str:
     """What to know of a tier that is no trouble, as a few words; empty: nothing."""
-    return "over its write budget" if tier.get("over_budget") else ""
+    refused = tier.get("refused_records", 0)
+    found = (
+        "over its write budget" if tier.get("over_budget") else "",
+        f"{refused:,} requests for records refused" if refused else "",
+    )
+    return ", ".join(filter(None, found))
 
 
 def tier_trouble(tier: dict[str, Any]) -> str:

@@ -52,6 +52,7 @@ TIER_REPORT: Final = {
     "lacking_bytes": "Bytes of a disk tier's capacity for which its disk has no room.",
     "write_budget_bytes": "Bytes a day that the tier may write, if it has a write budget.",
     "over_budget": "Whether the tier is over its write budget.",
+    "refused_records": "Requests for records that a store answered and refused; the tier is up.",
     "not_decrypted": "Records of an encrypted tier that were loaded but could not be decrypted.",
     "other_keys": "Keys that stored records in an encrypted tier and are not in its key file.",
 }

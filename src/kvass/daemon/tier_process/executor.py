@@ -14,9 +14,9 @@ A fifth kind of work proves the store, if the tier is a ``ProvingTier``: at the 
 ``CHECK_S`` seconds, and before a kind of work that failed is tried again. While that fails, no
 other call begins.
 
-An exception of the tier is a failure of that kind of work, except an ``ItemRefused`` of one request,
-a clear or an epoch: then the tier is up, and this effect alone has failed. While a ``bounded`` call runs for too long, no further call
-begins: queued and new effects fail.
+An exception of the tier is a failure of that kind of work, except an ``ItemRefused`` of a request
+that stands alone, a clear or an epoch: then the tier is up, and this effect alone has failed. While
+a ``bounded`` call runs for too long, no further call begins: queued and new effects fail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import msgspec
 
 from kvass.core.effects import Emptied, FromTier, TierEpoch, TierReport, ToTier
 from kvass.daemon.tier_process.health import Health, HealthState
-from kvass.daemon.tier_process.operations import Check, how, perform
+from kvass.daemon.tier_process.operations import StoreCheck, how, perform
 from kvass.daemon.tier_process.reports import LINE_CHARS, reportable
 from kvass.errors import ItemRefused, TierDown
 from kvass.processes import lower_priority
@@ -59,7 +59,7 @@ class _Work:
 
     def __init__(self, name: str, threads: int, nice: int, health: Health) -> None:
         self.health = health
-        self.queue: deque[ToTier | Check] = deque()
+        self.queue: deque[ToTier | StoreCheck] = deque()
         self.pool = ThreadPoolExecutor(threads, f"kvass-{name}", lower_priority, (nice,))
 
 
@@ -122,7 +122,7 @@ class Executor:
             self._works["epoch"].pool.submit(self._register, register)
         threading.Thread(target=self._watch, name="kvass-watch", daemon=True).start()
 
-    def submit(self, effect: ToTier | Check) -> None:
+    def submit(self, effect: ToTier | StoreCheck) -> None:
         """Queue ``effect``, or refuse it if the tier is down. The result is passed to ``post``."""
         work = self._works[how(effect).work]
         with self._lock:
@@ -139,7 +139,7 @@ class Executor:
             self._check_at = self._clock() + CHECK_S
             whole = whole or self._works["check"].health.state is not HealthState.UP
         if self._proves:
-            self.submit(Check(whole))
+            self.submit(StoreCheck(whole))
         return self._proves
 
     def _serves(self, work: _Work, now: float) -> bool:
@@ -167,8 +167,8 @@ class Executor:
         error: BaseException | None = None
         end: FromTier | None = None
         try:
-            if unproven and not isinstance(effect, Check):
-                perform(Check(whole=True), self._tier, self._arena)
+            if unproven and not isinstance(effect, StoreCheck):
+                perform(StoreCheck(whole=True), self._tier, self._arena)
                 unproven = False
             end = perform(effect, self._tier, self._arena)
         except BaseException as raised:  # noqa: BLE001 - a tier may raise anything; no caller above
@@ -211,7 +211,7 @@ class Executor:
             del self._running[_REGISTRATION]
         self._registered.set()
 
-    def _refuse(self, *effects: ToTier | Check) -> None:
+    def _refuse(self, *effects: ToTier | StoreCheck) -> None:
         ends = [end for effect in effects if (end := _failed(effect, self._trouble)) is not None]
         with self._lock:
             self._refused += len(ends)
@@ -321,7 +321,7 @@ class Executor:
             _log.warning("tier %s: it did not close: %s", self._name, _one_line(error))
 
 
-def _failed(effect: ToTier | Check, why: str) -> FromTier | None:
+def _failed(effect: ToTier | StoreCheck, why: str) -> FromTier | None:
     end = effect.failed()
     return msgspec.structs.replace(end, why=why) if isinstance(end, Emptied) else end
 

@@ -119,7 +119,7 @@ def _flags(answers: Sequence[bool], count: int) -> npt.NDArray[np.bool_]:
     return np.array([bool(answer) for answer in answers], np.bool_)
 
 
-class Check(msgspec.Struct, frozen=True):
+class StoreCheck(msgspec.Struct, frozen=True):
     """Have the tier prove its store. The executor asks for it by itself, so it ends with no event.
     ``whole``: with a write."""
 
@@ -129,7 +129,7 @@ class Check(msgspec.Struct, frozen=True):
         return None
 
 
-def _check(effect: Check, tier: Any, arena: Buffer) -> None:
+def _check(effect: StoreCheck, tier: Any, arena: Buffer) -> None:
     tier.check_store(effect.whole)
 
 
@@ -150,22 +150,24 @@ class Operation(NamedTuple):
     alone: bool = False
 
 
-OPERATIONS: Final[dict[type[effects.ToTier | Check], Operation]] = {
+OPERATIONS: Final[dict[type[effects.ToTier | StoreCheck], Operation]] = {
     effects.TierProbe: Operation("probe", _probe),
     effects.TierLoad: Operation("load", _load, slots="written"),
     effects.TierStore: Operation("store", _store, slots="read"),
     effects.TierEpoch: Operation("epoch", _epoch, alone=True),
     # A clear may take long if there are many records. The tier serves meanwhile.
     effects.TierClear: Operation("store", _clear, bounded=False, alone=True),
-    Check: Operation("check", _check),
+    StoreCheck: Operation("check", _check),
 }
 
 
-def how(effect: effects.ToTier | Check) -> Operation:
+def how(effect: effects.ToTier | StoreCheck) -> Operation:
     return OPERATIONS[type(effect)]
 
 
-def perform(effect: effects.ToTier | Check, tier: Tier, arena: Buffer) -> effects.FromTier | None:
+def perform(
+    effect: effects.ToTier | StoreCheck, tier: Tier, arena: Buffer
+) -> effects.FromTier | None:
     """Carry out ``effect`` on ``tier`` in the calling thread, and return the result. Blocks until
     the tier has finished. Raises ``TierDown``, and anything that a faulty tier raises."""
     return how(effect).carry_out(effect, tier, arena)

@@ -230,7 +230,7 @@ function lacking(s, models) {
   ]);
   bar(s);
   region("tiers", ["tier", "state", "holds", "stored", "loaded", "failed", "queue", "oldest", "speed"], tiers.map(t => [
-    t.tier, t.up ? (s.troubles.some(text => text.startsWith("tier " + t.tier + ":")) ? "degraded" : "up") + (t.over_budget ? ", over its write budget" : "") : "down",
+    t.tier, t.up ? (s.troubles.some(text => text.startsWith("tier " + t.tier + ":")) ? "degraded" : "up") + (t.over_budget ? ", over its write budget" : "") + (t.refused_records ? ", " + number(t.refused_records) + " requests for records refused" : "") : "down",
     "bytes" in t ? size(t.bytes) : "?", size(t.stored_bytes), size(t.loaded_bytes), number(t.store_failures + t.load_misses),
     number(t.flush_queue_rows) + " rows", span(t.flush_queue_oldest_s), t.load_bytes_s ? size(t.load_bytes_s) + "/s" : "–"]),
     "There is no tier: what leaves L1 is computed again. kvass serve --tier adds one.");
