@@ -14,7 +14,7 @@ from examples.tiny import PATIENT_MS
 from kvass._version import TESTED_VLLM
 from kvass.arena.room import SAFE_SHARE
 from kvass.cli.doctor import beside
-from kvass.client import daemon_connection
+from kvass.client import reconnecting
 from kvass.client.pages import ANSWER_S
 from kvass.client.scheduler import LATE_S, SchedulerClient
 from kvass.config import Config
@@ -60,7 +60,7 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/failure-modes.md", "tokens would take, and at most {} s.", (MAX_PATIENCE_S,)),
     ("docs/failure-modes.md", "Blocks to be stored are held for {} s at most", (LATE_S,)),
     ("docs/failure-modes.md", "for `--stop-s` ({} s) at most", (DEFAULT["stop_s"],)),
-    ("docs/failure-modes.md", "it asks again every {} s", (daemon_connection.BACKOFF_LASTING_S,)),
+    ("docs/failure-modes.md", "it asks again every {} s", (reconnecting.BACKOFF_LASTING_S,)),
     ("docs/failure-modes.md", "`--lost-engine-grace-s` ({} s)", (DEFAULT["lost_engine_grace_s"],)),
     (
         "docs/failure-modes.md",

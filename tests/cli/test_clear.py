@@ -12,7 +12,7 @@ from bench.rows import Rows, flushed, tier_status, wait_tier
 from kvass.cli.bench import rig
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
-from kvass.client import session
+from kvass.client import connection
 from kvass.testing.daemon import running_daemon
 
 Captured = pytest.CaptureFixture[str]
@@ -84,7 +84,7 @@ def test_only_a_model_or_a_tenant_is_cleared(
         unknown = "kvass: tenant 'team-b': the daemon knows no such tenant; the nearest: team-a\n"
         assert clear("--tenant", "team-b") == (2, unknown)
         with monkeypatch.context() as older:
-            older.setattr(session, "FEATURES", ())
+            older.setattr(connection, "FEATURES", ())
             status, text = clear("--tenant", "default")
             assert (status, "cannot clear a tenant; nothing was cleared" in text) == (1, True)
         assert daemon.status()["rows"] == 5

@@ -154,7 +154,7 @@ def test_what_a_daemon_answers(tmp_path: Path, capsys: Captured) -> None:
 def test_a_daemon_that_is_too_old(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvass.client.session.FEATURES", ())
+    monkeypatch.setattr("kvass.client.connection.FEATURES", ())
     with running_daemon(tmp_path, "1MiB") as daemon:
         assert main(["explain", "--socket", daemon.socket]) == 1
     assert capsys.readouterr().err == ("kvass: the daemon is older than this command: restart it\n")

@@ -11,7 +11,7 @@ import pytest
 from bench.rows import Rows
 from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
-from kvass.client import session
+from kvass.client import connection
 from kvass.testing.daemon import running_daemon
 from kvass.types import session_tag
 
@@ -40,6 +40,6 @@ def test_the_rows_of_a_session_that_was_forgotten_go_first(
             rows.store([os.urandom(WIDTH) for _ in range(count)])
         assert [rows.find(keys).chunks for keys in (older, mine, newer)] == [4, 1, 4]
         assert forget("--session", "")[0] == 2
-        monkeypatch.setattr(session, "FEATURES", ())
+        monkeypatch.setattr(connection, "FEATURES", ())
         status, line = forget("--session", "s")
         assert (status, line.count("\n"), "cannot end a session" in line) == (1, 1, True)

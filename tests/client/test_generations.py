@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvass.client import daemon_connection
+from kvass.client import reconnecting
+from kvass.client.connection import open_connection
 from kvass.client.lookups import Match
 from kvass.client.scheduler import SchedulerClient
-from kvass.client.session import open_session
 from kvass.messages import Clear, Error, FromClient, Lookup, Register
 from kvass.testing.daemon import Daemon
 from tests.client.test_real_daemon import Engine, reconnect
@@ -192,15 +192,15 @@ def test_who_was_just_connecting_as_before_is_not_let_in(
     client = SchedulerClient(daemon.path, registration)
 
     def slowly(*args: Any, **options: Any) -> Any:
-        opened = open_session(*args, **options)
+        opened = open_connection(*args, **options)
         if not client._reset.registration.generation:
             client.new_generation()
         return opened
 
-    monkeypatch.setattr(daemon_connection, "open_session", slowly)
+    monkeypatch.setattr(reconnecting, "open_connection", slowly)
     client.connect(5)
-    session = client.session
-    assert session is not None
-    assert session.registration is not None
-    assert session.registration.generation
+    connection = client.connection
+    assert connection is not None
+    assert connection.registration is not None
+    assert connection.registration.generation
     client.close()

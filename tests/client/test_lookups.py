@@ -59,9 +59,9 @@ def test_who_gives_up_the_second_lookup_keeps_the_match_of_the_first() -> None:
 def test_what_is_taken_while_it_is_asked_again_is_given_back_and_not_handed_out() -> None:
     """Its lease would be the caller's, and be released."""
     posted: list[object] = []
-    client: Any = SimpleNamespace(session=object(), post=posted.append, discard=posted.append)
+    client: Any = SimpleNamespace(connection=object(), post=posted.append, discard=posted.append)
     lookups = Lookups(client, Any, readers=None, spare=0, chunk_tokens=16, budget_s=None)  # type: ignore[arg-type]
-    lookup = lookups._of["r"] = RequestLookup(LookupState.ASKED_AGAIN, client.session, seq=7)
+    lookup = lookups._of["r"] = RequestLookup(LookupState.ASKED_AGAIN, client.connection, seq=7)
     lookup.match = FOUND
     assert lookups.take("r") is None
     assert posted == [Release(boot=b"b", lease=1), 7]

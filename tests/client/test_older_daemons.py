@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvass.client import session
+from kvass.client import connection
 from kvass.client.client import Client
 from kvass.client.lookups import Match
 from kvass.errors import Incompatible, Refused
@@ -117,8 +117,8 @@ def test_a8_a_client_out_of_range_is_refused_by_the_real_daemon(
     caplog: pytest.LogCaptureFixture,
     ours: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(session, "PROTOCOL_MIN", ours[0])
-    monkeypatch.setattr(session, "PROTOCOL_MAX", ours[1])
+    monkeypatch.setattr(connection, "PROTOCOL_MIN", ours[0])
+    monkeypatch.setattr(connection, "PROTOCOL_MAX", ours[1])
     with running_daemon(tmp_path) as real, Client(real.socket, registration) as client:
         with pytest.raises(Incompatible, match=rf"1\.\.1.*{ours[0]}\.\.{ours[1]}"):
             client.call(Ping())
@@ -134,7 +134,7 @@ def test_a_daemon_without_a_feature_works_with_a_client_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This feature is made up."""
-    monkeypatch.setattr(session, "FEATURES", ("made_up", CLEAR_TENANT))
+    monkeypatch.setattr(connection, "FEATURES", ("made_up", CLEAR_TENANT))
     with running_daemon(tmp_path, "1MiB") as daemon, Client(daemon.socket) as client:
         assert client.connect(PATIENCE_S).features == (CLEAR_TENANT,)
         assert isinstance(client.call(Ping(), PATIENCE_S), Pong)

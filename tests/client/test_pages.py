@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvass import PageStore, Plane, Put
-from kvass.client import session
+from kvass.client import connection
 from kvass.client.pages import PageClient
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.engine.pages import MOST_PRESENT
@@ -225,7 +225,7 @@ def test_a_store_that_ends_late_is_refused(
 def test_a_rank_that_does_not_know_yet_that_it_is_known_leaves_nothing_held(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, daemon: Daemon
 ) -> None:
-    """The daemon has registered it, so lookups match; its own session is not ready."""
+    """The daemon has registered it, so lookups match; its own connection is not ready."""
     a = make()
     a.store.put(KEYS, FIRST)
     with monkeypatch.context() as patch:
@@ -326,7 +326,7 @@ def test_presence_is_told_key_by_key(make: Callable[..., Engine]) -> None:
 def test_an_older_daemon_is_asked_for_what_it_knows(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "FEATURES", ())
+    monkeypatch.setattr(connection, "FEATURES", ())
     right = PageClient.reserve
 
     def reserve(*args: Any) -> tuple[Granted, ArenaLease | None] | None:

@@ -84,8 +84,8 @@ def test_daemon_and_client_find_each_other(
             if first == "daemon":
                 waiting.call(Ping())
             assert eventually(lambda: waiting.connected)
-            assert waiting.session is not None
-            assert waiting.session.path == str(path)
+            assert waiting.connection is not None
+            assert waiting.connection.path == str(path)
 
 
 def test_a_dead_daemons_socket_hides_no_living_daemon(machine: Callable[[str], None]) -> None:
@@ -105,7 +105,7 @@ def test_a_client_follows_its_daemon_to_another_place(machine: Callable[[str], N
         machine("login")
         with ScriptedDaemon(path := make_place()):
             assert eventually(
-                lambda: client.session is not None and client.session.path == str(path)
+                lambda: client.connection is not None and client.connection.path == str(path)
             )
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvass.client import daemon_connection
+from kvass.client import reconnecting
+from kvass.client.connection import open_connection
 from kvass.client.endpoint import Endpoint
 from kvass.client.health import troubles
 from kvass.client.lookups import Match
 from kvass.client.scheduler import SchedulerClient
-from kvass.client.session import open_session
 from kvass.client.worker import WorkerClient
 from kvass.errors import Unavailable
 from kvass.messages import Granted, Register, ReserveItem
@@ -148,10 +148,10 @@ def test_two_thousand_aborted_lookups_leave_no_pin(daemon: Daemon, engine: Engin
 
 def reconnect(client: Endpoint) -> None:
     """The connection ends and another begins, while the daemon lives on."""
-    session = client.session
-    assert session is not None
-    client.fault(session, "a test")
-    assert eventually(lambda: client.session not in (None, session))
+    connection = client.connection
+    assert connection is not None
+    client.fault(connection, "a test")
+    assert eventually(lambda: client.connection not in (None, connection))
 
 
 def reserve(engine: Engine, prompt: str) -> Granted:
@@ -184,10 +184,10 @@ def test_a_daemon_that_does_not_read_is_not_presumed_to_know(
     daemon: Daemon, engine: Engine
 ) -> None:
     granted = reserve(engine, "a")
-    session = engine.scheduler.session
-    assert session is not None
+    connection = engine.scheduler.connection
+    assert connection is not None
     daemon.suspend()
-    while not session.channel.wants_write:
+    while not connection.channel.wants_write:
         engine.scheduler.release(granted.boot, 1)
     assert not engine.scheduler.handed_over([], [granted.grants[0].reservation], granted.boot)
     assert not engine.scheduler.connected
@@ -196,12 +196,12 @@ def test_a_daemon_that_does_not_read_is_not_presumed_to_know(
 
 
 class Door:
-    """Stands before ``open_session``: registered clients of the ranks in ``shut`` do not get in."""
+    """Before ``open_connection``: registered clients of the ranks in ``shut`` do not get in."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shut: set[int] = set()
-        self._open = open_session
-        monkeypatch.setattr(daemon_connection, "open_session", self)
+        self._open = open_connection
+        monkeypatch.setattr(reconnecting, "open_connection", self)
 
     def __call__(self, path: str, registration: Register | None, **options: Any) -> Any:
         if registration is not None and registration.rank in self.shut:
@@ -223,9 +223,9 @@ def test_a_clear_nobody_heard_is_made_up_for_after_the_reconnect(
 
     door.shut = set(ranks)
     for rank in ranks:
-        session = clients[rank].session
-        assert session is not None
-        clients[rank].fault(session, "a test")
+        connection = clients[rank].connection
+        assert connection is not None
+        clients[rank].fault(connection, "a test")
     assert not scheduler.clear(0.05)
     assert not engine.load("old")
     assert not engine.store("meanwhile")

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvass.client import daemon_connection
-from kvass.client import session as client_session
+from kvass.client import connection as client_connection
+from kvass.client import reconnecting
 from kvass.client.client import Client
-from kvass.client.daemon_connection import DaemonConnection
+from kvass.client.reconnecting import Reconnecting
 from kvass.client.requests import MAX_UNANSWERED
 from kvass.errors import (
     ConfigError,
@@ -57,13 +57,13 @@ def took(call: Callable[[], object]) -> float:
 
 def boot_of(client: Client) -> bytes | None:
     """Of the daemon that it is connected to now."""
-    session = client.session
-    return None if session is None else session.boot
+    connection = client.connection
+    return None if connection is None else connection.boot
 
 
 def test_call(daemon: ScriptedDaemon) -> None:
     with Client(daemon.path) as client:
-        assert client.session is None
+        assert client.connection is None
         assert client.status() == {"leases": 0}
         assert client.clear(everything=True) == 0
         assert client.connected
@@ -158,9 +158,9 @@ def test_reconnects_and_registers_again(
         # Nobody calls anything: the thread notices by itself.
         assert eventually(lambda: boot_of(client) not in (None, old))
         assert len(daemon.got(Register)) == 2
-        session = client.session
-        assert session is not None
-        assert session.registered_s < time.monotonic()
+        connection = client.connection
+        assert connection is not None
+        assert connection.registered_s < time.monotonic()
         with pytest.raises(Unavailable):  # asked of another life
             client.wait(seq, 5)
         assert not client.post(Release(boot=old, lease=1))
@@ -186,7 +186,7 @@ def test_an_incomplete_registration_is_kept_back_until_it_is_complete(
     late = Client(daemon.path, registration, incomplete=True)
     late.close()
     late.complete({})
-    assert late._connection._thread is None, "what is closed does not connect any more"
+    assert late._thread is None, "what is closed does not connect any more"
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,8 @@ def refuse(code: ErrorCode) -> Callable[[object], list[FromDaemon]]:
 @pytest.mark.parametrize(
     ("code", "longest_s"),
     [
-        ("rank_taken", daemon_connection.BACKOFF_MAX_S),
-        ("limit", daemon_connection.BACKOFF_LASTING_S),
+        ("rank_taken", reconnecting.BACKOFF_MAX_S),
+        ("limit", reconnecting.BACKOFF_LASTING_S),
     ],
 )
 def test_a_refusal_is_said_once_and_one_by_a_limit_is_tried_again_ever_later(
@@ -266,12 +266,12 @@ def test_a_refusal_is_said_once_and_one_by_a_limit_is_tried_again_ever_later(
     """A limit may be one of a field that will never be smaller, or of places that become free."""
     pauses: list[float] = []
 
-    def pause(self: DaemonConnection, seconds: float, tried: object) -> None:
+    def pause(self: Reconnecting, seconds: float, tried: object) -> None:
         pauses.append(seconds)
         with self.lock:
             self.lock.wait(0.005)
 
-    monkeypatch.setattr(DaemonConnection, "_pause", pause)
+    monkeypatch.setattr(Reconnecting, "_pause", pause)
     answer = daemon.answers[Register]
     daemon.answers[Register] = refuse(code)
     with Client(daemon.path, registration) as client:
@@ -298,21 +298,21 @@ def test_a_daemon_that_was_there_is_looked_for_often_at_first(
     """It may be back soon with all that it had. The control: one that was there for a moment."""
     pauses: list[float] = []
 
-    def pause(self: DaemonConnection, seconds: float, tried: object) -> None:
+    def pause(self: Reconnecting, seconds: float, tried: object) -> None:
         pauses.append(seconds)
         with self.lock:
             self.lock.wait(0.005)
 
-    monkeypatch.setattr(DaemonConnection, "_pause", pause)
-    monkeypatch.setattr(daemon_connection, "STEADY_S", 0.0 if steady else 1000.0)
-    monkeypatch.setattr(daemon_connection, "QUICK_S", 1000.0)
+    monkeypatch.setattr(Reconnecting, "_pause", pause)
+    monkeypatch.setattr(reconnecting, "STEADY_S", 0.0 if steady else 1000.0)
+    monkeypatch.setattr(reconnecting, "QUICK_S", 1000.0)
     with Client(daemon.path) as client:
         client.connect(5)
         daemon.kill()
         assert eventually(lambda: len(pauses) > 16)
-        assert pauses[15] == (daemon_connection.QUICK_PAUSE_S if steady else 0.5)
+        assert pauses[15] == (reconnecting.QUICK_PAUSE_S if steady else 0.5)
         monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2000.0)
-        assert eventually(lambda: pauses[-1] == daemon_connection.BACKOFF_MAX_S)
+        assert eventually(lambda: pauses[-1] == reconnecting.BACKOFF_MAX_S)
 
 
 def said(caplog: pytest.LogCaptureFixture, code: str) -> list[str]:
@@ -327,8 +327,8 @@ def test_a_daemon_in_the_place_of_one_that_refused_is_found_soon(
     monkeypatch: pytest.MonkeyPatch,
     code: ErrorCode,
 ) -> None:
-    monkeypatch.setattr(daemon_connection, "BACKOFF_MIN_S", 30)
-    monkeypatch.setattr(daemon_connection, "BACKOFF_MAX_S", 0.05)
+    monkeypatch.setattr(reconnecting, "BACKOFF_MIN_S", 30)
+    monkeypatch.setattr(reconnecting, "BACKOFF_MAX_S", 0.05)
     answer = daemon.answers[Register]
     daemon.answers[Register] = refuse(code)
     with Client(daemon.path, registration) as client:
@@ -358,7 +358,7 @@ def test_refusals_of_one_way_messages_are_counted_and_logged_once(
 def test_a_forked_child_opens_its_own(daemon: ScriptedDaemon) -> None:
     with Client(daemon.path) as client:
         client.call(Ping())
-        inherited = client.session
+        inherited = client.connection
         assert inherited is not None
         fd = inherited.channel.fileno()
         child = os.fork()
@@ -371,11 +371,11 @@ def test_a_forked_child_opens_its_own(daemon: ScriptedDaemon) -> None:
                 except OSError:
                     closed = True
                 client.call(Ping(), 10)
-                status = 0 if closed and client.session is not inherited else 2
+                status = 0 if closed and client.connection is not inherited else 2
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
-        assert client.session is inherited  # nobody shut it down
+        assert client.connection is inherited  # nobody shut it down
         client.call(Ping())
         assert len(daemon.got(Hello)) == 2
         assert eventually(lambda: daemon.eofs == 1)  # the child's own
@@ -400,9 +400,9 @@ def test_a_refusal_that_came_before_we_said_hello_is_told() -> None:
     near.setblocking(False)
     with far:
         far.sendall(framing.encode(Error(code="forbidden", text="uid 7 may not connect")))
-    session = client_session.DaemonSession(Channel(near), "a path")
+    connection = client_connection.DaemonConnection(Channel(near), "a path")
     with pytest.raises(Refused, match="forbidden: uid 7 may not connect"):
-        client_session._greet(session, wants_arena=False)
+        client_connection._greet(connection, wants_arena=False)
     with pytest.raises(Unavailable):  # nothing is left to be told
-        client_session._greet(session, wants_arena=False)
-    session.end()
+        client_connection._greet(connection, wants_arena=False)
+    connection.end()

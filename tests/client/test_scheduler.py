@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvass.client.connection import DaemonConnection
 from kvass.client.lookups import PENDING, Match
 from kvass.client.requests import MAX_UNANSWERED
 from kvass.client.scheduler import SEND_APART, Reserving, SchedulerClient
-from kvass.client.session import DaemonSession
 from kvass.errors import ErrorCode
 from kvass.messages import (
     NO_CONTEXT,
@@ -100,14 +100,14 @@ def test_short_names_are_short_printable_and_differ() -> None:
 def test_a_step_reads_the_socket_only_if_an_answer_is_owed(
     scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, receive = [], DaemonSession.receive
+    reads, receive = [], DaemonConnection.receive
 
-    def reading(session: DaemonSession, timeout_s: float) -> list[FromDaemon]:
+    def reading(connection: DaemonConnection, timeout_s: float) -> list[FromDaemon]:
         if threading.current_thread() is threading.main_thread():
             reads.append(timeout_s)
-        return receive(session, timeout_s)
+        return receive(connection, timeout_s)
 
-    monkeypatch.setattr(DaemonSession, "receive", reading)
+    monkeypatch.setattr(DaemonConnection, "receive", reading)
     scheduler.new_step()
     assert reads == []
     asked = scheduler.submit(Ping())
@@ -164,8 +164,8 @@ def test_a_match_of_a_lost_connection_is_void_though_its_second_lookup_has_anoth
     def reconnect(*args: Any) -> object:
         end = answer(*args)
         monkeypatch.undo()
-        assert scheduler.session is not None
-        scheduler.fault(scheduler.session, "lost")
+        assert scheduler.connection is not None
+        scheduler.fault(scheduler.connection, "lost")
         scheduler.connect(5)
         return end
 
@@ -562,7 +562,7 @@ def test_a_daemon_whose_late_answer_has_just_come_is_not_silent(
 
     def answered() -> bool:
         scheduler.poll()
-        return scheduler.session is not None and not scheduler.session.requests.owed
+        return scheduler.connection is not None and not scheduler.connection.requests.owed
 
     def wait(seq: int, timeout_s: float) -> FromDaemon | None:
         assert look(seq, timeout_s) is None

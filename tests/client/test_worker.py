@@ -13,7 +13,7 @@ import pytest
 
 from kvass.arena import memory
 from kvass.arena.memory import Arena
-from kvass.client import session as session_module
+from kvass.client import connection as connection_module
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.messages import (
     DRAINED,
@@ -113,10 +113,10 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def populated(client: WorkerClient) -> int:
     """Bytes of its arena that this process has in its page tables (``smaps``, proc(5))."""
-    session = client.session
-    assert session is not None
-    assert session.arena is not None
-    begins = f"{session.arena.buffer.ctypes.data:x}-"
+    connection = client.connection
+    assert connection is not None
+    assert connection.arena is not None
+    begins = f"{connection.arena.buffer.ctypes.data:x}-"
     mapping = Path("/proc/self/smaps").read_text().split("\n" + begins)[1]
     (line,) = [x for x in mapping.split("VmFlags")[0].splitlines() if x.startswith("Rss:")]
     return int(line.split()[1]) << 10
@@ -262,7 +262,7 @@ def test_who_leaves_last_does_not_wait_for_the_unmapping(
     daemon: ScriptedDaemon, worker: WorkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.2 s a GiB: neither the thread that copies nor the one that connects anew has that long."""
-    monkeypatch.setattr(session_module, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(connection_module, "AT_ONCE_BYTES", 0)
     unmaps, goes_on, close = threading.Event(), threading.Event(), Arena.close
 
     def slow(arena: Arena) -> None:

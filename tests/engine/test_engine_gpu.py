@@ -49,8 +49,8 @@ def engine(daemon: Daemon) -> Iterator[Callable[[], StubModelEngine]]:
 
         def populated() -> StubModelEngine:
             made = make()
-            session = made.copier._client.session
-            until(lambda: session.watermark == session.welcome.arena_bytes, "the arena")
+            connection = made.copier._client.connection
+            until(lambda: connection.watermark == connection.welcome.arena_bytes, "the arena")
             return made
 
         yield populated
@@ -175,7 +175,9 @@ def end_with(outcome: Outcome) -> tuple[bool, bool]:
     fake.stopped = False
     side.close()
     side.results()
-    assert side.report() == [1], "the engine hears of the step all the same"
+    report = side.take_report()
+    assert report is not None
+    assert report.steps == [1], "the engine hears of the step all the same"
     said = {"done": ["commit", "commit"], "failed": ["abort", "abort"], "lost": []}
     assert client.told == [*said[outcome], "close"]
     del storage, side, mover, client

@@ -90,7 +90,7 @@ def test_both_sides_of_an_engine_know_the_user_of_the_daemon() -> None:
     copier.attach(read_memory(configs[1], each, 32, GROUPS))
     for client in (planner.client, copier._client):
         assert client is not None
-        assert client._connection._daemon_uid == 54_321
+        assert client._daemon_uid == 54_321
     planner.close()
     copier.close()
 

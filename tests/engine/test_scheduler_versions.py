@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvass.client import daemon_connection
+from kvass.client import reconnecting
 from kvass.messages import Error, FromClient, FromDaemon, Hello, Lookup, Reserve
 from tests.support.vllm.ranks import StubModelEngine
 from tests.support.waiting import eventually
@@ -24,9 +24,7 @@ def too_new(message: FromClient) -> list[FromDaemon]:
 def test_a8_an_engine_beside_a_daemon_out_of_range_runs_uncached_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        daemon_connection, "BACKOFF_LASTING_S", 0.02
-    )  # many attempts, still one line
+    monkeypatch.setattr(reconnecting, "BACKOFF_LASTING_S", 0.02)  # many attempts, still one line
     with ScriptedDaemon(tmp_path / "kvass.sock") as daemon:
         daemon.answers[Hello] = too_new
         engine = StubModelEngine(daemon.path)

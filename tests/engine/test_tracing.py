@@ -87,7 +87,7 @@ def test_a_request_that_loads_from_a_tier(
     (tmp_path / "hold-load").touch()
     request = engine.world.add("second", PROMPT)
     request.trace_headers = HEADERS
-    until(lambda: engine.step() and engine.client.session.requests.promoting, "the promotion")
+    until(lambda: engine.step() and engine.client.connection.requests.promoting, "the promotion")
     assert exporter.get_finished_spans() == ()
     (tmp_path / "hold-load").unlink()
     until(lambda: engine.step().num_scheduled_tokens, "the request's first tokens")

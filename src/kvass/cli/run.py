@@ -192,8 +192,8 @@ def _answering(config: Config) -> str:
             if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
                 return ""
             raise
-        session = client.session
-        return "" if session is None else session.path
+        connection = client.connection
+        return "" if connection is None else connection.path
 
 
 def _start(path: str, arguments: Sequence[str], before: Mask) -> _Daemon:

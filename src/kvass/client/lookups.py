@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvass.client.client import bounded
+from kvass.client.connection import DaemonConnection
 from kvass.client.endpoint import Endpoint
 from kvass.client.results import counts_results
-from kvass.client.session import DaemonSession
 from kvass.client.step_budget import StepBudget
 from kvass.errors import Unavailable
 from kvass.messages import Error, FromDaemon, Lookup, Matched, Release
@@ -90,7 +90,7 @@ TRANSITIONS: Final = frozenset(
 
 @dataclass(slots=True, eq=False)
 class RequestLookup:
-    """The lookup of one request. ``session``: the connection on which it was sent.
+    """The lookup of one request. ``connection``: the connection on which it was sent.
 
     ``seq``: the message in flight. It asks for the chunks from ``first`` up to ``chunks``, for
     ``blocks`` blocks of the chunk after them, and for ``start`` blocks of chunk ``first``.
@@ -99,7 +99,7 @@ class RequestLookup:
     """
 
     state: LookupState = LookupState.IDLE
-    session: DaemonSession | None = None
+    connection: DaemonConnection | None = None
     first: int = 0
     seq: int = 0
     chunks: int = 0
@@ -175,12 +175,12 @@ class Lookups:
         lookup = self._of.setdefault(request, RequestLookup())
         match = self._match(lookup, message, blocks)
         if isinstance(match, Pending):
-            session = lookup.session
-            waits = session is not None and lookup.seq in session.requests.promoting
+            connection = lookup.connection
+            waits = connection is not None and lookup.seq in connection.requests.promoting
             return Found(match, promoting=waits)
-        session, boot = self._client.session, b""
-        if lookup.why not in UNASKED and session is not None and counts_results(session):
-            boot = session.boot
+        connection, boot = self._client.connection, b""
+        if lookup.why not in UNASKED and connection is not None and counts_results(connection):
+            boot = connection.boot
         return Found(match, lookup.why, lookup.kept, boot)
 
     def _match(
@@ -199,7 +199,7 @@ class Lookups:
             if end is None:
                 break
             if not asked_again and blocks is not None and lookup.may_go_on(end):
-                if lookup.session is not client.session:  # its match was lost with its connection
+                if lookup.connection is not client.connection:  # its match was lost with it
                     lookup.end(None)
                     break
                 message.digests, message.again = message.digests[: end * message.width], True
@@ -215,7 +215,7 @@ class Lookups:
         lookup, taken = self._of.get(request), None
         if (
             lookup is not None
-            and lookup.session is self._client.session
+            and lookup.connection is self._client.connection
             and lookup.state is LookupState.MATCHED
         ):
             taken = lookup.match
@@ -235,15 +235,15 @@ class Lookups:
 
     def _lapsing(self, lookup: RequestLookup) -> bool:
         """Whether ``lookup`` is void, or less than half of its lease's time is left."""
-        if lookup.session is not self._client.session:
+        if lookup.connection is not self._client.connection:
             return True
-        if lookup.match is None or lookup.session is None:
+        if lookup.match is None or lookup.connection is None:
             return False
-        half_s = lookup.session.welcome.timing.lease_s / 2
+        half_s = lookup.connection.welcome.timing.lease_s / 2
         return lookup.match.deadline_s - time.monotonic() < half_s
 
     def _void(self, lookup: RequestLookup) -> None:
-        if lookup.session is self._client.session:  # else it was lost with its connection
+        if lookup.connection is self._client.connection:  # else it was lost with its connection
             if lookup.match is not None:
                 self._client.post(Release(boot=lookup.match.boot, lease=lookup.match.lease))
             if lookup.in_flight:
@@ -255,11 +255,11 @@ class Lookups:
     def _ask(self, lookup: RequestLookup, message: Lookup, blocks: BlockHashes | None) -> float:
         """Send the lookup if there is a daemon that answers. Returns how long to wait."""
         client, width = self._client, message.width
-        if (session := client.session) is None:
+        if (connection := client.connection) is None:
             client.counters["unasked"] += message.first * width < len(message.digests)
             lookup.why = "no_daemon"
             return 0.0
-        message.digests = message.digests[: session.welcome.limits.keys_per_message * width]
+        message.digests = message.digests[: connection.welcome.limits.keys_per_message * width]
         chunks = len(message.digests) // max(1, width)
         if blocks is not None:
             message.blocks = blocks(chunks)
@@ -271,7 +271,7 @@ class Lookups:
             return 0.0
         if client.silent_s:
             client.poll()  # what was late may have come since the last step
-        if not self._patient(lookup, session, message, chunks):
+        if not self._patient(lookup, connection, message, chunks):
             client.counters["timeouts"] += (
                 1  # the daemon is silent: waiting would only delay this request
             )
@@ -282,10 +282,10 @@ class Lookups:
         message = msgspec.structs.replace(
             message,
             budget_ms=bounded(1000 * max(left_s - ANSWER_S, 0.001)),
-            reported=message.reported and counts_results(session),
+            reported=message.reported and counts_results(connection),
         )
         seq = client.submit(message)
-        lookup.first, lookup.session, lookup.chunks = message.first, session, chunks
+        lookup.first, lookup.connection, lookup.chunks = message.first, connection, chunks
         lookup.blocks = len(message.blocks) // max(1, width)
         lookup.start = len(message.first_blocks) // max(1, width)
         client.counters["lookups"] += not message.again
@@ -297,10 +297,10 @@ class Lookups:
         return 0.0 if client.silent_s else self._step.left_s
 
     def _patient(
-        self, lookup: RequestLookup, session: DaemonSession, message: Lookup, chunks: int
+        self, lookup: RequestLookup, connection: DaemonConnection, message: Lookup, chunks: int
     ) -> bool:
         """Set how long the answer may take. False: the daemon has been silent for longer."""
-        welcome, patience_s, now_s = session.welcome, self.budget_s, time.monotonic()
+        welcome, patience_s, now_s = connection.welcome, self.budget_s, time.monotonic()
         least_s = welcome.timing.lookup_budget_ms / 1000
         if self._client.silent_s > (least_s if patience_s is None else patience_s):
             return False
@@ -327,9 +327,9 @@ class Lookups:
             lookup.end(None)
             return None
         if reply is None:
-            assert lookup.session is not None
+            assert lookup.connection is not None
             now_s = time.monotonic()
-            acknowledged = lookup.seq in lookup.session.requests.promoting
+            acknowledged = lookup.seq in lookup.connection.requests.promoting
             if now_s < lookup.give_up_s and (acknowledged or now_s < lookup.acknowledged_by_s):
                 return PENDING
             client.counters["timeouts"] += 1
@@ -357,14 +357,14 @@ class Lookups:
         if lookup.state is LookupState.ASKED:
             lookup.why = reply.why
         lookup.kept = max(lookup.kept, reply.kept)
-        assert lookup.session is not None
+        assert lookup.connection is not None
         if not (
-            reply.boot == lookup.session.boot
+            reply.boot == lookup.connection.boot
             and reply.first == lookup.first <= reply.chunks <= lookup.chunks
             and 0 <= reply.blocks <= lookup.blocks_after(reply.chunks)
             and (reply.lease > 0) == (reply.chunks > reply.first or reply.blocks > 0)
             and (not reply.lease or reply.spare == self._spare)
         ):
-            self._client.fault(lookup.session, "a match of what was not asked for")
+            self._client.fault(lookup.connection, "a match of what was not asked for")
             return None
         return reply if reply.lease else None

@@ -40,7 +40,7 @@ TIERS_S: Final = 1.0
 
 
 class PageClient:
-    """The two sessions of an engine that is one process: its scheduler and its rank 0.
+    """The two connections of an engine that is one process: its scheduler and its rank 0.
 
     ``fields``: the namespace. ``layout``: of one group, whose row is a page of ``page_tokens``
     tokens. ``name``: the model's, for people. ``daemon_uid``: as in ``Endpoint``.
@@ -76,19 +76,19 @@ class PageClient:
     @property
     def features(self) -> tuple[str, ...]:
         """What the daemon can do beside protocol 1."""
-        session = self._scheduler.session
-        return () if session is None else session.welcome.features
+        connection = self._scheduler.connection
+        return () if connection is None else connection.welcome.features
 
     @property
     def has_tiers(self) -> bool:
-        session = self._scheduler.session
-        return session is not None and session.welcome.tiers > 0
+        connection = self._scheduler.connection
+        return connection is not None and connection.welcome.tiers > 0
 
     @property
     def most_keys(self) -> int:
         """The most keys of one call; 0: there is no daemon."""
-        session = self._scheduler.session
-        return 0 if session is None else session.welcome.limits.keys_per_message
+        connection = self._scheduler.connection
+        return 0 if connection is None else connection.welcome.limits.keys_per_message
 
     def close(self) -> None:
         self._scheduler.close()

@@ -1,6 +1,6 @@
 """The requests that are open on one connection, and the replies that nobody has fetched yet.
 
-No socket, clock, lock or log. A table belongs to one ``DaemonSession`` and ends with it.
+No socket, clock, lock or log. A table belongs to one ``DaemonConnection`` and ends with it.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class NamespaceReset:
     @property
     def pending(self) -> bool:
         """Whether a ``Clear`` is owed, or the daemon has an older registration of this engine."""
-        session = self._endpoint.session
-        unknown = session is not None and session.registration is not self.registration
+        connection = self._endpoint.connection
+        unknown = connection is not None and connection.registration is not self.registration
         return self._clear_owed or unknown
 
     def clear(self, timeout_s: float) -> bool:
@@ -79,11 +79,11 @@ class NamespaceReset:
         if self._clear_owed and not self._confirm_clear(0.0):
             return
         self._endpoint.registration = self.registration
-        session = self._endpoint.session
-        if session is None or session.registration is self.registration:
+        connection = self._endpoint.connection
+        if connection is None or connection.registration is self.registration:
             return
         if self._confirmed(msgspec.structs.replace(self.registration), timeout_s):
-            session.registration = self.registration
+            connection.registration = self.registration
 
     def _confirm_clear(self, timeout_s: float) -> bool:
         if self._clear_owed and self._confirmed(Clear(), timeout_s):

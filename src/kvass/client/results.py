@@ -11,16 +11,16 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from kvass.client.connection import DaemonConnection
 from kvass.client.endpoint import Endpoint
-from kvass.client.session import DaemonSession
 from kvass.messages import MOST_RESULTS, RESULTS, HandedOver, LookupResult
 
 SEND_S: Final = 0.5
 
 
-def counts_results(session: DaemonSession | None) -> bool:
-    """Whether the daemon of ``session`` counts results of lookups."""
-    return session is not None and RESULTS in session.welcome.features
+def counts_results(connection: DaemonConnection | None) -> bool:
+    """Whether the daemon of ``connection`` counts results of lookups."""
+    return connection is not None and RESULTS in connection.welcome.features
 
 
 class Results:
@@ -38,8 +38,8 @@ class Results:
 
     def add(self, result: LookupResult, boot: bytes) -> None:
         """Add a result of a lookup that the run ``boot`` of the daemon answered."""
-        session = self._client.session
-        if session is not None and boot != session.boot:
+        connection = self._client.connection
+        if connection is not None and boot != connection.boot:
             return
         if boot != self._boot:
             self._kept, self._boot, self._told_tokens_s = [], boot, 0.0
@@ -66,10 +66,10 @@ class Results:
 
     def send(self) -> None:
         """Send the results now, or the engine's speed if the daemon knows none."""
-        session, news = self._client.session, self._tokens_s > 0 and not self._told_tokens_s
-        if session is not None and session.boot == self._boot and (self._kept or news):
+        connection, news = self._client.connection, self._tokens_s > 0 and not self._told_tokens_s
+        if connection is not None and connection.boot == self._boot and (self._kept or news):
             message = HandedOver(boot=self._boot, prefill_tokens_s=self._tokens_s)
             message.results = tuple(self._kept)
             self._told_tokens_s = self._tokens_s
-            self._client.post(message, session)
+            self._client.post(message, connection)
         self._kept = []

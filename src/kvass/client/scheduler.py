@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 
 from kvass.client.client import bounded
+from kvass.client.connection import DaemonConnection
 from kvass.client.endpoint import Endpoint
 from kvass.client.lookups import (
     PENDING,
@@ -33,7 +34,6 @@ from kvass.client.lookups import (
 )
 from kvass.client.reset import NamespaceReset
 from kvass.client.results import Results
-from kvass.client.session import DaemonSession
 from kvass.client.step_budget import StepBudget
 from kvass.errors import Unavailable
 from kvass.messages import (
@@ -119,7 +119,7 @@ class SchedulerClient(Endpoint):
         )
         self._results = Results(self)
         self._reserve_wait_s = reserve_wait_s
-        self._giver: DaemonSession | None = None
+        self._giver: DaemonConnection | None = None
         """The connection of the first match or grant that was taken since ``handed_over``."""
 
     @property
@@ -141,13 +141,13 @@ class SchedulerClient(Endpoint):
         self._results.send_overdue()
 
     def close(self) -> None:
-        """Send the results that are not sent yet, and end the session."""
+        """Send the results that are not sent yet, and end the connection."""
         self._results.send()
         super().close()
 
-    def wait_in_step(self, seq: int, most_s: float = MAX_PATIENCE_S) -> FromDaemon | None:
-        """``wait`` for at most ``most_s``, and at most for the rest of this step's budget."""
-        return self.step.wait(self, seq, most_s)
+    def wait_in_step(self, seq: int) -> FromDaemon | None:
+        """``wait`` for the rest of this step's budget."""
+        return self.step.wait(self, seq, MAX_PATIENCE_S)
 
     # ------------------------------------------------------------ reading
 
@@ -191,18 +191,18 @@ class SchedulerClient(Endpoint):
     def note_lookups(self, notes: Sequence[LookupNote]) -> bool:
         """Send notes of lookups. False: there is no daemon now, so keep them. A daemon that does
         not know such notes does not get them."""
-        if (session := self.session) is None:
+        if (connection := self.connection) is None:
             return False
-        if "explain" not in session.welcome.features:
+        if "explain" not in connection.welcome.features:
             return True
-        return self.post(LookupNotes(boot=session.boot, notes=tuple(notes)), session)
+        return self.post(LookupNotes(boot=connection.boot, notes=tuple(notes)), connection)
 
     def take(self, request: str) -> Match | None:
         """The held match; the caller now owns its lease and must hand it over or release it. None
         if none is held, or its connection is gone."""
-        session, taken = self.session, self.lookups.take(request)
+        connection, taken = self.connection, self.lookups.take(request)
         if taken is not None:
-            self._giver = self._giver or session
+            self._giver = self._giver or connection
         return taken
 
     def give_back(self, request: str) -> None:
@@ -218,12 +218,12 @@ class SchedulerClient(Endpoint):
         """Promote a prompt's rows from tiers ahead of use. Holds no lease. Arguments: ``look_up``.
 
         Returns whether the request was sent."""
-        session = self.session
-        if session is None or self._reset.pending:
+        connection = self.connection
+        if connection is None or self._reset.pending:
             return False
         message = Prefetch(
             request="prefetch",
-            digests=digests[: session.welcome.limits.keys_per_message * width],
+            digests=digests[: connection.welcome.limits.keys_per_message * width],
             width=width,
             budget_ms=bounded(budget_s * 1000),
         )
@@ -234,7 +234,7 @@ class SchedulerClient(Endpoint):
     def end_session(self, context: RequestContext) -> bool:
         """Send that the session of a client's request ended: the rows that it alone used are the
         next to be evicted. False: there is no daemon, or it is older than this message."""
-        connection = self.session
+        connection = self.connection
         if connection is None or END_SESSION not in connection.welcome.features:
             return False
         if seq := self.submit(EndSession(session=context.session, tenant=context.tenant)):
@@ -278,7 +278,7 @@ class SchedulerClient(Endpoint):
         Only the first call waits, if ``begin_reserve`` said that it may and the daemon owes no
         other answer. ``grants`` is parallel to the items.
         """
-        session, wait_s = self.session, reserving.wait_s
+        connection, wait_s = self.connection, reserving.wait_s
         reserving.wait_s = 0.0
         try:
             reply = self.wait(reserving.seq, wait_s)
@@ -294,14 +294,14 @@ class SchedulerClient(Endpoint):
             self.refused(reply)
             return SEND_APART if reply.code in ("bad_value", "limit") else None
         assert isinstance(reply, Granted)
-        assert session is not None
-        if reply.boot != session.boot or len(reply.grants) != reserving.items:
-            self.fault(session, "a grant of what was not asked for")
+        assert connection is not None
+        if reply.boot != connection.boot or len(reply.grants) != reserving.items:
+            self.fault(connection, "a grant of what was not asked for")
             return None
         for grant in reply.grants:
             if grant.error:
                 self.refused(Error(code="bad_value", text=grant.error))
-        self._giver = self._giver or session
+        self._giver = self._giver or connection
         return reply
 
     def give_up(self, reserving: Reserving) -> None:
@@ -330,23 +330,23 @@ class SchedulerClient(Endpoint):
 
         False: it could not be sent on their own connection. Then pass them to no rank; release and
         abort them."""
-        session, self._giver = self._giver, None
+        connection, self._giver = self._giver, None
         if not leases and not reservations:
             return True
-        if session is None:
+        if connection is None:
             return False
         message = HandedOver(boot=boot, leases=tuple(leases), reservations=tuple(reservations))
         self._results.add_to(message)
-        return self.deliver(message, session)
+        return self.deliver(message, connection)
 
     def report_shadow(self, report: ShadowReport) -> bool:
         """Send the figures of shadow mode. False: there is no connection, or the daemon is older
         than this message."""
-        session = self.session
-        if session is None or "shadow" not in session.welcome.features:
+        connection = self.connection
+        if connection is None or "shadow" not in connection.welcome.features:
             return False
-        report.boot = session.boot
-        return self.post(report, session)
+        report.boot = connection.boot
+        return self.post(report, connection)
 
     def tell_uncached(self, why: str) -> None:
         """Have the daemon show why this engine uses no cache any more, on this connection and on

@@ -17,9 +17,9 @@ import time
 from itertools import pairwise
 from typing import Final
 
+from kvass.client.connection import DaemonConnection
 from kvass.client.lookups import PENDING, Pending
 from kvass.client.scheduler import SchedulerClient
-from kvass.client.session import DaemonSession
 from kvass.errors import Unavailable
 from kvass.messages import Error, FindSegments, FromDaemon, IndexChunks, Segments
 from kvass.types import Limits
@@ -37,7 +37,7 @@ class SegmentClient:
 
     def __init__(self, scheduler: SchedulerClient, chunk_tokens: int) -> None:
         self._scheduler, self._chunk_tokens = scheduler, chunk_tokens
-        self._searching: dict[str, tuple[DaemonSession, FindSegments, float]] = {}
+        self._searching: dict[str, tuple[DaemonConnection, FindSegments, float]] = {}
         """By request: the connection, the message, and when it was sent (CLOCK_MONOTONIC)."""
 
     def index_chunks(
@@ -84,42 +84,42 @@ class SegmentClient:
         later step, and call ``abandon`` if the request ends before. Tokens beyond the daemon's
         limit (``Limits.segment_tokens``) are not searched."""
         if request not in self._searching:
-            limits, session = self._limits(), self._scheduler.session
-            if limits is None or session is None:
+            limits, connection = self._limits(), self._scheduler.connection
+            if limits is None or connection is None:
                 return Segments()
             message = FindSegments(space=space, tokens=tokens[: 4 * limits.segment_tokens])
             message.width, message.first, message.min_tokens = width, first, min_tokens
             if 4 * first >= len(message.tokens) or not self._scheduler.submit(message):
                 return Segments()
-            self._searching[request] = session, message, time.monotonic()
-        session, message, asked_s = self._searching[request]
-        reply = self._reply(session, message.seq)
+            self._searching[request] = connection, message, time.monotonic()
+        connection, message, asked_s = self._searching[request]
+        reply = self._reply(connection, message.seq)
         if reply is None and time.monotonic() - asked_s < SEARCH_S:
             return PENDING
         self.abandon(request)
         if not isinstance(reply, Segments):
             return Segments()
         if not self._right(reply, message):
-            self._scheduler.fault(session, "segments of what was not asked for")
+            self._scheduler.fault(connection, "segments of what was not asked for")
             return Segments()
         return reply
 
     def abandon(self, request: str) -> None:
         """Stop waiting for the answer to this request's search. Idempotent."""
-        session, message, _ = self._searching.pop(request, (None, None, 0.0))
-        if message is not None and session is self._scheduler.session:
+        connection, message, _ = self._searching.pop(request, (None, None, 0.0))
+        if message is not None and connection is self._scheduler.connection:
             self._scheduler.discard(message.seq)
 
     def _limits(self) -> Limits | None:
         """What the daemon allows; ``None``: it cannot be asked."""
-        session = self._scheduler.session
-        if session is None or not self._scheduler.answering:
+        connection = self._scheduler.connection
+        if connection is None or not self._scheduler.answering:
             return None
-        return session.welcome.limits
+        return connection.welcome.limits
 
-    def _reply(self, session: DaemonSession, seq: int) -> FromDaemon | None:
+    def _reply(self, connection: DaemonConnection, seq: int) -> FromDaemon | None:
         """The reply to the search ``seq``; ``None``: not yet."""
-        if session is not self._scheduler.session:
+        if connection is not self._scheduler.connection:
             return Segments()  # the search was lost with its connection
         try:
             reply = self._scheduler.wait_in_step(seq)

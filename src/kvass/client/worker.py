@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvass.client.connection import DaemonConnection
 from kvass.client.endpoint import Endpoint
-from kvass.client.session import DaemonSession
 from kvass.messages import DRAINED, Abort, Commit, Drained, Register, Release
 
 MOST_UNSAID: Final = 256
@@ -31,23 +31,23 @@ class ArenaLease:
     It counts as used from ``WorkerClient.arena`` on, so leave it (or ``close`` it) in every case.
     """
 
-    def __init__(self, endpoint: Endpoint, session: DaemonSession) -> None:
-        assert session.arena is not None
-        self.buffer: npt.NDArray[np.uint8] = session.arena.buffer
+    def __init__(self, endpoint: Endpoint, connection: DaemonConnection) -> None:
+        assert connection.arena is not None
+        self.buffer: npt.NDArray[np.uint8] = connection.arena.buffer
         """The whole arena: uint8, shape ``(arena_bytes,)``. Keep no view of it after leaving."""
-        self.populated = session.watermark
+        self.populated = connection.watermark
         """How many bytes of it, from its beginning, the daemon had populated when the lease
         began."""
         self._endpoint = endpoint
-        self._session: DaemonSession | None = session
+        self._connection: DaemonConnection | None = connection
 
     def prepare(self, lo: int, hi: int) -> None:
         """Populate bytes ``[lo, hi)`` if the daemon has not done so yet. Raises ``OSError`` if
         there is no memory: a process that touches them then is killed (SIGBUS)."""
-        assert self._session is not None, "the lease was left"
-        assert self._session.arena is not None
+        assert self._connection is not None, "the lease was left"
+        assert self._connection.arena is not None
         if hi > self.populated:
-            self._session.arena.populate(int(lo), int(hi))  # or numpy's integers reach ctypes
+            self._connection.arena.populate(int(lo), int(hi))  # or numpy's integers reach ctypes
 
     def __enter__(self) -> npt.NDArray[np.uint8]:
         return self.buffer
@@ -56,10 +56,10 @@ class ArenaLease:
         self.close()
 
     def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
             self.buffer = np.empty(0, np.uint8)
-            self._endpoint.leave(session)
+            self._endpoint.leave(connection)
 
 
 class WorkerClient(Endpoint):
@@ -84,7 +84,7 @@ class WorkerClient(Endpoint):
         )
         self._rank = registration.rank
         self._unsaid: deque[Abort | Release] = deque(maxlen=MOST_UNSAID)
-        self._sessions: list[DaemonSession] = []
+        self._connections: list[DaemonConnection] = []
         """The current connection, and lost ones whose arena is in use."""
         self._drained = True
         """Whether nothing that the current connection does not know of is in use, and the daemon
@@ -98,11 +98,11 @@ class WorkerClient(Endpoint):
         """
         self.start()
         with self.lock:
-            session = self.session
-            if session is None or session.boot != boot or session.registered_s > given_s:
+            connection = self.connection
+            if connection is None or connection.boot != boot or connection.registered_s > given_s:
                 return None
-            session.users += 1
-            return ArenaLease(self, session)
+            connection.users += 1
+            return ArenaLease(self, connection)
 
     def commit(self, boot: bytes, reservation: int) -> None:
         """This rank has written its shard of every row of ``reservation``."""
@@ -116,17 +116,17 @@ class WorkerClient(Endpoint):
 
     def _give_back(self, message: Abort | Release) -> None:
         with self.lock:
-            if not self.post(message) and self.session is None:
+            if not self.post(message) and self.connection is None:
                 self._unsaid.append(message)
 
-    def leave(self, session: DaemonSession) -> None:
-        super().leave(session)
+    def leave(self, connection: DaemonConnection) -> None:
+        super().leave(connection)
         with self.lock:
             self._tell_drained()
 
     def _on_connected(self) -> None:
-        assert self.session is not None
-        self._sessions = [each for each in self._sessions if each.users] + [self.session]
+        assert self.connection is not None
+        self._connections = [each for each in self._connections if each.users] + [self.connection]
         self._drained = False
         self._tell_drained()
         while self._unsaid:
@@ -134,9 +134,9 @@ class WorkerClient(Endpoint):
 
     def _tell_drained(self) -> None:
         """Say ``Drained`` on a new connection once no copy of an earlier one is under way."""
-        session = self.session
-        if self._drained or session is None or any(s.users for s in self._sessions[:-1]):
+        connection = self.connection
+        if self._drained or connection is None or any(s.users for s in self._connections[:-1]):
             return
         self._drained = True
-        if DRAINED in session.welcome.features:
-            self.post(Drained(boot=session.boot), session)
+        if DRAINED in connection.welcome.features:
+            self.post(Drained(boot=connection.boot), connection)

@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from kvass.client.connection import DaemonConnection
 from kvass.client.lookups import Match
 from kvass.client.scheduler import SchedulerClient
-from kvass.client.session import DaemonSession
 from kvass.engine.observers import Observer
 from kvass.engine.protocols import Request
 from kvass.engine.request_state import RequestState
@@ -80,7 +80,7 @@ class RowEvents(Observer):
         self._expected: dict[Row, Expected] = {}
         self._doubted: dict[Row, None] = {}
         """Announced rows that may have left."""
-        self._session: DaemonSession | None = None
+        self._connection: DaemonConnection | None = None
         self._since = self._seq = 0
         self._width = 32
         self._query: dict[int, dict[bytes, Expected | None]] = {}
@@ -157,23 +157,23 @@ class RowEvents(Observer):
 
     def poll(self) -> None:
         """Take in the daemon's answer, and send the next query when it is due."""
-        session, now_s = self._client.session, time.monotonic()
-        if session is None:
-            self._session = None
+        connection, now_s = self._client.connection, time.monotonic()
+        if connection is None:
+            self._connection = None
             if now_s - self._served_s > AWAY_S:
                 self._withdraw(list(islice(self._announced, ROWS_PER_MESSAGE)))
             return
         self._served_s = now_s
-        if session is not self._session:
-            self._session, self._since, self._seq, self._query_s = session, 0, 0, 0.0
+        if connection is not self._connection:
+            self._connection, self._since, self._seq, self._query_s = connection, 0, 0, 0.0
         if self._seq and not self._answered():
             return
         pause_s = BUSY_S if self._expected or self._doubted else IDLE_S
         if now_s - self._query_s >= pause_s:
-            self._ask(session, now_s)
+            self._ask(connection, now_s)
 
-    def _ask(self, session: DaemonSession, now_s: float) -> None:
-        most = min(ROWS_PER_MESSAGE, session.welcome.limits.keys_per_message)
+    def _ask(self, connection: DaemonConnection, now_s: float) -> None:
+        most = min(ROWS_PER_MESSAGE, connection.welcome.limits.keys_per_message)
         self._query = {}
         for row in islice(chain(self._expected, self._doubted), most):
             self._query.setdefault(row[0], {})[row[1]] = self._expected.get(row)

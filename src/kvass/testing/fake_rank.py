@@ -145,7 +145,7 @@ def hang_up(client: Endpoint) -> None:
     """Close a session as the death of its process does: by EOF, without a message. It does not
     reconnect."""
     with client.lock:
-        client._connection.closed = True
-        if client.session is not None:
-            client.session.channel._sock.shutdown(sockets.SHUT_RDWR)
+        client.closed = True
+        if client.connection is not None:
+            client.connection.channel._sock.shutdown(sockets.SHUT_RDWR)
     client.close()

@@ -216,12 +216,12 @@ class EngineSessions:
         self.scheduler = Client(socket, registration, daemon_uid=daemon_uid)
         for client in (*self.workers, self.scheduler):
             ending.enter_context(client).connect(PATIENCE_S)
-        session = self.workers[0].session
-        if session is None or session.arena is None:
+        connection = self.workers[0].connection
+        if connection is None or connection.arena is None:
             raise Unavailable("the daemon went away")
         if populate:  # map everything before anything is measured
-            session.arena.populate(0, session.arena.size)
-        self.arena: U8Array = session.arena.buffer
+            connection.arena.populate(0, connection.arena.size)
+        self.arena: U8Array = connection.arena.buffer
         ending.callback(delattr, self, "arena")  # before the rest: a view keeps the mapping
 
     def reserve(self, digests: bytes, first: int = 0, session: int = 0) -> messages.Granted:

@@ -56,8 +56,8 @@ AT_ONCE_BYTES: Final = 256 << 20
 _seqs: Final = itertools.count(1)  # no number twice in a process, whatever the connection
 
 
-class DaemonSession:
-    """A connection, made by ``open_session``. ``users``: how many users it has: the connecting
+class DaemonConnection:
+    """A connection, made by ``open_connection``. ``users``: how many users it has: the connecting
     thread and each arena lease."""
 
     def __init__(self, channel: Channel, path: str) -> None:
@@ -144,13 +144,13 @@ class DaemonSession:
             self.populates = False
 
 
-def open_session(
+def open_connection(
     path: str,
     registration: Register | None,
     *,
     wants_arena: bool,
     daemon_uid: int | None = None,
-) -> DaemonSession:
+) -> DaemonConnection:
     """Open a connection to the daemon at ``path``, or at the default places if ``path`` is empty:
     check the daemon, map the arena, register.
 
@@ -184,21 +184,21 @@ def open_session(
 
 def _open(
     path: str, registration: Register | None, wants_arena: bool, daemon_uid: int | None
-) -> DaemonSession:
+) -> DaemonConnection:
     check_folder(path)
-    session = DaemonSession(Channel.connect(path, HANDSHAKE_S), path)
+    connection = DaemonConnection(Channel.connect(path, HANDSHAKE_S), path)
     with ExitStack() as undo:
-        undo.callback(session.end)
-        check_daemon(path, session.channel.daemon_uid, daemon_uid)
-        _greet(session, wants_arena)
+        undo.callback(connection.end)
+        check_daemon(path, connection.channel.daemon_uid, daemon_uid)
+        _greet(connection, wants_arena)
         if wants_arena:
-            session.arena = _map_arena(session)
-            session.populates = registration is None or registration.world_size == 1
+            connection.arena = _map_arena(connection)
+            connection.populates = registration is None or registration.world_size == 1
         if registration is not None:
-            _ask(session, registration)
-            session.registration, session.registered_s = registration, time.monotonic()
+            _ask(connection, registration)
+            connection.registration, connection.registered_s = registration, time.monotonic()
         undo.pop_all()
-    return session
+    return connection
 
 
 def refusal(error: Error) -> Refused:
@@ -206,7 +206,7 @@ def refusal(error: Error) -> Refused:
     return Refused(cast(ErrorCode, one_line(error.code)), one_line(error.text))
 
 
-def _greet(session: DaemonSession, wants_arena: bool) -> None:
+def _greet(connection: DaemonConnection, wants_arena: bool) -> None:
     """Exchange ``Hello`` and ``Welcome``. Raises ``Incompatible`` for another protocol or clock."""
     ours = f"this client ({__version__}) speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}"
     sent_s = time.monotonic()
@@ -219,7 +219,7 @@ def _greet(session: DaemonSession, wants_arena: bool) -> None:
         wants_arena=wants_arena,
     )
     try:
-        welcome = _ask(session, hello)
+        welcome = _ask(connection, hello)
     except Refused as no:
         if no.code in ("incompatible_version", "incompatible_clock"):
             raise Incompatible(f"{no.text}; {ours}") from None
@@ -235,12 +235,12 @@ def _greet(session: DaemonSession, wants_arena: bool) -> None:
             f"the daemon's CLOCK_MONOTONIC reads {welcome.clock_s:.3f}, ours {now_s:.3f}: "
             "run both in one time namespace; uncached until then"
         )
-    session.welcome = welcome
-    session.channel.decoder.limit = welcome.limits.frame_bytes
+    connection.welcome = welcome
+    connection.channel.decoder.limit = welcome.limits.frame_bytes
 
 
-def _map_arena(session: DaemonSession) -> memory.Arena:
-    fd, size = session.channel.take_fd(), session.welcome.arena_bytes
+def _map_arena(connection: DaemonConnection) -> memory.Arena:
+    fd, size = connection.channel.take_fd(), connection.welcome.arena_bytes
     if fd is None:
         raise RemoteError("the welcome came without the arena's descriptor")
     try:
@@ -249,24 +249,24 @@ def _map_arena(session: DaemonSession) -> memory.Arena:
         raise RemoteError(f"the arena of {size} bytes cannot be mapped: {error}") from error
 
 
-def _ask(session: DaemonSession, message: Request) -> FromDaemon:
+def _ask(connection: DaemonConnection, message: Request) -> FromDaemon:
     """The reply to ``message`` on a connection that nobody else uses yet. Raises ``Refused`` for
     any ``Error`` that arrives meanwhile."""
     deadline_s = time.monotonic() + HANDSHAKE_S
     try:
-        session.send(message)
+        connection.send(message)
     except Unavailable:  # it may have refused us, and closed, before it read anything
-        for error in session.receive(0):
+        for error in connection.receive(0):
             if isinstance(error, Error):
                 raise refusal(error) from None
         raise
-    while not session.requests.answered(message.seq):
+    while not connection.requests.answered(message.seq):
         if (left_s := deadline_s - time.monotonic()) <= 0:
             raise TimedOut(f"the daemon accepted but did not answer within {HANDSHAKE_S:g} s")
-        for error in session.receive(left_s):
+        for error in connection.receive(left_s):
             assert isinstance(error, Error), "nothing was abandoned yet"
             raise refusal(error)
-    reply = session.requests.fetch(message.seq)
+    reply = connection.requests.fetch(message.seq)
     if isinstance(reply, Error):
         raise refusal(reply)
     return reply

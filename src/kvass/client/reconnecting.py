@@ -4,7 +4,7 @@ Laws of this file:
 
 - The thread connects, registers, notices a hang-up and writes what the socket would not take at
   once. It reads replies that no caller waits for, and everything if there is an arena.
-- A connection that was lost is another one when it is there again: another ``DaemonSession``.
+- A connection that was lost is another one when it is there again: another ``DaemonConnection``.
 - Sockets belong to the process that opened them. A forked child drops its copies and opens its own.
 """
 
@@ -16,12 +16,13 @@ import select
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
-from kvass.client.session import DaemonSession, open_session
+from kvass.client.connection import DaemonConnection, open_connection
 from kvass.errors import (
     Incompatible,
     KvassError,
@@ -51,34 +52,36 @@ CLOSE_S: Final = 1.0
 """How long ``close`` waits for the thread."""
 
 _log: Final = logging.getLogger("kvass.client")
-_alive: Final[weakref.WeakSet[DaemonConnection]] = weakref.WeakSet()
+_alive: Final[weakref.WeakSet[Reconnecting]] = weakref.WeakSet()
 
 
-class DaemonConnection:
-    """The connection at ``path``, or at the default places if ``path`` is empty. Its arguments are
-    those of ``Endpoint``. ``read`` takes in what has arrived, and ``connected`` is told of each new
-    connection. Both are called with the lock held."""
+class Reconnecting(ABC):
+    """What connects to the daemon at ``socket``, or at the default places if it is empty.
+
+    ``registration``: sent after every (re)connect. A client without one registers no engine.
+    ``wants_arena``: map the arena. ``incomplete``: the registration's identity lacks fields, so
+    the client does not connect before ``complete``. ``daemon_uid``: the daemon's user, if the files
+    do not show it (``wire.trust``).
+    """
 
     def __init__(
         self,
-        path: str,
-        registration: Register | None,
-        read: Callable[[], None],
-        connected: Callable[[], None],
+        socket: str,
+        registration: Register | None = None,
         *,
-        wants_arena: bool,
-        incomplete: bool,
-        daemon_uid: int | None,
+        wants_arena: bool = False,
+        incomplete: bool = False,
+        daemon_uid: int | None = None,
     ) -> None:
         self.registration = registration
-        """Said from the next connection on. One being made with another is given up."""
+        """Sent on the next connection. An attempt that has sent an older one is dropped."""
         self.counters: Counter[str] = Counter()
-        """As ``Endpoint.counters``."""
+        """``lookups``, ``unasked`` (there was no connection), ``hits``, ``misses``, ``timeouts``,
+        ``late_replies``, ``dropped``, ``lost``, ``connects``, ``too_large``, ``refused_<code>``,
+        ``failed_<error>``."""
         self.closed = False
-        self._path = path
-        """Empty: the default places."""
-        self._read = read
-        self._on_connected = connected
+        """Whether ``close`` was called: then it connects no more."""
+        self._path = socket
         self._wants_arena = wants_arena
         self._daemon_uid = daemon_uid
         self._incomplete = incomplete
@@ -95,23 +98,36 @@ class DaemonConnection:
         """Set the state that belongs to one process: a forked child calls this again."""
         self.lock = threading.Condition()
         """Guards everything. Notified when an attempt ends and when a connection is lost."""
-        self.session: DaemonSession | None = None
+        self.connection: DaemonConnection | None = None
         """The current connection, welcomed and registered. Each connection has its own object."""
         self._thread: threading.Thread | None = None
         self._wake_fd = -1
         self._attempts = 0
         self._failure: KvassError | None = None
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection on which the daemon has registered us."""
+        return self.connection is not None
+
+    @abstractmethod
+    def _read(self) -> None:
+        """Take in what has arrived, with the lock held."""
+
+    @abstractmethod
+    def _on_connected(self) -> None:
+        """There is a new connection. Called with the lock held."""
+
     def forked(self) -> None:
         """Called in a forked child: close its copies of the parent's socket. Sends nothing."""
-        session, wake_fd = self.session, self._wake_fd
+        connection, wake_fd = self.connection, self._wake_fd
         self._begin()
         if wake_fd >= 0:
             os.close(wake_fd)
-        if session is not None:
-            session.channel.drop()
-            if session.arena is not None:
-                session.arena.close()
+        if connection is not None:
+            connection.channel.drop()
+            if connection.arena is not None:
+                connection.arena.close()
 
     def start(self) -> None:
         """Begin connecting in the background, in this process (after any fork).
@@ -146,7 +162,7 @@ class DaemonConnection:
         deadline_s = time.monotonic() + timeout_s
         with self.lock:
             seen = self._attempts
-            while self.session is None:
+            while self.connection is None:
                 failure, tried = self._failure, self._attempts > seen or self._thread is None
                 if failure is not None and (tried or _lasting(failure)):
                     raise failure.with_traceback(None)
@@ -155,12 +171,12 @@ class DaemonConnection:
                     at = self._path or "a default socket"
                     raise TimedOut(f"no connection to {at} within {timeout_s:g} s")
                 self.lock.wait(left_s)
-            return self.session.welcome
+            return self.connection.welcome
 
     def close(self) -> None:
-        """End the session. The daemon cancels what was not handed over. Idempotent.
+        """End the connection. The daemon cancels what was not handed over. Idempotent.
 
-        The socket stays open until each ``ArenaLease`` of the session is closed."""
+        The socket stays open until each ``ArenaLease`` of the connection is closed."""
         with self.lock:
             self.closed = True
             self.wake()
@@ -168,25 +184,25 @@ class DaemonConnection:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_S)
 
-    def leave(self, session: DaemonSession) -> None:
-        """End one use of ``session``. The last user closes it."""
+    def leave(self, connection: DaemonConnection) -> None:
+        """End one use of ``connection``. The last user closes it."""
         with self.lock:
-            session.users -= 1
-            last = not session.users
+            connection.users -= 1
+            last = not connection.users
         if last:
-            session.end()
+            connection.end()
 
     # ------------------------------------------------------------ for who holds the lock
 
-    def lose(self, session: DaemonSession, error: KvassError | None) -> None:
-        """``session`` is over; ``error``: why, if nobody wished it."""
-        if session is not self.session:
+    def lose(self, connection: DaemonConnection, error: KvassError | None) -> None:
+        """``connection`` is over; ``error``: why, if nobody wished it."""
+        if connection is not self.connection:
             return
-        if error is not None:  # first: who sees that there is no session counts from here on
+        if error is not None:  # first: who sees that there is no connection counts from here on
             self.counters["lost"] += 1
             self._lost_s, self._unasked = time.monotonic(), self.counters["unasked"]
-        self.session = None
-        session.requests.void()
+        self.connection = None
+        connection.requests.void()
         self.wake()
         self.lock.notify_all()
         if error is not None:
@@ -220,7 +236,7 @@ class DaemonConnection:
             if found != before:  # another daemon, which may know nothing of what the last one said
                 pause_s = BACKOFF_MIN_S
             try:
-                session = open_session(
+                connection = open_connection(
                     self._path,
                     self.registration,
                     wants_arena=self._wants_arena,
@@ -234,10 +250,10 @@ class DaemonConnection:
                 elif time.monotonic() < quick_until_s:
                     longest_s = QUICK_PAUSE_S
             else:
-                self._connected(session)
-                while self._watch(session):
+                self._connected(connection)
+                while self._watch(connection):
                     pass
-                self.leave(session)
+                self.leave(connection)
                 if time.monotonic() - began_s >= STEADY_S:
                     pause_s, quick_until_s = BACKOFF_MIN_S, time.monotonic() + QUICK_S
             self._pause(min(pause_s, longest_s), found)
@@ -254,15 +270,15 @@ class DaemonConnection:
             self.note(kind, f"runs uncached: {error}", again)
             self.lock.notify_all()
 
-    def _connected(self, session: DaemonSession) -> None:
+    def _connected(self, connection: DaemonConnection) -> None:
         with self.lock:
-            if session.registration is not self.registration:
+            if connection.registration is not self.registration:
                 return  # it has changed meanwhile: nobody may ask anything through this one
-            self.session = session
+            self.connection = connection
             self._attempts += 1
             self._failure = None
             self.counters["connects"] += 1
-            self._say(logging.INFO, f"connected to the daemon at {session.path}{self._since()}")
+            self._say(logging.INFO, f"connected to the daemon at {connection.path}{self._since()}")
             self._on_connected()
             self.lock.notify_all()
 
@@ -277,28 +293,28 @@ class DaemonConnection:
         known = self.registration
         return "" if known is None else f"; it shares chunks of {known.chunk_tokens} tokens"
 
-    def _watch(self, session: DaemonSession) -> bool:
-        """Wait for one event of the socket and handle it. False: the session is over."""
+    def _watch(self, connection: DaemonConnection) -> bool:
+        """Wait for one event of the socket and handle it. False: the connection is over."""
         with self.lock:
             if self.closed:
-                self.lose(session, None)
-            if session is not self.session:
+                self.lose(connection, None)
+            if connection is not self.connection:
                 return False
             events = select.POLLRDHUP
             events |= select.POLLIN if self._wants_arena else 0
-            events |= select.POLLOUT if session.channel.wants_write else 0
-            late = session.requests.abandoned and not self._wants_arena
-            timeout_s = 0.0 if session.behind else LATE_TICK_S if late else None
+            events |= select.POLLOUT if connection.channel.wants_write else 0
+            late = connection.requests.abandoned and not self._wants_arena
+            timeout_s = 0.0 if connection.behind else LATE_TICK_S if late else None
         poll = select.poll()
-        poll.register(session.channel, events)
+        poll.register(connection.channel, events)
         poll.register(self._wake_fd, select.POLLIN)
         poll.poll(None if timeout_s is None else timeout_s * 1000)
         with self.lock:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)  # takes back every ``wake`` so far
-            if session is self.session:
+            if connection is self.connection:
                 self._read()  # writes what is queued, too
-        session.populate()
+        connection.populate()
         return True
 
     def _pause(self, seconds: float, tried: tuple[int, ...] | None) -> None:
