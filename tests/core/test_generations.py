@@ -31,5 +31,5 @@ def test_many_generations_leave_nothing_behind() -> None:
         rig.machine.step(Received(a.scheduler, move), rig.now)  # validated below, once
     rig.machine.validate()
     assert len(state.namespaces) <= 3
-    assert len(state.by_digest) == len(state.namespaces) == len(state.classes.by_id)
+    assert len(state.namespaces.by_digest) == len(state.namespaces) == len(state.classes.by_id)
     assert (len(state.tiers.ops), state.tiers.owed, rig.status["rows"]) == (0, set(), 1)

@@ -129,7 +129,7 @@ def test_writers_that_are_not_awaited_any_more_forget_the_promotion(promotion: P
 def test_a_promotion_is_void_when_its_answer_is_of_no_use(promotion: Promotion, why: str) -> None:
     assert not promotion.void
     if why == "asker left":
-        promotion.asker_left = True
+        promotion.asker_gone = True
     else:
         promotion.namespace.epoch += 1
     assert promotion.void

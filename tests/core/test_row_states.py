@@ -99,7 +99,7 @@ def test_a_row_that_is_not_retained_leaves_at_its_last_unpin_unless_it_was_prefe
 ) -> None:
     core = Rows()
     rows, pinned = load(core)
-    core.rows.publish_loaded(rows, retain=False)
+    core.rows.publish_loaded(rows, stay=False)
     assert core.states(rows) == {TRANSIENT}
     core.rows.unpin(rows[:1])
     assert core.rows.table.state[pinned] == TRANSIENT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvass.core.rows.row_class import RowClass
 from kvass.core.rows.session_end import SLICE, SessionEnd
 from kvass.core.rows.session_tags import LOOK
 from kvass.types import I64Array
@@ -23,13 +22,13 @@ class Joined(Rows):
         self.all = self.store(self.row_class, *range(1, ROWS + 1), session=7)
         self.use(np.random.default_rng(2).permutation(self.all))
         self.slices = list[I64Array]()
-        evict_first = self.followers.policy.evict_first
+        evict_first = self.row_class.order.evict_first
 
-        def joins(row_class: RowClass, rows: I64Array) -> None:
+        def joins(rows: I64Array) -> None:
             self.slices.append(rows)
-            evict_first(row_class, rows)
+            evict_first(rows)
 
-        monkeypatch.setattr(self.followers.policy, "evict_first", joins)
+        monkeypatch.setattr(self.row_class.order, "evict_first", joins)
 
     def use(self, rows: I64Array) -> None:
         self.rows.touch(self.row_class, rows)

@@ -8,8 +8,6 @@ import numpy as np
 
 from kvass.core.rows.extents import ExtentSet
 from kvass.core.rows.listeners import Entered, Used
-from kvass.core.rows.lru import LeastRecentlyUsed
-from kvass.core.rows.retention import Retention
 from kvass.core.rows.row_table import RowTable
 from kvass.core.rows.session_tags import LOOK, MOST_ENDED, NO_SESSION, SessionTags
 from kvass.types import I64Array, session_tag
@@ -23,7 +21,7 @@ def tags_of(rows: int) -> tuple[RowTable, SessionTags]:
     table = RowTable()
     table.grow(rows)
     tables = tables_of(table)
-    return table, SessionTags(tables, LeastRecentlyUsed(tables, Retention(tables, 0.0)))
+    return table, SessionTags(tables)
 
 
 def stored(tags: SessionTags, rows: I64Array, session: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvass.core.clients.shadow_figures import MOST
-from kvass.core.handlers.shadow import LEFT
+from kvass.core.handlers.shadow import MOST_GONE
 from kvass.messages import Explain, ShadowGroup, ShadowReport
 from tests.core.rig import BOOT, Rig
 from tests.core.tier_rig import TierRig
@@ -165,10 +165,10 @@ def test_a_removed_namespaces_figures_are_added_to_those_of_its_model() -> None:
 
 def test_what_is_kept_of_engines_that_are_gone_is_bounded() -> None:
     rig = Rig()
-    for number in range(LEFT + 3):
+    for number in range(MOST_GONE + 3):
         e = rig.engine(f"e{number}")
         rig.say(e.scheduler, replace(REPORT, lookup_tokens=MOST))
         e.quit()
-    assert len(rig.machine.state.shadow_left) == LEFT
+    assert len(rig.machine.state.shadow_gone) == MOST_GONE
     assert shadow_of(rig)["lookup_tokens"] == MOST
-    assert shadow_of(rig)["lookups"] == 2 * (LEFT + 3)
+    assert shadow_of(rig)["lookups"] == 2 * (MOST_GONE + 3)

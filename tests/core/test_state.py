@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvass.core import state
+from kvass.core.rows import namespaces
 from kvass.core.state import CoreConfig, State
 from kvass.types import Quota
 from tests.core.rig import Rig
@@ -27,7 +27,7 @@ def test_engines_that_are_refused_are_named_until_they_register() -> None:
 def test_what_a_forgotten_namespace_counted_stays_under_its_model_for_so_many_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(state, "_MODELS", 2)
+    monkeypatch.setattr(namespaces, "_MODELS", 2)
     rig = Rig(namespaces=1)
     for model in "abcca":
         e = rig.engine(model, identity={"model": model})

@@ -8,7 +8,7 @@ no former worker can write any more (law 3).
 
 What is read is taken from the directory and from the records. The directory is replaced at the end,
 so a daemon that dies meanwhile leaves an index that can be adopted again: until its deadline a row
-that was lent is never without a pin. Tails, rows that were not to be retained, and the indexes of
+that was lent is never without a pin. Tails, rows that were not to stay, and the indexes of
 blocks and segments are not adopted.
 """
 
@@ -132,7 +132,7 @@ def _classes(
         specs = [one.spec for _, one in sorted(groups.get(saved.id, {}).items())]
         if not specs or [s.group for s in specs] != [*range(len(specs))]:
             continue
-        number = state.namespace_id(saved.digest)
+        number = state.namespaces.new_id(saved.digest)
         ns = Namespace(
             id=number,
             digest=saved.digest,
@@ -143,8 +143,7 @@ def _classes(
             model=saved.model,
             traffic=Traffic(from_tiers=[0] * len(state.tiers.all)),
         )
-        state.namespaces[number] = ns
-        state.by_digest[saved.digest] = number
+        state.namespaces.add(ns)
         if not ns.private:
             ns.tier_epochs = [None] * len(state.tiers.all)
             ns.asked_s = [-math.inf] * len(state.tiers.all)

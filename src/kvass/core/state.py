@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import count
 from typing import Final
 
 import msgspec
@@ -12,7 +11,6 @@ from kvass.core.clients.connection_limits import ConnectionLimits
 from kvass.core.clients.lookup_log import LookupLog
 from kvass.core.clients.registry import ClientConnection, Instance, Refusal
 from kvass.core.clients.shadow_figures import ShadowFigures
-from kvass.core.clients.traffic import Traffic
 from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
 from kvass.core.matching import keeping
@@ -25,6 +23,7 @@ from kvass.core.pending.settlement import Settlement
 from kvass.core.pending.tier_operations import Clearing
 from kvass.core.pending.tier_state import FlushMode, Tiers
 from kvass.core.rows.followers import Followers
+from kvass.core.rows.namespaces import Namespaces
 from kvass.core.rows.row_allocator import RowAllocator
 from kvass.core.rows.row_classes import Namespace, RowClasses
 from kvass.core.rows.row_states import RowStates
@@ -34,8 +33,6 @@ from kvass.core.saved.index_file import SavedIndex
 from kvass.messages import FromClient, FromDaemon, Matched, RequestContext
 from kvass.types import Limits, Quota, Timing
 
-_MODELS: Final = 64
-"""The most models in ``State.forgotten``, besides ``other``."""
 _REFUSALS: Final = 8
 """The most entries of ``State.refusals``."""
 
@@ -117,15 +114,8 @@ class State:
             config.limits, config.timing.hello_s, config.slice_ends
         )
         self.instances: dict[str, Instance] = {}
-        self.namespaces: dict[int, Namespace] = {}
-        self.by_digest: dict[bytes, int] = {}
-        self.former_ids: dict[bytes, int] = {}
-        """By digest, the ids of the last namespaces that were removed. An id never stands for two
-        digests, because ``LeftRows`` remembers rows of removed namespaces."""
-        self._ids = count()
-        self.forgotten: dict[str, Traffic] = {}
-        """By model, the counts of namespaces that were removed, so that no sum decreases."""
-        self.shadow_left: dict[str, ShadowFigures] = {}
+        self.namespaces = Namespaces(config.limits.namespaces)
+        self.shadow_gone: dict[str, ShadowFigures] = {}
         """By engine, the last reports of engines in shadow mode that are gone."""
         self.refusals: dict[str, Refusal] = {}
         """The last refused engines, by name, until they register."""
@@ -215,20 +205,6 @@ class State:
         self.refusals[instance] = Refusal(self.now, text)
         if len(self.refusals) > _REFUSALS:
             del self.refusals[next(iter(self.refusals))]
-
-    def namespace_id(self, digest: bytes) -> int:
-        """The id of a namespace that is to be created."""
-        former = self.former_ids.pop(digest, None)
-        if len(self.former_ids) > self.config.limits.namespaces:
-            del self.former_ids[next(iter(self.former_ids))]
-        return next(self._ids) if former is None else former
-
-    def forget(self, ns: Namespace) -> None:
-        """Add the counts of a removed namespace to those of its model, or of ``other`` if there are
-        too many models."""
-        model = ns.model if len(self.forgotten) < _MODELS or ns.model in self.forgotten else "other"
-        fresh = Traffic(from_tiers=[0] * len(self.tiers.all))
-        self.forgotten.setdefault(model, fresh).add(ns.traffic)
 
     @property
     def loading_bytes(self) -> int:

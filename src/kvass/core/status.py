@@ -70,7 +70,7 @@ def status(state: State, terms_of: Collection[bytes] = ()) -> dict[str, Any]:
         "tenants": [_tenant(t, state.now) for t in state.tenants.all.values()],
         "forgotten": [
             {"model": model, **_traffic(traffic, state.now), "shadow": _shadow(traffic)}
-            for model, traffic in state.forgotten.items()
+            for model, traffic in state.namespaces.forgotten.items()
         ],
         "tiers": [_tier(tier, state.now) for tier in state.tiers.all],
         "histograms": {name: h.fields() for name, h in state.histograms.items()},

@@ -110,10 +110,10 @@ def _admit(
 def _leave(state: State, instance: Instance) -> None:
     """End the instance's use of its namespace. A private namespace without users is cleared."""
     state.settlement.lost(instance.id, MOVED)
-    left, instance.namespace = state.namespace_of(instance), None
+    ns, instance.namespace = state.namespace_of(instance), None
     users = {i.namespace for i in state.instances.values()}
-    if left is not None and left.private and left.id not in users:
-        state.classes.clear([left])
+    if ns is not None and ns.private and ns.id not in users:
+        state.classes.clear([ns])
 
 
 def _namespace_for(state: State, instance: Instance) -> int:
@@ -130,10 +130,9 @@ def _namespace_for(state: State, instance: Instance) -> int:
         share = state.config.limits.instance_write_share
         raise Refused("too_large", text + f"give the daemon an L1 above {int(chunk / share)} bytes")
     digest = namespace_digest(instance)
-    if digest in state.by_digest:
-        return state.by_digest[digest]
+    if (known := state.namespaces.by_digest.get(digest)) is not None:
+        return known.id
     _make_place(state, len(specs))
-    new = state.namespace_id(digest)
     terms = msgspec.structs.replace(instance.terms, generation=instance.generation)
     model = model_of(instance.terms)
     same = islice(
@@ -141,10 +140,11 @@ def _namespace_for(state: State, instance: Instance) -> int:
     )
     compared = [(differences(ns.terms, terms), ns.digest) for ns in same]
     differs_in, like = min(compared, key=lambda one: distance(one[0]), default=((), b""))
-    state.namespaces[new] = Namespace(
-        id=new,
+    number = state.namespaces.new_id(digest)
+    made = Namespace(
+        id=number,
         digest=digest,
-        classes=[state.classes.add(spec, new) for spec in specs],
+        classes=[state.classes.add(spec, number) for spec in specs],
         chunk_tokens=instance.terms.chunk_tokens,
         private=bool(instance.generation),
         terms=terms,
@@ -153,10 +153,10 @@ def _namespace_for(state: State, instance: Instance) -> int:
         differs_in=differs_in,
         traffic=Traffic(from_tiers=[0] * len(state.tiers.all)),
     )
-    state.by_digest[digest] = new
-    state.followers.saving.put(state.namespaces[new].saved)
-    epochs.namespace_added(state, state.namespaces[new])
-    return new
+    state.namespaces.add(made)
+    state.followers.saving.put(made.saved)
+    epochs.namespace_added(state, made)
+    return number
 
 
 def _make_place(state: State, groups: int) -> None:
@@ -203,9 +203,7 @@ def _drop(state: State, gone: list[Namespace]) -> None:
         ns.epoch += 1
     promote.cancel(state, gone)  # a tier may not have said yet what it holds
     for ns in gone:
-        state.forget(ns)
-        del state.namespaces[ns.id], state.by_digest[ns.digest]
-        state.former_ids[ns.digest] = ns.id
+        state.namespaces.remove(ns)
     state.followers.saving.remove("namespace", (ns.id for ns in gone))
     classes = [c for ns in gone for c in ns.classes]
     state.classes.remove([ns.id for ns in gone], classes, "forgotten")

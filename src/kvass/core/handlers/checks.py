@@ -129,6 +129,6 @@ def _open(
 
 def named_namespace(state: State, digest: bytes) -> Namespace:
     """The namespace of that digest. Connections that have not registered name one by its digest."""
-    if digest not in state.by_digest:
+    if (found := state.namespaces.by_digest.get(digest)) is None:
         raise Refused("bad_value", "namespace: no such digest; see `kvass status`")
-    return state.namespaces[state.by_digest[digest]]
+    return found

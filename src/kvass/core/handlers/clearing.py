@@ -33,7 +33,7 @@ def clear(state: State, connection: ClientConnection, msg: Clear) -> None:
     """
     clearing = Clearing(connection.id, msg.seq, _to_clear(state, connection, msg), msg.tiers)
     state.clears.append(clearing)
-    state.classes.void(clearing.left)
+    state.classes.void(clearing.to_clear)
     _clear_some(state, clearing)
     state.reclaim()
 
@@ -41,7 +41,7 @@ def clear(state: State, connection: ClientConnection, msg: Clear) -> None:
 def clear_more(state: State) -> None:
     """Continue the oldest clear that is not done. There must be one."""
     oldest = state.clears[0]
-    if oldest.left:
+    if oldest.to_clear:
         _clear_some(state, oldest)
     else:
         _clear_some_sets(state, oldest)
@@ -50,9 +50,9 @@ def clear_more(state: State) -> None:
 def _clear_some(state: State, clearing: Clearing) -> None:
     """Clear at least one namespace of ``clearing``. Stop after ``slice_ends`` row classes and
     requests to tiers."""
-    chosen, left, cost = list[Namespace](), clearing.left, 0
-    while left and cost < state.config.slice_ends:
-        ns = left.pop()
+    chosen, to_clear, cost = list[Namespace](), clearing.to_clear, 0
+    while to_clear and cost < state.config.slice_ends:
+        ns = to_clear.pop()
         if state.namespaces.get(ns.id) is ns:  # else it was dropped meanwhile
             chosen.append(ns)
             cost += len(ns.classes) + len(ns.tier_epochs)
@@ -66,7 +66,7 @@ def _clear_some(state: State, clearing: Clearing) -> None:
     asker = state.connections.get(clearing.connection)
     own = asker is not None and asker.registered is not None
     clearing.rows += state.classes.clear(chosen, "reset" if own else "cleared")
-    if left:
+    if to_clear:
         return
     state.clears.remove(clearing)
     if clearing.tiers:

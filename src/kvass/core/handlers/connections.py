@@ -95,7 +95,7 @@ def lost(state: State, event: Lost) -> None:
     instance.namespace = None if instance.missing else instance.namespace
     if not instance.connections:
         del state.instances[instance.id]
-        shadow.engine_left(state, instance)
+        shadow.engine_gone(state, instance)
 
 
 def populated(state: State, event: PopulatedTo) -> None:

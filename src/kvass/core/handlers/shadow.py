@@ -11,7 +11,7 @@ from kvass.core.handlers.checks import check_boot, scheduler_of
 from kvass.core.state import State
 from kvass.messages import ShadowReport
 
-LEFT: Final = 64
+MOST_GONE: Final = 64
 """Of how many engines that are gone the last report is kept. One that connects again sends figures
 since its start, which its namespace has."""
 
@@ -20,7 +20,7 @@ def shadow_report(state: State, connection: ClientConnection, msg: ShadowReport)
     """Keep the engine's figures, and add what is new in them to those of its namespace."""
     check_boot(state, msg.boot)
     instance = scheduler_of(state, connection)
-    before = instance.shadow or state.shadow_left.pop(instance.id, None)
+    before = instance.shadow or state.shadow_gone.pop(instance.id, None)
     ns = None if instance.home is None else state.namespaces.get(instance.home)
     kinds = tuple(c.spec.layout.kind for c in ns.classes) if ns is not None else ()
     instance.shadow = ShadowFigures(kinds, msg)
@@ -30,9 +30,9 @@ def shadow_report(state: State, connection: ClientConnection, msg: ShadowReport)
         ns.traffic.shadow = total.plus(instance.shadow, before)
 
 
-def engine_left(state: State, instance: Instance) -> None:
+def engine_gone(state: State, instance: Instance) -> None:
     """An engine is gone: keep its last report."""
     if instance.shadow is not None:
-        state.shadow_left[instance.id] = instance.shadow
-        if len(state.shadow_left) > LEFT:
-            del state.shadow_left[next(iter(state.shadow_left))]
+        state.shadow_gone[instance.id] = instance.shadow
+        if len(state.shadow_gone) > MOST_GONE:
+            del state.shadow_gone[next(iter(state.shadow_gone))]

@@ -117,7 +117,7 @@ class Promotion(Entry, kw_only=True):
     rest: U64Array = NO_BLOCKS
     start: U64Array = NO_BLOCKS
     why: str = "absent"
-    asker_left: bool = False
+    asker_gone: bool = False
     """Its connection ended, so it is not answered."""
     state: PromotionState = PromotionState.NEW
     writers: set[int] = msgspec.field(default_factory=set)
@@ -164,7 +164,7 @@ class Promotion(Entry, kw_only=True):
     @property
     def void(self) -> bool:
         """Whether nobody waits for it, or its namespace was cleared since it began."""
-        return self.asker_left or self.epoch != self.namespace.epoch
+        return self.asker_gone or self.epoch != self.namespace.epoch
 
 
 class Promotions(Ledger[Promotion]):

@@ -84,15 +84,15 @@ class Clearing(msgspec.Struct, eq=False):
     """A ``Clear``, ``ClearTenant`` or ``EmptyTier`` that was not answered yet. ``of_l1``: it clears
     L1.
 
-    ``left``: the namespaces that are still to be cleared. ``tenant``: the id of the tenant whose
-    extent sets ``sets`` are still to be cleared. ``tiers``: whether tiers are emptied after that.
-    ``awaits``: how many operations of tiers it waits for. ``failed``: the tiers whose operation
-    failed, and why. ``rows``: how many rows were cleared.
+    ``to_clear``: the namespaces that are still to be cleared. ``tenant``: the id of the tenant
+    whose extent sets ``sets`` are still to be cleared. ``tiers``: whether tiers are emptied after
+    that. ``awaits``: how many operations of tiers it waits for. ``failed``: the tiers whose
+    operation failed, and why. ``rows``: how many rows were cleared.
     """
 
     connection: int
     seq: int
-    left: list[Namespace]
+    to_clear: list[Namespace]
     tiers: bool
     rows: int = 0
     awaits: int = 0

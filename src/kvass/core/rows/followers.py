@@ -42,7 +42,7 @@ class Followers:
         self.left = LeftRows(seed, tables)
         self.kept = Retention(tables, keep_share)
         self.policy: Policy = LeastRecentlyUsed(tables, self.kept)
-        self.tags = SessionTags(tables, self.policy)
+        self.tags = SessionTags(tables)
         self.listeners = Listeners(
             self.saving,
             IndexedKeys(),

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 
 from kvass.core.rows.listeners import Listener, Used
 from kvass.core.rows.order import Order
-from kvass.core.rows.row_class import RowClass
 from kvass.types import I64Array
 
 
@@ -32,7 +31,3 @@ class Policy(Listener, ABC):
 
     def used(self, told: Used) -> None:
         told.row_class.order.touched(told.rows, told.stamps)
-
-    def evict_first(self, row_class: RowClass, rows: I64Array) -> None:
-        """As ``Order.evict_first``."""
-        row_class.order.evict_first(rows)

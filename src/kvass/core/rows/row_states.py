@@ -173,10 +173,10 @@ class RowStates:
         self._tell_readable(rows)
         return rows[~tails]
 
-    def publish_loaded(self, rows: I64Array, retain: bool) -> None:
-        """Make LOADING ``rows`` readable, because a tier has filled them. ``retain``: they stay in
+    def publish_loaded(self, rows: I64Array, stay: bool) -> None:
+        """Make LOADING ``rows`` readable, because a tier has filled them. ``stay``: they stay in
         L1 after their last unpin."""
-        self.move(rows, LOADING, READY if retain else TRANSIENT)
+        self.move(rows, LOADING, READY if stay else TRANSIENT)
         self.table.offered[rows] = True
         self._tell_readable(rows)
 

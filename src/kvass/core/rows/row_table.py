@@ -17,7 +17,7 @@ The states are ordered: a lookup can hit rows in ``READY`` or above, and can wai
   lookup finds it. It is freed at its last unpin.
 - LOADING: a tier is filling it.
 - READY: all its shards are written. It may be read while it is pinned.
-- TRANSIENT: READY, and freed at its last unpin. It was promoted and is not to be retained, or it is
+- TRANSIENT: READY, and freed at its last unpin. It was promoted and is not to stay, or it is
   a tail whose blocks another row has too.
 """
 

@@ -14,7 +14,6 @@ from typing import Final
 
 import numpy as np
 
-from kvass.core.rows.policy import Policy
 from kvass.core.rows.row_states import RowStates
 from kvass.core.rows.session_tags import SessionTags
 from kvass.types import I64Array
@@ -51,7 +50,7 @@ class SessionEnd:
             self._find(rows, tags)
             if len(self._bounds) != 1:
                 return False
-        self._join(rows, tags.policy)
+        self._join(rows)
         return not self._bounds
 
     def _find(self, rows: RowStates, tags: SessionTags) -> None:
@@ -66,7 +65,7 @@ class SessionEnd:
             every = SLICE // _SAMPLED
             self._bounds = [_END, *sampled[every::every].tolist()[::-1]]
 
-    def _join(self, rows: RowStates, policy: Policy) -> None:
+    def _join(self, rows: RowStates) -> None:
         """Have the rows of a slice join those that are evicted first, unless they were used or
         freed since they were found."""
         bound, taken = self._bounds.pop(), []
@@ -79,4 +78,4 @@ class SessionEnd:
         self.rows += len(found)
         for row_class, theirs in rows.by_class(found):
             if row_class is not None:
-                policy.evict_first(row_class, theirs)
+                row_class.order.evict_first(theirs)

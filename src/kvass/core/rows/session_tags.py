@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvass.core.rows.listeners import Entered, Left, Listener, Used
-from kvass.core.rows.policy import Policy
 from kvass.core.rows.tables import CoreTables
 from kvass.types import I64Array
 
@@ -33,11 +32,10 @@ LOOK: Final = 8192
 
 
 class SessionTags(Listener):
-    """The tag of each row of ``tables``. ``policy`` is told which rows belong to sessions that have
-    ended."""
+    """The tag of each row of ``tables``."""
 
-    def __init__(self, tables: CoreTables, policy: Policy) -> None:
-        self._table, self._sets, self.policy = tables.table, tables.sets, policy
+    def __init__(self, tables: CoreTables) -> None:
+        self._table, self._sets = tables.table, tables.sets
         self._tags: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         self._ended: dict[int, int] = {}
         """The sessions that have ended, with the id of the tenant that ended each. The oldest is
@@ -65,7 +63,7 @@ class SessionTags(Listener):
         self._tags[told.rows[self.of(told.rows) != told.session]] = NO_SESSION
         if self.has_ended(told.session):
             over = np.unique(told.rows[self.ended(told.rows)])
-            self.policy.evict_first(told.row_class, over)
+            told.row_class.order.evict_first(over)
 
     def left(self, told: Left) -> None:
         self.reclaimed(told.rows)

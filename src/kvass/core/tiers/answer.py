@@ -60,7 +60,7 @@ def answer(state: State, promotion: Promotion) -> None:
     If a pinned row could not be loaded, a shorter hit is pinned instead. If rows of the shorter hit
     are LOADING, the promotion goes on.
     """
-    if promotion.asker_left:
+    if promotion.asker_gone:
         _end(state, promotion)
         return
     instance = state.instances.get(promotion.instance)

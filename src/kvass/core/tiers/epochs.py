@@ -174,7 +174,7 @@ def _noted(state: State, clearing: Clearing, tier: int, done: bool, why: str = "
 def answer_clear(state: State, clearing: Clearing) -> None:
     """Answer a clear, if it waits for nothing more."""
     connection = state.connections.get(clearing.connection)
-    if clearing.left or clearing.awaits or connection is None or connection.ending:
+    if clearing.to_clear or clearing.awaits or connection is None or connection.ending:
         return
     if not clearing.failed:
         state.send(clearing.connection, Cleared(seq=clearing.seq, rows=clearing.rows))

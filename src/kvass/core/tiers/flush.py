@@ -262,7 +262,7 @@ def stop(state: State) -> None:
             _queue_new(state, row_class, rows[np.argsort(table.stamp[rows])])
 
 
-def rows_left(state: State, tier: TierState) -> int:
+def unflushed(state: State, tier: TierState) -> int:
     """How many rows in L1 are queued for a tier, are being stored by it, or were abandoned."""
     _drop_stale(state, tier, tier.queued_rows)
     ops = [op for op in state.tiers.ops.values() if isinstance(op, Flushing)]

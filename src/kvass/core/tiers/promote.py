@@ -103,7 +103,7 @@ def connection_lost(state: State, connection: int) -> None:
     """End a connection's promotions. Rows that are LOADING for them are loaded all the same."""
     left = [p for p in state.promotions.all.values() if p.connection == connection]
     for promotion in left:
-        promotion.asker_left = True
+        promotion.asker_gone = True
     continue_some(state, (promotion.id for promotion in left))
 
 

@@ -40,7 +40,7 @@ def _make_columns(state: State) -> None:
     """Make room for new tiers in the columns of namespaces and of their traffic."""
     count = len(state.tiers.all)
     spaces = state.namespaces.values()
-    for traffic in (*(ns.traffic for ns in spaces), *state.forgotten.values()):
+    for traffic in (*(ns.traffic for ns in spaces), *state.namespaces.forgotten.values()):
         traffic.from_tiers += [0] * (count - len(traffic.from_tiers))
     for ns in spaces:
         if not ns.private:
