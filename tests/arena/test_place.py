@@ -139,6 +139,19 @@ def test_a_disk_is_no_memory(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_refused_leaves_no_folder_behind(tmp_path: Path, memory_folder: Path) -> None:
+    """Neither one that is no memory, nor one that was locked and has too little room."""
+    for path, size in ((tmp_path / "new", MIB), (memory_folder / "new", 1 << 50)):
+        with pytest.raises(ConfigError, match=r"is no memory|do not fit"):
+            open_place(str(path), size, INDEX)
+        assert not path.exists()
+    kept = memory_folder / "kept"
+    kept.mkdir(mode=0o700)
+    with pytest.raises(ConfigError, match="do not fit"):
+        open_place(str(kept), 1 << 50, INDEX)
+    assert kept.exists(), "it was there before"
+
+
 def test_a_folder_that_others_may_write_to_is_refused(memory_folder: Path) -> None:
     memory_folder.chmod(0o777)
     with pytest.raises(ConfigError, match="other users may write to it"):

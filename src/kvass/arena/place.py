@@ -148,15 +148,20 @@ def open_place(path: str, slots_bytes: int, index_bytes: int) -> Place:
     """Lock the place at ``path``, and map its files. The folder is made if only its parent exists.
 
     Raises ``ConfigError`` if the folder is not of a tmpfs, too small or not safe to use, or if
-    another process has locked it.
+    another process has locked it. A folder that was made for this is gone then.
     """
+    new = not os.path.lexists(path)
     try:
         Path(path).mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"arena {path}: cannot be made: {error.strerror}") from error
     with ExitStack() as undo:
-        place = Place(path, _locked(path, undo))
+        if new:
+            undo.callback(_rmdir, path)
+        place = Place(path, folder := _locked(path, undo))
         undo.callback(place.release)
+        if new:
+            undo.callback(_unlink_new, folder)
         place.open(slots_bytes, index_bytes)
         undo.pop_all()
     return place
@@ -188,15 +193,29 @@ def remove_place(path: str) -> None:
         folder = _locked(path, undo)
         try:
             found = SLOTS in os.listdir(folder.fd)
-            # The lock last: nobody finds half a place. Without slots an index may be another file.
-            for name in (INDEX, SLOTS, LOCK) if found else (LOCK,):
-                folder.unlink(name)
+            _unlink_all(folder, found)
         except OSError as error:
             raise ConfigError(f"arena {path}: cannot be removed: {error.strerror}") from error
-    with suppress(OSError):  # it has other files, or its parent is not ours
-        os.rmdir(path)
+    _rmdir(path)
     if not found:
         raise ConfigError(f"arena {path}: there is no arena in this folder")
+
+
+def _unlink_all(folder: Folder, found: bool = True) -> None:
+    """Remove the files of a locked place. The lock last: nobody finds half a place. Without slots
+    (``found``) an index may be another file. Raises ``OSError``."""
+    for name in (INDEX, SLOTS, LOCK) if found else (LOCK,):
+        folder.unlink(name)
+
+
+def _unlink_new(folder: Folder) -> None:
+    with suppress(OSError):  # why the place could not be opened is said
+        _unlink_all(folder)
+
+
+def _rmdir(path: str) -> None:
+    with suppress(OSError):  # it has other files, or its parent is not ours
+        os.rmdir(path)
 
 
 def _locked(path: str, undo: ExitStack) -> Folder:
