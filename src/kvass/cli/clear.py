@@ -6,7 +6,7 @@ from typing import Final
 
 from kvass.arena.place import held_bytes, remove_place
 from kvass.cli import daemon
-from kvass.config import Parser, Size
+from kvass.config import Size
 
 _PATIENCE_S: Final = 300.0
 """Emptying an object store takes long: it deletes a thousand objects at a time."""
@@ -21,8 +21,7 @@ def run(argv: list[str]) -> int:
     for a model or tenant that the daemon does not know; ``Refused`` if the daemon has no tiers to
     empty, or could not empty them; ``ConfigError`` for a folder that a daemon uses, or without an
     arena."""
-    parser = Parser(prog="kvass clear", description=_ABOUT)
-    daemon.add_daemon(parser)
+    parser = daemon.parser_of("clear", _ABOUT)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tier", action="store_true", help="empty its tiers as well")
     what.add_argument(
@@ -42,21 +41,20 @@ def run(argv: list[str]) -> int:
         help="remove the memory that a daemon which has ended left in this folder; its tiers keep "
         "their records",
     )
-    options = vars(parser.parse_args(argv))
-    names = ("tier", "model", "tenant", "arena")
-    tiers, model, tenant, arena = (options.pop(name) for name in names)
-    if arena is not None:
-        size = held_bytes(arena)
-        remove_place(arena)
-        print(f"removed {Size(size).rounded()} from {arena}")
+    own, named = daemon.parse(parser, argv)
+    if own.arena is not None:
+        size = held_bytes(own.arena)
+        remove_place(own.arena)
+        print(f"removed {Size(size).rounded()} from {own.arena}")
         return 0
-    with daemon.client(options) as client:
-        if model is not None:
-            print(f"cleared {client.clear_model(model, timeout_s=_PATIENCE_S)} rows of {model}")
-        elif tenant is not None:
-            rows = client.clear_tenant(tenant, timeout_s=_PATIENCE_S)
-            print(f"cleared {rows} rows of tenant {tenant}")
+    with daemon.client(named) as client:
+        if own.model is not None:
+            rows = client.clear_model(own.model, timeout_s=_PATIENCE_S)
+            print(f"cleared {rows} rows of {own.model}")
+        elif own.tenant is not None:
+            rows = client.clear_tenant(own.tenant, timeout_s=_PATIENCE_S)
+            print(f"cleared {rows} rows of tenant {own.tenant}")
         else:
-            rows = client.clear(everything=True, tiers=tiers, timeout_s=_PATIENCE_S)
-            print(f"cleared {rows} rows" + (" and all tiers" if tiers else ""))
+            rows = client.clear(everything=True, tiers=own.tier, timeout_s=_PATIENCE_S)
+            print(f"cleared {rows} rows" + (" and all tiers" if own.tier else ""))
     return 0

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from kvass.cli import daemon
 from kvass.cli.report import printable
-from kvass.config import Parser
 from kvass.errors import Incompatible, UnknownName
 
 Terms = Mapping[str, str]
@@ -24,17 +23,16 @@ fields."""
 def run(argv: list[str]) -> int:
     """Print the differences. Raises ``Unavailable``, ``Incompatible``, and ``UnknownName`` if a
     name is not that of one namespace."""
-    parser = Parser(prog="kvass compare", description=_ABOUT)
-    daemon.add_daemon(parser)
+    parser = daemon.parser_of("compare", _ABOUT)
     parser.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
         help="the beginning of a namespace or of an engine's id, as `kvass status` shows them",
     )
-    options = vars(parser.parse_args(argv))
-    names: list[str] = options.pop("names")
-    with daemon.client(options) as client:
+    own, named = daemon.parse(parser, argv)
+    names: list[str] = own.names
+    with daemon.client(named) as client:
         fields = client.status()
         chosen = [namespace_of(fields, name) for name in names]
         every = list(dict.fromkeys(chosen or _connected(fields)))

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from kvass.cli import daemon
 from kvass.cli.report import WIDTH, printable
-from kvass.config import Parser
 from kvass.errors import ConfigError
 from kvass.messages import MOST_EXPLAINED
 
@@ -20,12 +19,11 @@ _ENGINE_CHARS: Final = 8
 
 def run(argv: list[str]) -> int:
     """Print the last lookups. Raises ``ConfigError``, ``Unavailable``, ``Incompatible``."""
-    parser = Parser(
-        prog="kvass explain",
-        description="Say of the last requests how much of them was cached, and what ended the "
-        "match. The newest is last.",
+    parser = daemon.parser_of(
+        "explain",
+        "Say of the last requests how much of them was cached, and what ended the match. The "
+        "newest is last.",
     )
-    daemon.add_daemon(parser)
     parser.add_argument(
         "-n",
         dest="limit",
@@ -44,18 +42,17 @@ def run(argv: list[str]) -> int:
         "--request", default="", metavar="ID", help="one request, by the id in the API's answer"
     )
     parser.add_argument("--json", action="store_true", help="print all fields as JSON")
-    options = vars(parser.parse_args(argv))
-    own = {name: options.pop(name) for name in ("limit", "engine", "request", "json")}
-    if not 1 <= own["limit"] <= MOST_EXPLAINED:
-        raise ConfigError(f"-n: {own['limit']} is not in 1..{MOST_EXPLAINED}")
-    with daemon.client(options) as client:
-        found = client.explain(own["engine"], own["request"], own["limit"])
-    if own["json"]:
+    own, named = daemon.parse(parser, argv)
+    if not 1 <= own.limit <= MOST_EXPLAINED:
+        raise ConfigError(f"-n: {own.limit} is not in 1..{MOST_EXPLAINED}")
+    with daemon.client(named) as client:
+        found = client.explain(own.engine, own.request, own.limit)
+    if own.json:
         print(json.dumps(found, indent=2))
     elif found:
         print("\n".join(line for one in found for line in lines(one, time.time())))
-    elif own["request"]:
-        print(f"request {printable(own['request'])} is not among the last 256 of its engine")
+    elif own.request:
+        print(f"request {printable(own.request)} is not among the last 256 of its engine")
     else:
         print("no request was looked up")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvass.cli import daemon
-from kvass.config import Parser
 from kvass.errors import ConfigError
 
 _ABOUT = """Say that a client's session ended. What only this session used of L1 is the next to be
@@ -13,8 +12,7 @@ revokes it."""
 
 def run(argv: list[str]) -> int:
     """End a session. Raises ``ConfigError``, ``Unavailable``, ``Incompatible``."""
-    parser = Parser(prog="kvass forget", description=_ABOUT)
-    daemon.add_daemon(parser)
+    parser = daemon.parser_of("forget", _ABOUT)
     parser.add_argument(
         "--session", metavar="ID", required=True, help="its name, as its requests give it"
     )
@@ -24,10 +22,10 @@ def run(argv: list[str]) -> int:
         default="",
         help="the tenant of its requests (default: that of requests without one)",
     )
-    options = vars(parser.parse_args(argv))
-    session, tenant = options.pop("session"), options.pop("tenant")
-    if not session:
+    own, named = daemon.parse(parser, argv)
+    if not own.session:
         raise ConfigError("--session: it is empty; give the name that the requests have")
-    with daemon.client(options) as client:
-        print(f"{client.end_session(session, tenant)} rows of session {session} are evicted first")
+    with daemon.client(named) as client:
+        rows = client.end_session(own.session, own.tenant)
+        print(f"{rows} rows of session {own.session} are evicted first")
     return 0

@@ -8,15 +8,11 @@ from kvass.cli import daemon
 from kvass.cli.detail import detail
 from kvass.cli.report import printable, report
 from kvass.client.health import notes, troubles
-from kvass.config import Parser
 
 
 def run(argv: list[str]) -> int:
     """Print the status of the daemon. Raises ``Unavailable`` if there is none."""
-    parser = Parser(
-        prog="kvass status", description="Show whether a daemon works, and what it saves."
-    )
-    daemon.add_daemon(parser)
+    parser = daemon.parser_of("status", "Show whether a daemon works, and what it saves.")
     parser.add_argument("--json", action="store_true", help="print all fields as JSON")
     parser.add_argument(
         "--verbose", action="store_true", help="print also each figure that is not 0, explained"
@@ -26,17 +22,16 @@ def run(argv: list[str]) -> int:
         action="store_true",
         help="print what is wrong, and notes; exit status 1 if something is wrong",
     )
-    options = vars(parser.parse_args(argv))
-    as_json, check, verbose = (options.pop(name) for name in ("json", "check", "verbose"))
-    with daemon.client(options) as client:
+    own, named = daemon.parse(parser, argv)
+    with daemon.client(named) as client:
         fields = client.status()
-    if check:
+    if own.check:
         lines = troubles(fields)
         said = [*(lines or ["ok"]), *(f"note: {line}" for line in notes(fields))]
         print("\n".join(map(printable, said)))
         return 1 if lines else 0
-    if as_json:
+    if own.json:
         print(json.dumps(fields, indent=2))
     else:
-        print("\n".join([*report(fields), *(detail(fields) if verbose else ())]))
+        print("\n".join([*report(fields), *(detail(fields) if own.verbose else ())]))
     return 0

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from kvass.cli import daemon
 from kvass.cli.report import report, size
-from kvass.config import Parser
 from kvass.errors import Unavailable
 
 _CLEAR: Final = "\x1b[H\x1b[J"
@@ -18,8 +17,7 @@ _ANSWER_S: Final = 2.0
 
 def run(argv: list[str]) -> int:
     """Print the status again and again, with rates per second, until Ctrl-C."""
-    parser = Parser(prog="kvass top", description="Watch a daemon; Ctrl-C ends it.")
-    daemon.add_daemon(parser)
+    parser = daemon.parser_of("top", "Watch a daemon; Ctrl-C ends it.")
     parser.add_argument(
         "--every",
         type=float,
@@ -34,12 +32,11 @@ def run(argv: list[str]) -> int:
         metavar="N",
         help="end after this many looks (default: 0, never)",
     )
-    options = vars(parser.parse_args(argv))
-    every_s, times = max(0.1, options.pop("every")), options.pop("times")
+    own, named = daemon.parse(parser, argv)
     before: tuple[float, dict[str, Any]] | None = None
     shown = 0
     clear = _CLEAR if sys.stdout.isatty() else ""
-    with daemon.client(options) as client:
+    with daemon.client(named) as client:
         while True:
             try:
                 now = time.monotonic(), client.status(_ANSWER_S)
@@ -49,9 +46,9 @@ def run(argv: list[str]) -> int:
                 lines, before = [str(error)], None
             print(clear + "\n".join(lines), flush=True)
             shown += 1
-            if shown == times:
+            if shown == own.times:
                 return 0
-            time.sleep(every_s)
+            time.sleep(max(0.1, own.every))
 
 
 def rates(
