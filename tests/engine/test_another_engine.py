@@ -192,16 +192,14 @@ class SmallEngine:
         self.copier.store(work)
         finished, failed = self.copier.results()
         self.failed |= failed
-        some = self.copier.has_report()
-        steps, wrong = self.copier.report(), self.copier.wrong_copies()
-        assert some or not (steps or wrong), "an engine would not have asked"
-        self.planner.reported(dict.fromkeys(steps, 1), failed)
-        if wrong:
-            self.planner.copied_wrong(wrong)
+        report = self.copier.take_report()
+        self.planner.reported(dict.fromkeys(report.steps if report else (), 1), failed)
+        if report and report.wrong:
+            self.planner.copied_wrong(report.wrong)
         return finished - failed
 
     def wait_connected(self) -> None:
-        clients = self.planner._client, self.copier._client
+        clients = self.planner.client, self.copier._client
         until(lambda: all(client is not None and client.connected for client in clients), "both")
 
     def close(self) -> None:
@@ -230,7 +228,7 @@ def engines(
 ) -> Iterator[tuple[SmallEngine, SmallEngine]]:
     both = SmallEngine(daemon, "a"), SmallEngine(daemon, "b")
     for engine in both:
-        engine.planner._client._reserve_wait_s = request.param
+        engine.planner.client._reserve_wait_s = request.param
         engine.wait_connected()
     yield both
     for engine in both:
@@ -307,10 +305,10 @@ def test_a_rank_that_came_back_has_proven_nothing(
     assert client is not None
 
     def come_back() -> None:
-        before = client.session
+        before = client.connection
         assert before is not None
         before.channel._sock.shutdown(socket.SHUT_RDWR)
-        until(lambda: client.session not in (None, before), "another session")
+        until(lambda: client.connection not in (None, before), "another connection")
 
     flip_loads(b, come_back)
     loaded, verify = b.run(Prompt("second", tokens))

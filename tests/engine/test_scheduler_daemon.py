@@ -133,12 +133,12 @@ def test_nothing_of_ours_raises_into_the_worker(
     from kvass.engine.step_work import StepWork
 
     a = engine()
-    for name in ("load", "store", "results", "has_report", "report"):
+    for name in ("load", "store", "results", "take_report"):
         monkeypatch.setattr(Copier, name, lambda *_: 1 / 0)
     answer = a.ranks.run(StepWork())
     assert not any(answer.values())
     assert answer.keys() == {"reported", "received", "failed", "adapters", "wrong"}
-    assert a.rank.connector._boundary.counters.total() == 5
+    assert a.rank.connector._boundary.counters.total() == 4
 
 
 def test_nothing_of_ours_raises_into_the_scheduler(

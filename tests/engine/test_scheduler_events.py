@@ -183,7 +183,7 @@ def test_what_the_daemon_does_not_remember_is_asked_for_row_by_row(
     a.settle(lambda: agrees(a, daemon, prompts), "the index is right")
     rows = a.rows()
     with a.client.lock:
-        a.client._connection.lose(a.client.session, None)
+        a.client.lose(a.client.connection, None)
     churn(b, range(1000, 1005))
     a.wait_connected()
     a.settle(lambda: a.rows() < rows and not a.events._doubted, "the loss was noticed")

@@ -65,7 +65,7 @@ def test_what_may_not_be_stored_costs_later_steps_nothing() -> None:
     world.add("a", range(PROMPT), max_tokens=100, params={MOST_TOKENS: 40})
     for _ in range(4):
         world.step()
-    planner = world.connector._planner._stores
+    planner = world.connector._planner.stores
     assert planner._quiet_steps > 100
     world.run(client)
     assert stored_tokens(client) == 32

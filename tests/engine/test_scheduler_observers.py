@@ -28,7 +28,7 @@ def watched(world: SchedulerHarness) -> list[tuple[str, str]]:
         if hook != "stepped":
             setattr(Watcher, hook, noting(hook))
     planner = world.connector._planner
-    planner._observers = planner._stores._observers = (*planner._observers, Watcher())
+    planner._observers = planner.stores._observers = (*planner._observers, Watcher())
     return told
 
 

@@ -209,7 +209,7 @@ def test_a_tail_whose_chunk_is_complete_meanwhile_is_waited_for_no_more() -> Non
     client.missing = True
     world.add("a", range(BLOCK + 1), max_tokens=60)
     world.step()
-    planner = world.connector._planner._stores
+    planner = world.connector._planner.stores
     planner._backoff.steps_left = 16
     for _ in range(16):
         world.step()

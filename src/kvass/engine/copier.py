@@ -26,7 +26,7 @@ import sys
 import time
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -62,10 +62,21 @@ _lost: Final[list[object]] = []
 """KV memory that a failed device may still access. It is kept until the process ends."""
 
 
+class RankReport(NamedTuple):
+    """What a rank reports. ``steps``: the steps (``StepWork.step``) whose last store ended.
+    ``adapters``: by rank, what it holds under each LoRA adapter id that changed. ``compared``: the
+    checks that ended. ``wrong``: the copies that verification found wrong."""
+
+    steps: list[int]
+    adapters: dict[int, News]
+    compared: list[Compared]
+    wrong: list[str]
+
+
 class Copier:
     """The copier of one rank. Used from the worker's engine thread; only ``_copied`` runs on the
     copy thread. In each step call ``catch_up`` and ``load``, and after the forward pass ``store``,
-    ``results`` and ``report``."""
+    ``results`` and ``take_report``."""
 
     def __init__(
         self,
@@ -89,7 +100,7 @@ class Copier:
         self._compared: list[Compared] = []
         self._verifier: Verifier | None = None
         self._wrong: list[str] = []
-        """What ``wrong_copies`` has not returned yet."""
+        """What verification found wrong and no report has, one line for each copy."""
         self._planes: tuple[GroupPlanes, ...] = ()
         self._owners: tuple[object, ...] = ()
         self._finished: set[str] = set()
@@ -219,43 +230,21 @@ class Copier:
         self._finished, self._failed = set(), set()
         return finished, failed
 
-    def has_report(self) -> bool:
-        """Whether one of the next four methods may return something. In most steps of an engine
-        without adapters none does, and this is one call instead of three."""
+    def take_report(self) -> RankReport | None:
+        """What is to be reported since the last call; None: nothing, or the step raised."""
         self._poll()
-        return self._computed and bool(
-            self._ended_steps or self._compared or self._wrong or self._held is not None
+        if not self._computed:
+            return None
+        report = RankReport(
+            self._ended_steps, self._boundary.run({}, self._news), self._compared, self._wrong
         )
+        if not any(report):
+            return None
+        self._ended_steps, self._compared, self._wrong = [], [], []
+        return report
 
-    def report(self) -> list[int]:
-        """The steps (``StepWork.step``) whose last store ended since the last call. Empty in a step
-        that raised."""
-        self._poll()
-        if not self._computed:
-            return []
-        ended, self._ended_steps = self._ended_steps, []
-        return ended
-
-    def compared(self) -> list[Compared]:
-        """The results of checks that ended since the last call. Empty in a step that raised. Call
-        it after ``report``."""
-        if not self._computed:
-            return []
-        ended, self._compared = self._compared, []
-        return ended
-
-    def wrong_copies(self) -> list[str]:
-        """What verification found wrong since the last call, one line for each copy. Empty in a
-        step that raised. Call it after ``report``."""
-        if not self._computed:
-            return []
-        wrong, self._wrong = self._wrong, []
-        return wrong
-
-    def adapter_news(self) -> dict[int, News]:
-        """By rank: what this rank holds under each LoRA adapter id that changed since the last
-        call. Empty in a step that raised. Call it after ``report``."""
-        if self._held is None or not self._computed:
+    def _news(self) -> dict[int, News]:
+        if self._held is None:
             return {}
         self._note_adapters(self._step_number)
         news = self._held.news()
@@ -270,7 +259,7 @@ class Copier:
 
     def settle(self, most_s: float) -> None:
         """Wait between two steps until no copy and no check runs, for at most ``most_s``, so that
-        ``report`` and ``compared`` have them."""
+        ``take_report`` has them."""
         if self._unstored is not None and not self._unstored.computes:
             self.catch_up()
         self._drained(most_s)

@@ -183,10 +183,9 @@ class OfferMaker:
         return computed if most is None else min(computed, most)
 
     def blocks(self, state: RequestState, computed: int) -> int:
-        """How many blocks are computed and hashed, and may be stored. 0 if hits cannot end inside a
-        chunk."""
-        each, computed = self._setup.chunk_blocks, self.may_be_stored(state, computed)
-        if not each:
+        """How many blocks of the ``computed`` tokens, which may be stored, are hashed. 0 if hits
+        cannot end inside a chunk."""
+        if not (each := self._setup.chunk_blocks):
             return 0
         return min(computed * each // self._setup.chunk_tokens, state.request.hashed_blocks)
 

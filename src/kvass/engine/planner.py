@@ -72,7 +72,7 @@ class Planner:
         self._setup = setup
         self._spans = setup.spans
         self._limits = HitLimits(setup)
-        self._client = SchedulerClient(
+        self.client = SchedulerClient(
             setup.socket,
             setup.register(),
             readers=setup.strategy.readers,
@@ -80,7 +80,7 @@ class Planner:
             incomplete=True,
             daemon_uid=setup.daemon_uid,
         )
-        setup.when_named(self._client.complete)
+        setup.when_named(self.client.complete)
         self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
         self._emptied = False
@@ -93,33 +93,28 @@ class Planner:
         self._head_of_line = HeadOfLine() if setup.one_queue else None
         self._admission = LoadAdmission(setup, self._requests, pool)
         self.traffic = EngineTraffic()
-        explain = Explainer(setup, self._client)
-        self._asking = Asking(setup, self._client, self._adapters, self._speed, explain)
+        explain = Explainer(setup, self.client)
+        self._asking = Asking(setup, self.client, self._adapters, self._speed, explain)
         self.events: RowEvents | None = None
         if event_maker is not None:
-            self.events = RowEvents(self._client, event_maker, self.traffic)
-        results = LookupResults(self._client, self.traffic, counts=not setup.shadow)
+            self.events = RowEvents(self.client, event_maker, self.traffic)
+        results = LookupResults(self.client, self.traffic, counts=not setup.shadow)
         own = tracing.begin(), results, explain, self.events
         others = () if observers is None else observers(self)
         self._observers = (*(one for one in own if one is not None), *others)
         idle = Observer.stepped
         self._stepped = [one.stepped for one in self._observers if type(one).stepped is not idle]
-        self._stores = StorePlanner(
-            setup, self._client, self._adapters, self._requests, pool, self._observers
+        self.stores = StorePlanner(
+            setup, self.client, self._adapters, self._requests, pool, self._observers
         )
         self._changes = WeightChanges(
-            self._client,
+            self.client,
             self._requests,
             pool,
-            self._stores.abandon_pending,
+            self.stores.abandon_pending,
             fixed=setup.fixed_weights,
             watched=watched,
         )
-
-    @property
-    def client(self) -> SchedulerClient:
-        """The scheduler's connection, for requests other than prefix lookups."""
-        return self._client
 
     # ------------------------------------------------------------ requests
 
@@ -137,23 +132,23 @@ class Planner:
         Blocks that are being stored, or are to be stored, stay held."""
         state = self._requests.pop(name, None)
         self._freed_s = time.monotonic()
-        self._client.give_back(name)
+        self.client.give_back(name)
         if self._head_of_line is not None:
             self._head_of_line.ended(name)
         if state is not None:
             for each in self._observers:
                 each.ended(state)
             if table:
-                self._stores.request_ended(state, table)
+                self.stores.request_ended(state, table)
             if state.request.ends_session:
-                self._client.end_session(state.request.context)
+                self.client.end_session(state.request.context)
         if not self._requests:  # perhaps no step follows
             self._report_all()
 
     def _report_all(self) -> None:
         """Report all results now, and the engine's speed if the daemon does not know it."""
-        self._client.speed(self._speed.tokens_s)
-        self._client.report_all()
+        self.client.speed(self._speed.tokens_s)
+        self.client.report_all()
 
     def outcome(self, name: str) -> tuple[int, int, str]:
         """What the client of a live request is told: how many tokens kvass has brought, how many it
@@ -186,7 +181,7 @@ class Planner:
         if (state := self._requests.get(name)) is None:
             return 0
         since_s = max(self._freed_s, time.monotonic() - ASK_AGAIN_S)
-        if not self.off and self._client.connected and state.missed_since(local, since_s):
+        if not self.off and self.client.connected and state.missed_since(local, since_s):
             return 0
         question: Question | str | None = "loads_off"
         if not self.off:
@@ -225,7 +220,7 @@ class Planner:
             tiers = match.tiers
             hit = self._hit(match, local, end if most is None else min(end, most))
             if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
-                self._client.give_back(state.request.name)
+                self.client.give_back(state.request.name)
         asked, now_s = end - local, time.monotonic()
         answer = Answer(local, local + hit, named, asked, found.why, tiers, found.boot, now_s)
         first = state.answered(answer)
@@ -243,19 +238,19 @@ class Planner:
         call this again with 0."""
         if external == 0:
             self.got_blocks(name)
-            self._client.give_back(name)
+            self.client.give_back(name)
             return
         if self._head_of_line is not None:
             self._head_of_line.got_blocks(name)
         state = self._requests[name]
-        match = self._client.take(name)
+        match = self.client.take(name)
         self._got_blocks(state, external)
         state.begin_load()
         load = Load(name)
         if match is not None:
             load = self._load(state, match, table, external) or load
             if load.lease == 0:
-                self._client.release(match.boot, match.lease)
+                self.client.release(match.boot, match.lease)
             elif match.first == 0:
                 state.offered.loaded(match.chunks)
             if load.lease:
@@ -273,7 +268,7 @@ class Planner:
         state.got_blocks()
 
     def _got_blocks(self, state: RequestState, loads: int) -> None:
-        self._client.speed(self._speed.tokens_s)
+        self.client.speed(self._speed.tokens_s)
         if (answer := state.take_answer()) is not None:
             for each in self._observers:
                 each.allocated(state, answer, loads)
@@ -300,18 +295,18 @@ class Planner:
         """The check of the held match (``shadow.py``), whose tokens end at ``end``, against the
         blocks of ``table``. Its blocks are held. None: no match is held any more, it does not fit,
         or nothing can be compared."""
-        state, match = self._requests[name], self._client.take(name)
+        state, match = self._requests[name], self.client.take(name)
         if match is None or state.answer is None:
             return None
         load = self._load(state, match, table, state.answer.end - state.answer.local)
         if load is not None and time.monotonic() < match.deadline_s:
             row_blocks = self._spans.row_blocks()
-            load = comparable(load, self._stores.copied.room_for_checks(), row_blocks)
+            load = comparable(load, self.stores.copied.room_for_checks(), row_blocks)
         if load is None or not any(load.blocks):
-            self._client.release(match.boot, match.lease)
+            self.client.release(match.boot, match.lease)
             return None
         return Check(
-            step=self._stores.copied.hold(work, load.blocks, match.deadline_s),
+            step=self.stores.copied.hold(work, load.blocks, match.deadline_s),
             load=load,
             chunks=-(-end // self._setup.chunk_tokens),
             computed=work.number,
@@ -363,7 +358,7 @@ class Planner:
             self._changes.warn_if_stale()
         work.emptied, self._emptied = self._emptied, False
         self._speed.step(step.tokens, time.monotonic())
-        self._stores.plan(step, work)
+        self.stores.plan(step, work)
 
     def hand_over(self, work: StepWork) -> bool:
         """End the planning of a step. From here on only the ranks settle the leases and
@@ -377,9 +372,9 @@ class Planner:
             writes = [store.reservation for store in work.stores]
             boots = {load.boot for load in loads} | {store.boot for store in work.stores}
             handed_over = not boots or (
-                len(boots) == 1 and self._client.handed_over(leases, writes, boots.pop())
+                len(boots) == 1 and self.client.handed_over(leases, writes, boots.pop())
             )
-        self._client.new_step()
+        self.client.new_step()
         if not self._requests:
             self._report_all()
         for stepped in self._stepped:
@@ -394,10 +389,10 @@ class Planner:
         loads, work.loads = work.loads, [Load(load.request) for load in work.loads]
         loads += [check.load for check in work.checks]
         work.checks = []
-        self._stores.revoke(work)
+        self.stores.revoke(work)
         for load in loads:
             if load.lease:
-                self._client.release(load.boot, load.lease)
+                self.client.release(load.boot, load.lease)
 
     def reported(
         self, steps: Mapping[int, int], failed: Iterable[str], loaded: Iterable[str] = ()
@@ -405,7 +400,7 @@ class Planner:
         """Take in the ranks' reports. ``steps``: as in ``CopiedBlocks.reported``. ``failed``:
         requests whose load failed; all their chunks are offered for storing again. ``loaded``:
         all requests whose load ended."""
-        self._stores.copied.reported(steps)
+        self.stores.copied.reported(steps)
         if steps:
             self._freed_s = time.monotonic()
         failed, loaded = set(failed), set(loaded)
@@ -430,9 +425,9 @@ class Planner:
             "wrong loads. What is stored for this model is cleared"
         )
         log.error("kvass is off, the engine runs uncached: %s", why)
-        self._stores.end()
-        self._client.tell_uncached(why)
-        self._client.clear(0.0)
+        self.stores.end()
+        self.client.tell_uncached(why)
+        self.client.clear(0.0)
 
     def adapters_held(self, news: Mapping[int, News]) -> None:
         """Take in the LoRA adapters that the ranks hold, as ``Adapters.reported``."""
@@ -443,16 +438,11 @@ class Planner:
     def storing(self) -> bool:
         """Whether the engine must keep stepping: ``StorePlanner.storing``, or a KV event is
         pending."""
-        return self._stores.storing() or (self.events is not None and self.events.pending)
+        return self.stores.storing() or (self.events is not None and self.events.pending)
 
     def frees_blocks(self) -> bool:
         """As ``StorePlanner.frees_blocks``."""
-        return self._stores.frees_blocks()
-
-    @property
-    def stores(self) -> StorePlanner:
-        """The planner of stores."""
-        return self._stores
+        return self.stores.frees_blocks()
 
     def take_events(self) -> list[Any]:
         """The KV events since the last call, for the engine to publish."""
@@ -479,4 +469,4 @@ class Planner:
 
     def close(self) -> None:
         """End the session."""
-        self._client.close()
+        self.client.close()

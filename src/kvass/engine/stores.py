@@ -109,7 +109,7 @@ class StorePlanner:
         """Ended requests that wait to be offered, oldest first."""
         self._reserved: deque[Reserved] = deque()
         """Oldest first: the daemon answers in order."""
-        self._copied = CopiedBlocks(pool, setup.strategy.ranks)
+        self.copied = CopiedBlocks(pool, setup.strategy.ranks)
         self._backoff = Backoff()
         self._boot = b""
         self._stores = setup.stores
@@ -353,7 +353,7 @@ class StorePlanner:
         blocks = self._spans.to_store(offer.table, offer.boundary_states, mask, grant.rows())
         slots = iter(grant.slots)
         return Store(
-            step=self._copied.hold(work, blocks, granted.deadline_s),
+            step=self.copied.hold(work, blocks, granted.deadline_s),
             boot=granted.boot,
             reservation=grant.reservation,
             given_s=granted.given_s,
@@ -371,7 +371,7 @@ class StorePlanner:
         """Remove the stores from a step's work, and abort their reservations."""
         self._offer_everything_again()
         stores, work.stores = work.stores, []
-        self._copied.revoke(work)
+        self.copied.revoke(work)
         for store in stores:
             self._client.abort(store.boot, store.reservation)
 
@@ -396,15 +396,10 @@ class StorePlanner:
 
     # ------------------------------------------------------------ calls of the engine
 
-    @property
-    def copied(self) -> CopiedBlocks:
-        """The blocks that the ranks are copying or checking."""
-        return self._copied
-
     def storing(self) -> bool:
         """Whether the engine must keep stepping, because an answer of the daemon or a report of a
         rank is awaited."""
-        return self.offers() > 0 or self._copied.awaited
+        return self.offers() > 0 or self.copied.awaited
 
     def offers(self) -> int:
         """How many offers are not answered, or not made yet."""
@@ -413,7 +408,7 @@ class StorePlanner:
     def only_copies(self) -> bool:
         """Whether blocks are being copied and no other block of the pool is in use. An engine may
         keep one for itself."""
-        copied, pool = self._copied.distinct, self._pool
+        copied, pool = self.copied.distinct, self._pool
         return copied > 0 and pool.blocks - pool.free_blocks - copied <= 1
 
     def frees_blocks(self) -> bool:
@@ -425,4 +420,4 @@ class StorePlanner:
             if min(numbers + [one.number for one in self._ended]) < self._number:
                 self.abandon_pending()
             return True
-        return self._copied.freed_by_reports() > 0
+        return self.copied.freed_by_reports() > 0

@@ -69,7 +69,7 @@ class Beside:
         if self.kvass._planner is None:
             run.count("off")
             return
-        clients = [patient(self.kvass._planner._client)]
+        clients = [patient(self.kvass._planner.client)]
         worker = worker_side(config, caches)
         if worker._copier is None or worker._copier._client is None:
             worker.shutdown()
@@ -77,7 +77,7 @@ class Beside:
         else:
             self.worker = worker
             clients.append(worker._copier._client)
-        wait_until(lambda: all(one.session is not None for one in clients), "the sessions")
+        wait_until(lambda: all(one.connection is not None for one in clients), "the connections")
         lookups = self.kvass.get_num_new_matched_tokens
 
         @functools.wraps(lookups)

@@ -258,11 +258,11 @@ def prepare(connector: Any, patient: bool, late: bool) -> None:
         count(name, number)
 
     planner.traffic.count = counting
-    pool = planner._stores._pool
+    pool = planner.stores._pool
     hold = pool.hold
     pool.hold = lambda ids: [] if _here.settings.late_stores else hold(ids)
     if patient:
-        client = planner._client
+        client = planner.client
         client.step.wait_s = client.step.left_s = PATIENCE_S
         vars(scheduler)["LATE_S"] = PATIENCE_S
         client._reserve_wait_s = 0.0 if late else PATIENCE_S
@@ -401,7 +401,7 @@ def disturb(worker: Any, rank: int | None, settings: dict[str, Any]) -> None:
 def switch_on(connector: Any) -> None:
     """Have the scheduler's half of ``connector`` use the cache again after a wrong copy."""
     connector._planner.off = False
-    connector._planner._stores._stores = True
+    connector._planner.stores._stores = True
 
 
 def verify_again(worker: Any) -> None:

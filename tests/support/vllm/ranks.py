@@ -228,7 +228,7 @@ class StubModelEngine:
             made.append(StubModelRank(theirs, own))
         self._begin(world, made, shapes or [("full", world.hash_tokens, 0, 2)])
         self.daemon, self.weights = daemon, weights
-        self.client = world.connector._planner._client
+        self.client = world.connector._planner.client
         # Long waits: on a loaded machine a slow answer would count as a miss.
         self.client._reserve_wait_s = self.client.step.wait_s = self.client.step.left_s = 5.0
         begin = self.client.begin_reserve
@@ -277,14 +277,14 @@ class StubModelEngine:
         clients = [self.client, *(rank.copier._client for rank in self.ranks.all)]
 
         def here() -> bool:
-            boots = {session and session.boot for session in (c.session for c in clients)}
+            boots = {held and held.boot for held in (c.connection for c in clients)}
             return boots == {self.daemon.boot} if self.daemon else None not in boots
 
         until(here, "the sessions of the scheduler and the ranks")
 
     def delay_grants(self, steps: Callable[[], int]) -> None:
         """Make each grant come ``steps()`` steps late."""
-        client, stores = self.client, self.world.connector._planner._stores
+        client, stores = self.client, self.world.connector._planner.stores
         granted, due = client.granted, dict[int, int]()
 
         def late(reserving: Any) -> Any:

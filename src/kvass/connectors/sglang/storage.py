@@ -193,18 +193,15 @@ class KvassStorage(HiCacheStorage):
         )
 
     def _exists(self, name: str, keys: Sequence[str], extra_info: Any) -> int:
-        self._seen()
-        store = self._store(name)
-        if store is None or not keys:
+        store = self._ready(name, keys)
+        if store is None:
             return 0
         return store.has([key_of(key) for key in keys], before(extra_info))
 
     def _get(
         self, name: str, keys: Sequence[str], host_indices: Any, extra_info: Any
     ) -> list[bool]:
-        self._seen()
-        store = self._store(name)
-        if store is None or not keys:
+        if (store := self._ready(name, keys)) is None:
             return [False] * len(keys)
         pages = self._pools[name].locate(host_indices, len(keys))
         got = store.get([key_of(key) for key in keys], pages, before(extra_info))
@@ -213,17 +210,17 @@ class KvassStorage(HiCacheStorage):
     def _set(
         self, name: str, keys: Sequence[str], host_indices: Any, extra_info: Any
     ) -> list[bool]:
-        self._seen()
-        store = self._store(name)
-        if store is None or not keys:
+        if (store := self._ready(name, keys)) is None:
             return [False] * len(keys)
         pages = self._pools[name].locate(host_indices, len(keys))
         stored = store.put([key_of(key) for key in keys], pages, before(extra_info))
         return [bool(each) for each in stored]
 
-    def _seen(self) -> None:
+    def _ready(self, name: str, keys: Sequence[str]) -> PageStore | None:
+        """The store of a pool, in the newest generation; None: there is none, or no key."""
         if not self.off:
             self._generation.seen()
+        return self._store(name) if keys else None
 
     # ------------------------------------------------------------ other pools of a hybrid model
 

@@ -393,15 +393,9 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def build_connector_worker_meta(self) -> StepReport | None:
         """This rank's report: the steps whose stores have ended, the adapters that are new, and
         what was compared or found wrong. None if there is nothing to report."""
-        if self._copier is None or not self._run(self._copier, True, Copier.has_report):
+        if (report := self._run(self._copier, None, Copier.take_report)) is None:
             return None
-        steps = self._run(self._copier, [], Copier.report)
-        held = self._run(self._copier, {}, Copier.adapter_news) if self._adapters else {}
-        compared = self._run(self._copier, [], Copier.compared)
-        wrong = self._run(self._copier, [], Copier.wrong_copies)
-        if not (steps or held or compared or wrong):
-            return None
-        return StepReport(dict.fromkeys(steps, 1), held, compared, wrong)
+        return StepReport(dict.fromkeys(report.steps, 1), *report[1:])
 
     def _await_copies(self, most_s: float) -> StepReport | None:
         """Wait until this rank's copies have ended, for at most ``most_s``; its report."""
