@@ -24,7 +24,7 @@ from statistics import median
 from typing import Final
 
 from kvass import messages
-from kvass.cli.bench.rig import PATIENCE_S, WIDTH, EngineSessions, start_daemon
+from kvass.cli.bench.rig import PATIENCE_S, WIDTH, EngineConnections, start_daemon
 from kvass.client.client import Client
 from kvass.types import GroupLayout
 
@@ -42,32 +42,32 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with start_daemon(_L1_BYTES) as daemon, ExitStack() as ending:
         engines = [
-            EngineSessions(daemon.socket, [_GROUP], ending, tp=RANKS) for _ in range(ENGINES)
+            EngineConnections(daemon.socket, [_GROUP], ending, tp=RANKS) for _ in range(ENGINES)
         ]
         with Client(daemon.socket) as client:
             pid = int(client.status(PATIENCE_S)["pid"])
         print(json.dumps(measure(engines, pid, rounds), indent=2))
 
 
-def measure(engines: list[EngineSessions], pid: int, rounds: int) -> dict[str, float]:
+def measure(engines: list[EngineConnections], pid: int, rounds: int) -> dict[str, float]:
     """Processor time of one request, in ms, and how many fit into a second."""
     stored = [os.urandom(WIDTH * CHUNKS) for _ in engines]
 
-    def store(engine: EngineSessions, digests: bytes, step: int = CHUNKS) -> None:
+    def store(engine: EngineConnections, digests: bytes, step: int = CHUNKS) -> None:
         for end in range(step, CHUNKS + 1, step):
             engine.commit(engine.reserve(digests[: end * WIDTH], end - step))
 
-    def hit(engine: EngineSessions, digests: bytes) -> None:
+    def hit(engine: EngineConnections, digests: bytes) -> None:
         engine.release(engine.look_up(digests))
 
     for engine, digests in zip(engines, stored, strict=True):
         store(engine, digests)
 
-    def ping(engine: EngineSessions, _: bytes) -> None:
+    def ping(engine: EngineConnections, _: bytes) -> None:
         for worker in engine.workers:
             worker.call(messages.Ping(), PATIENCE_S)
 
-    def every(work: Callable[[EngineSessions, bytes], None], fresh: bool) -> float:
+    def every(work: Callable[[EngineConnections, bytes], None], fresh: bool) -> float:
         """Seconds of the daemon for one request, of one round of all engines."""
         keys = [os.urandom(WIDTH * CHUNKS) for _ in engines] if fresh else stored
         before = _used_s(pid)
@@ -75,7 +75,7 @@ def measure(engines: list[EngineSessions], pid: int, rounds: int) -> dict[str, f
             work(engine, digests)
         return (_used_s(pid) - before) / len(engines)
 
-    def in_steps(engine: EngineSessions, digests: bytes) -> None:
+    def in_steps(engine: EngineConnections, digests: bytes) -> None:
         store(engine, digests, STEP_CHUNKS)
 
     pings = median(every(ping, fresh=False) for _ in range(rounds))

@@ -17,7 +17,7 @@ import numpy as np
 from bench.flood import Flood
 from bench.rows import tier_status, wait_tier
 from kvass.cli.bench.lookups import LAYOUT, fill
-from kvass.cli.bench.rig import PATIENCE_S, EngineSessions
+from kvass.cli.bench.rig import PATIENCE_S, EngineConnections
 from kvass.client.client import Client
 from kvass.errors import Unavailable
 from kvass.messages import Release
@@ -35,7 +35,7 @@ def measure_pressure(todo: Flood, seconds: float) -> dict[str, Any]:
     """p50 and p99 of a lookup's round trip with nothing else to do, and during ``todo``, for which
     ``seconds`` or until it ends; and how fast the tier stored and loaded meanwhile."""
     with ExitStack() as ending:
-        rows = EngineSessions(todo.socket, (LAYOUT,), ending)
+        rows = EngineConnections(todo.socket, (LAYOUT,), ending)
         prompt = b"".join(fill(rows, CHUNKS))
         _lookups(rows, prompt, min(seconds, _IDLE_S))  # warms up
         idle = _lookups(rows, prompt, min(seconds, _IDLE_S))
@@ -62,7 +62,7 @@ def measure_pressure(todo: Flood, seconds: float) -> dict[str, Any]:
 
 
 def _lookups(
-    rows: EngineSessions,
+    rows: EngineConnections,
     prompt: bytes,
     lasting_s: float,
     during: subprocess.Popen[bytes] | None = None,

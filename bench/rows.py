@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.cli.bench.rig import CHUNK_TOKENS, PATIENCE_S, EngineSessions
+from kvass.cli.bench.rig import CHUNK_TOKENS, PATIENCE_S, EngineConnections
 from kvass.client.client import Client
 from kvass.errors import TierDown, Unavailable
 from kvass.messages import Matched
@@ -21,7 +21,7 @@ _STORE_BYTES: Final = 64 << 20
 _BLOCK_TOKENS: Final = 16
 
 
-class Rows(EngineSessions):
+class Rows(EngineConnections):
     """An engine of one rank with rows of ``row_bytes``, in the namespace that ``name`` says.
 
     A row is noise with a number of its own at the beginning, so that it can be told from all else.

@@ -35,7 +35,7 @@ import numpy as np
 
 from bench.footprint import cpu_ns, pid_behind
 from kvass.cli.bench.lookups import LAYOUT, fill
-from kvass.cli.bench.rig import EngineSessions, percentiles_us, say, start_daemon
+from kvass.cli.bench.rig import EngineConnections, percentiles_us, say, start_daemon
 from kvass.messages import Release
 from kvass.web.source import FRESH_S
 
@@ -54,7 +54,7 @@ class Daemon:
     def __init__(self, ending: ExitStack) -> None:
         self.socket = ending.enter_context(start_daemon(L1_BYTES)).socket
         self.pid = pid_behind(self.socket)
-        self._engine = EngineSessions(self.socket, (LAYOUT,), ending)
+        self._engine = EngineConnections(self.socket, (LAYOUT,), ending)
         self._keys = fill(self._engine, ROWS)
         self._at = 0
 

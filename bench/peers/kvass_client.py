@@ -15,7 +15,7 @@ from kvass.cli.bench.rig import (
     CHUNK_TOKENS,
     PATIENCE_S,
     WIDTH,
-    EngineSessions,
+    EngineConnections,
     fresh_name,
     seconds,
 )
@@ -37,7 +37,7 @@ class KvassClient:
         self._socket = address
         # one name in each run: a later client finds what is on disk
         name = f"bench-peers-{'large' if large else 'small'}"
-        self._engine = EngineSessions(
+        self._engine = EngineConnections(
             address, groups, self._ending, name=name, instance=fresh_name()
         )
         if large:

@@ -12,7 +12,7 @@
     ├── TierDown              no key of a batch could be served: all are misses; retry later
     │   └── ItemRefused       the tier is up, and refused this one record or request
     │       └── ItemUnreadable  what is stored there is in the way; another store replaces it
-    ├── RemoteError           the peer broke the protocol; its session ends, no other
+    ├── RemoteError           the peer broke the protocol; its connection ends, no other
     │   ├── FrameError        the bytes are not a frame, or the frame is not a message
     │   └── Incompatible      protocol versions or clocks do not match: run uncached
     └── Refused               the daemon refused the request, with a code; nothing changed
@@ -29,8 +29,8 @@ ErrorCode = Literal[
     "bad_frame",  # the length prefix or size is out of bounds
     "bad_value",  # it was decoded, but a value is out of its domain
     "not_registered",  # needs Register first
-    "already_registered",  # this session registered already, with other contents
-    "rank_taken",  # another live session has this (instance, rank)
+    "already_registered",  # this connection registered already, with other contents
+    "rank_taken",  # another live connection has this (instance, rank)
     "bad_rank",  # negative, unknown, or above the limit
     "contradiction",  # differs from what its instance registered; the text names the field
     "incompatible_version",  # the ranges of protocol versions do not overlap

@@ -9,13 +9,13 @@ Encoding: MessagePack maps tagged by ``t``, in the frames of ``wire/framing.py``
 ``Promoting`` may come before it. A *one-way* message is answered only by an ``Error`` (``seq``
 echoed, 0 if none was given). The daemon pushes ``Populated`` with ``seq`` 0.
 
-Order of a session: ``Hello`` -> ``Welcome``, then ``Register`` -> ``Registered``, then anything. A
-session that registers no engine, such as a command's, skips ``Register``: it *only looks*.
+Order of a connection: ``Hello`` -> ``Welcome``, then ``Register`` -> ``Registered``, then anything.
+One that registers no engine, such as a command's, skips ``Register``: it *only looks*.
 
 Deadlines are CLOCK_MONOTONIC seconds. ``boot`` is the 16-byte id of the daemon's run: every message
 that names arena memory, a lease or a reservation carries it. ``digests`` are equally wide chunk
 hashes, ``width`` bytes each, chunk 0 first. Numbers and lengths have the bounds that the types of
-the fields declare (``types.py``); a message outside of them ends the session (``bad_message``).
+the fields declare (``types.py``); a message outside of them ends the connection (``bad_message``).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _WithContext(  # type: ignore[misc]  # the context stays frozen for mypy
     seq: Int64 = 0
 
 
-# ---------------------------------------------------------------- session
+# ---------------------------------------------------------------- connection
 
 
 class Hello(Message, tag="hello"):
@@ -166,7 +166,7 @@ class Register(Message, tag="register"):
 
     ``ranks`` is the number of worker processes, ``world_size`` that of distinct shards, ``shard``
     the one this worker holds, ``writer`` whether it is the rank that writes it. ``identity`` are
-    the namespace's fields, the same for all sessions of an instance. ``model`` is a name for
+    the namespace's fields, the same for all connections of an instance. ``model`` is a name for
     people, and no part of the namespace.
 
     ``generation`` is part of the namespace: empty while the engine has the weights that
@@ -251,7 +251,7 @@ class Promoting(Message, tag="promoting"):
 class Prefetch(Message, tag="prefetch"):
     """Promote what a ``Lookup`` of these digests would promote, without a lease.
 
-    ``namespace`` is empty from an engine's scheduler, which means its own. A session that only
+    ``namespace`` is empty from an engine's scheduler, which means its own. A connection that only
     looks gives the digest of one. ``budget_ms``: how long the answer may take (0: a minute).
     """
 
@@ -576,7 +576,7 @@ class ShadowReport(Message, tag="shadow_report"):
 
 
 class Ping(Message, tag="ping"):
-    """A request that is answered after all earlier messages of this session were carried out."""
+    """A request that is answered after all earlier messages of this connection were carried out."""
 
 
 class Pong(Message, tag="pong"):
@@ -584,7 +584,7 @@ class Pong(Message, tag="pong"):
 
 
 class Clear(Message, tag="clear"):
-    """Forget a namespace (its digest), or this session's own (empty), or all (``everything``).
+    """Forget a namespace (its digest), or this connection's own (empty), or all (``everything``).
 
     With ``tiers`` (and ``everything``) the tiers are emptied too. Answered once every tier has
     taken note, so that nothing of before matches again, even after a restart. If a tier cannot, the
@@ -597,8 +597,8 @@ class Clear(Message, tag="clear"):
 
 
 class ClearTenant(Message, tag="clear_tenant"):
-    """Forget the rows of L1 that a tenant pays for. Only for sessions that only look, and only to
-    daemons with the feature ``CLEAR_TENANT``. Answered by ``Cleared``.
+    """Forget the rows of L1 that a tenant pays for. Only for connections that only look, and
+    only to daemons with the feature ``CLEAR_TENANT``. Answered by ``Cleared``.
 
     Tiers keep the tenant's records: a later lookup may load them again.
     """
@@ -613,7 +613,7 @@ class Cleared(Message, tag="cleared"):
 
 
 class EmptyTier(Message, tag="empty_tier"):
-    """Forget all records of the tier of this name, and nothing else. Only for sessions that only
+    """Forget all records of the tier of this name, and nothing else. Only for connections that only
     look. Answered by ``Cleared``, or by an ``Error`` with the code ``tier_down``: send it again."""
 
     tier: Name
@@ -621,7 +621,7 @@ class EmptyTier(Message, tag="empty_tier"):
 
 class SetQuota(Message, tag="set_quota"):
     """Set a tenant's quota, or with ``remove`` remove it. Only for the daemon's own user, in a
-    session that only looks."""
+    connection that only looks."""
 
     quota: Quota
     remove: bool = False
@@ -652,7 +652,7 @@ class Removals(Message, tag="removals"):
     """A scheduler's question: which rows of its namespace left L1 since ``since``, and which of the
     digests in ``present`` (by group) are in L1? ``since``: the last answer's ``upto``; 0: none yet.
 
-    The daemon notes what leaves from the first such message of a session on.
+    The daemon notes what leaves from the first such message of a connection on.
     """
 
     since: Int64 = 0
@@ -725,14 +725,14 @@ class Explained(Message, tag="explained"):
 
 
 class Populated(Message, tag="populated"):
-    """Pushed to sessions that mapped the arena: the daemon has faulted in its first ``bytes``."""
+    """Pushed to those that mapped the arena: the daemon has faulted in its first ``bytes``."""
 
     bytes: int = 0
 
 
 class Error(Message, tag="error"):
-    """A refusal. ``fatal``: this session ends after it. ``code`` is an ``ErrorCode``, or one that
-    only a newer daemon knows."""
+    """A refusal. ``fatal``: this connection ends after it. ``code`` is an ``ErrorCode``, or one
+    that only a newer daemon knows."""
 
     code: str
     text: str = ""

@@ -30,7 +30,7 @@ MAX_GROUPS: Final = 63
 """The largest number of layer groups: a bit mask of them fits int64."""
 
 SCHEDULER: Final = -1
-"""The rank under which an instance's scheduler session is known; workers are 0..ranks-1."""
+"""The rank under which an instance's scheduler connection is known; workers are 0..ranks-1."""
 
 if TYPE_CHECKING:
     U64Array = npt.NDArray[np.uint64]
@@ -58,8 +58,8 @@ Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """An identity, such as that of a lease. It is compared, and never added up."""
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
-"""How many tokens, bytes or rows a client counted. All such numbers of all sessions can be added up
-in 64 bits."""
+"""How many tokens, bytes or rows a client counted. All such numbers of all connections can be
+added up in 64 bits."""
 MemoryBytes = Annotated[int, Meta(ge=0, le=1 << 48)]
 PageBytes = Annotated[int, Meta(ge=0, le=1 << 40)]
 MOST_SECONDS: Final = 1e12
@@ -403,7 +403,7 @@ class Timing(msgspec.Struct, frozen=True):
     the writer was writing wait for it."""
     lookup_budget_ms: float = 100.0
     hello_s: float = 5.0
-    """How long a session may take to say Hello."""
+    """How long a connection may take to say Hello."""
 
     def patience_s(self, tokens: int, tokens_s: float) -> float:
         """The longest time that an engine waits for the KV of ``tokens`` tokens: the time that

@@ -18,7 +18,7 @@ from kvass.cli.bench import baseline, copies, disk, lookups, rig
 from kvass.cli.bench.copies import KvCache, PromptShape, measure_copies
 from kvass.cli.bench.disk import Tiered
 from kvass.cli.bench.lookups import BATCH, fill, measure_lookups
-from kvass.cli.bench.rig import EngineSessions
+from kvass.cli.bench.rig import EngineConnections
 from kvass.cli.main import main
 from kvass.errors import TierDown, Unavailable
 from kvass.simulate.models import MODELS, Layers, layout
@@ -77,7 +77,7 @@ def test_store_and_load_bring_the_bytes_back(engines: int, private: bool, daemon
 @contextmanager
 def stored_prompt(daemon: Daemon, prompt: PromptShape) -> Iterator[KvCache]:
     with ExitStack() as ending:
-        engine = EngineSessions(daemon.socket, prompt.groups, ending, chunk_tokens=32)
+        engine = EngineConnections(daemon.socket, prompt.groups, ending, chunk_tokens=32)
         ending.callback(engine.clear)
         cache = KvCache(prompt, engine, ending)
         cache.renew()
@@ -125,7 +125,7 @@ def test_a_daemon_in_use_loses_a_sixteenth_at_most(
     (tmp_path / "tier").mkdir()
     tier = [f"disk:{tmp_path}/tier?capacity=128MiB"]
     with running_daemon(tmp_path, "64MiB", tier=tier) as daemon, ExitStack() as ending:
-        theirs = EngineSessions(daemon.socket, layout((Layers(1, 1024),), 16), ending)
+        theirs = EngineConnections(daemon.socket, layout((Layers(1, 1024),), 16), ending)
         for _ in range(4):  # a quarter of L1 at a time
             fill(theirs, 64)
         rig.wait_for(lambda: stored(daemon) == 256, "the flush")
@@ -175,7 +175,7 @@ def test_rows_that_did_not_come_from_the_tier_are_told(tmp_path: Path) -> None:
     tier = [f"disk:{tmp_path}/tier?capacity=64MiB"]
     with running_daemon(tmp_path, "64MiB", tier=tier) as daemon, ExitStack() as ending:
         prompt = GPT_OSS._replace(chunks=2)
-        engine = EngineSessions(daemon.socket, prompt.groups, ending, chunk_tokens=32)
+        engine = EngineConnections(daemon.socket, prompt.groups, ending, chunk_tokens=32)
         mine = Tiered(prompt, engine, ending)
         assert mine.flush() > 0
         assert stored(daemon) == 4
@@ -189,7 +189,7 @@ def test_a_tier_that_stores_nothing_is_told(tmp_path: Path) -> None:
     tier = [f"disk:{tmp_path}/tier?capacity=1MiB"]
     with running_daemon(tmp_path, "64MiB", tier=tier) as daemon, ExitStack() as ending:
         prompt = PromptShape(layout((Layers(1, 1 << 14),), 16), 256)  # a row of 4 MiB
-        engine = EngineSessions(daemon.socket, prompt.groups, ending)
+        engine = EngineConnections(daemon.socket, prompt.groups, ending)
         with pytest.raises(TierDown, match="rows were not stored"):
             Tiered(prompt, engine, ending).flush()
 

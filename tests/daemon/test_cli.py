@@ -11,7 +11,7 @@ import pytest
 from kvass._version import __version__
 from kvass.cli import bench
 from kvass.cli.bench.lookups import LAYOUT
-from kvass.cli.bench.rig import EngineSessions
+from kvass.cli.bench.rig import EngineConnections
 from kvass.cli.main import COMMANDS, main
 from kvass.config import load
 from kvass.testing.daemon import Daemon
@@ -82,7 +82,7 @@ def test_a_command_believes_the_user_that_was_named(
 def _connect(socket: str, *_: object, **how: Any) -> dict[str, Any]:
     """In the place of a measurement."""
     with ExitStack() as ending:
-        EngineSessions(socket, (LAYOUT,), ending, daemon_uid=how["daemon_uid"])
+        EngineConnections(socket, (LAYOUT,), ending, daemon_uid=how["daemon_uid"])
     return {"bytes_equal": True}
 
 

@@ -71,7 +71,7 @@ class Access:
 
     def replace(self, other: Access, path: str) -> None:
         """Replace the rules by those of ``other``, and apply them to the socket at ``path``.
-        Connected sessions stay. Raises ``ConfigError``."""
+        Connected connections stay. Raises ``ConfigError``."""
         other.apply(path)
         self.uids, self._group, self._mode = other.uids, other._group, other._mode
 

@@ -92,7 +92,7 @@ class Server:
         self._watched: dict[ConnectionId, PeerProcess] = {}
         """Processes of lost connections. Slots in quarantine wait until these have ended."""
         self._to_flush: dict[ConnectionId, Connection] = {}
-        """Sessions to flush at the end of this turn."""
+        """Connections to flush at the end of this turn."""
         self._last_number = 0
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._tick: asyncio.TimerHandle | None = None

@@ -207,7 +207,7 @@ def _return_freed_memory() -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit of file descriptors to the hard one. Each session needs a descriptor,
+    """Raise the soft limit of file descriptors to the hard one. Each connection needs a descriptor,
     and the soft limit is often 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # ``fs.nr_open`` is lower by now, or a sandbox refuses

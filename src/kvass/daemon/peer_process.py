@@ -1,4 +1,4 @@
-"""The client process of a session, to detect when that process ends.
+"""The client process of a connection, to detect when that process ends.
 
 Law of this file: the end of the process is never reported too early. A pidfd refers to one process
 forever; a pid may be reused for another one. If the kernel gives no pidfd there is no
@@ -39,8 +39,8 @@ class PeerProcess:
     def exiting(self) -> bool:
         """Whether the process has ended or is exiting. False also if ``/proc`` does not show it.
 
-        If a session ended because its process exits, this is already true at the session's EOF: the
-        kernel closes the files of a process only when its last thread is exiting.
+        If a connection ended because its process exits, this is already true at its EOF: the kernel
+        closes the files of a process only when its last thread is exiting.
         """
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)

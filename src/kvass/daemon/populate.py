@@ -23,7 +23,7 @@ MOST_THREADS: Final = 16
 CPUS_PER_THREAD: Final = 4
 """The other CPUs are left to the engines, which start at the same time."""
 MARKS: Final = 256
-"""The most times that the mark is told. Each session that maps the arena gets each of them."""
+"""The most times that the mark is told. Each connection that maps the arena gets each of them."""
 _NICE: Final = 5
 
 Cpus = set[int]

@@ -273,7 +273,7 @@ class Copier:
         return self._mover is None or self._mover.drain(until_s - time.monotonic())
 
     def close(self) -> None:
-        """End the copies, then the session. The session's EOF shows the daemon that this rank
+        """End the copies, then the connection. The connection's EOF shows the daemon that this rank
         writes nothing any more."""
         if self._mover is not None:
             self._mover.close()
@@ -384,7 +384,7 @@ class Copier:
         return self._verifier.check(job, partial(self._holds, copy))
 
     def _holds(self, copy: Load | Store) -> bool:
-        """Whether this rank's session is still the one in which the slots of ``copy`` were given.
+        """Whether this rank's connection is still the one on which the slots of ``copy`` came.
         Else other bytes may be in them by now."""
         arena = self._client and self._client.arena(copy.boot, copy.given_s)
         if arena is None:

@@ -133,7 +133,7 @@ class PageStore:
         return True
 
     def close(self) -> None:
-        """End the sessions. Calls after it are misses. Idempotent."""
+        """End the connections. Calls after it are misses. Idempotent."""
         self._boundary.run(None, self._client.close)
 
     # ------------------------------------------------------------ pages

@@ -468,5 +468,5 @@ class Planner:
         return True
 
     def close(self) -> None:
-        """End the session."""
+        """End the connection."""
         self.client.close()

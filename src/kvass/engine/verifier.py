@@ -80,7 +80,7 @@ class Verifier:
 
     def check(self, job: Job, holds: Callable[[], bool]) -> tuple[Outcome, str]:
         """The outcome of ``job``, all of whose bytes were copied. ``holds``: whether this rank has
-        had the same session since the job's slots were given."""
+        had the same connection since the job's slots were given."""
         if self.difference:
             return "failed", "an earlier copy was wrong"
         due = self._due(job)

@@ -87,7 +87,7 @@ class FakeEngine:
 
     Each group has ``blocks`` block ids, of which 0 is the null block. ``seed`` decides the order in
     which they are used. ``tenant`` is the tenant of its requests, and may be changed. The
-    constructor waits until all sessions are registered. Use an engine from one thread.
+    constructor waits until all connections are registered. Use an engine from one thread.
 
     Raises ``Unavailable`` if there is no daemon within ``PATIENCE_S``, and ``UsageError`` if a
     prompt needs more blocks than are free.
@@ -349,7 +349,7 @@ class FakeEngine:
         self.wait_connected()
 
     def close(self) -> None:
-        """End the copies, then the sessions."""
+        """End the copies, then the connections."""
         for rank in self.ranks:
             if rank.alive:
                 rank.close()

@@ -70,7 +70,7 @@ class Transfer:
 
 
 class FakeRank:
-    """A rank with ``blocks`` blocks of KV memory, a mover and a session.
+    """A rank with ``blocks`` blocks of KV memory, a mover and a connection.
 
     ``mover`` is a function that makes the mover, for host memory or for a fake GPU.
     """
@@ -132,7 +132,7 @@ class FakeRank:
         hang_up(self.client)
 
     def close(self) -> None:
-        """End the copies, then the session."""
+        """End the copies, then the connection."""
         self._end_copies()
         self.client.close()
 
@@ -142,7 +142,7 @@ class FakeRank:
 
 
 def hang_up(client: Endpoint) -> None:
-    """Close a session as the death of its process does: by EOF, without a message. It does not
+    """Close a connection as the death of its process does: by EOF, without a message. It does not
     reconnect."""
     with client.lock:
         client.closed = True

@@ -33,7 +33,7 @@ _GROUPS_BYTES: Final = 1024  # the most Python's getsockopt takes: 256 groups
 
 
 class Channel:
-    """A client's end of one session. Not thread-safe; does not survive a fork.
+    """A client's end of one connection. Not thread-safe; does not survive a fork.
 
     ``decoder.limit``: the largest payload in bytes, either way.
     """
@@ -137,7 +137,7 @@ class Channel:
         return fd
 
     def close(self) -> None:
-        """End the session: the daemon sees EOF, even if a forked child holds a copy. Idempotent."""
+        """End it: the daemon sees EOF, even if a forked child holds a copy. Idempotent."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -145,7 +145,7 @@ class Channel:
         self.drop()
 
     def drop(self) -> None:
-        """Close this process's copy alone: what a forked child does with its parent's session."""
+        """Close this process's copy alone: what a forked child does with its parent's."""
         self._sock.close()
         if (fd := self.take_fd()) is not None:
             os.close(fd)

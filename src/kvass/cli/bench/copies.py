@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvass.cli.bench.rig import (
     PATIENCE_S,
     WIDTH,
-    EngineSessions,
+    EngineConnections,
     best_ratio,
     percentiles_us,
     private_memory,
@@ -68,7 +68,7 @@ class KvCache:
     """The KV pages of an engine in host memory, for one prompt. ``shared`` is as much memory of the
     arena's kind. ``ending`` frees both."""
 
-    def __init__(self, prompt: PromptShape, engine: EngineSessions, ending: ExitStack) -> None:
+    def __init__(self, prompt: PromptShape, engine: EngineConnections, ending: ExitStack) -> None:
         self.prompt, self.engine, self.digests = prompt, engine, b""
         self.groups = [_Group(number, one, prompt) for number, one in enumerate(prompt.groups)]
         self.mover = HostMover([g.memory for g in self.groups], [g.planes for g in self.groups])
@@ -266,7 +266,7 @@ _STEPS: Final = (
 def _cache(
     socket: str, prompt: PromptShape, private: bool, daemon_uid: int | None, ending: ExitStack
 ) -> KvCache:
-    engine = EngineSessions(
+    engine = EngineConnections(
         socket,
         prompt.groups,
         ending,

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from kvass.cli.bench.copies import KvCache, PromptShape
 from kvass.cli.bench.rig import (
-    EngineSessions,
+    EngineConnections,
     best_ratio,
     fresh_name,
     say,
@@ -84,11 +84,11 @@ def measure_tier(url: TierUrl, l1_bytes: int, rounds: int, prompt: PromptShape) 
 
 def _engine(
     l1_bytes: int, flags: Sequence[str], name: str, prompt: PromptShape, ending: ExitStack
-) -> EngineSessions:
+) -> EngineConnections:
     """An engine of a new daemon on the tier; ``ending`` ends both."""
     socket = ending.enter_context(start_daemon(l1_bytes, *flags)).socket
     tokens = prompt.chunk_tokens
-    return EngineSessions(socket, prompt.groups, ending, name=name, chunk_tokens=tokens)
+    return EngineConnections(socket, prompt.groups, ending, name=name, chunk_tokens=tokens)
 
 
 class Tiered(KvCache):

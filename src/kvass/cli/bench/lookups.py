@@ -13,7 +13,7 @@ from functools import partial
 from random import Random
 from typing import Any, Final
 
-from kvass.cli.bench.rig import WIDTH, EngineSessions, percentiles_us, ratio, seconds
+from kvass.cli.bench.rig import WIDTH, EngineConnections, percentiles_us, ratio, seconds
 from kvass.types import GroupLayout
 
 LAYOUT: Final = GroupLayout("full", 16, ("0",), (256,))
@@ -54,7 +54,7 @@ def measure_lookups(
     with ExitStack() as ending, ThreadPoolExecutor(engines) as pool:
         asks = []
         for _ in range(engines):
-            engine = EngineSessions(
+            engine = EngineConnections(
                 socket, (LAYOUT,), ending, tp=tp, private=private, daemon_uid=daemon_uid
             )
             ending.callback(engine.clear)
@@ -73,7 +73,7 @@ def measure_lookups(
 
 
 def _ask(
-    engine: EngineSessions, keys: list[bytes], plain: sockets.socket
+    engine: EngineConnections, keys: list[bytes], plain: sockets.socket
 ) -> list[tuple[float, float, float]]:
     """Seconds of lookups, of their releases, and of the dict's answers.
 
@@ -114,7 +114,7 @@ def _plain_dict(keys: list[bytes], ending: ExitStack) -> sockets.socket:
     return ours
 
 
-def fill(engine: EngineSessions, rows: int) -> list[bytes]:
+def fill(engine: EngineConnections, rows: int) -> list[bytes]:
     """Store ``rows`` rows without writing their bytes. Returns their keys."""
     keys = [os.urandom(WIDTH) for _ in range(rows)]
     for at in range(0, rows, BATCH):

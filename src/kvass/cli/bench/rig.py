@@ -1,4 +1,4 @@
-"""What all measurements need: a daemon, sessions of an engine, memory, clocks, printing."""
+"""What all measurements need: a daemon, connections of an engine, memory, clocks, printing."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def shared_memory(size: int) -> memory.Arena:
     return arena
 
 
-# ---------------------------------------------------------------- an engine's sessions
+# ---------------------------------------------------------------- an engine's connections
 
 
 def fresh_name() -> str:
@@ -171,8 +171,8 @@ def fresh_name() -> str:
     return f"bench-{os.getpid()}-{os.urandom(4).hex()}"
 
 
-class EngineSessions:
-    """The sessions of an engine, without the engine: one for the scheduler and one for each of
+class EngineConnections:
+    """The connections of an engine, without the engine: one for the scheduler and one for each of
     ``tp`` ranks. Rank 0 maps the arena for all of them.
 
     ``ending`` closes them. ``name``: the name of the namespace; by default a new one. ``instance``:

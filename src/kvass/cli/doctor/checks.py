@@ -40,7 +40,7 @@ NO_SERVE: Final = (
 POPULATE_S_PER_GIB: Final = 0.6
 """The time of one core with pages of 4 KiB; it follows from ``arena.memory.SLICE_BYTES``."""
 SPARE_DESCRIPTORS: Final = 64
-"""Descriptors that the daemon needs beside its sessions: for sockets, the arena and tiers."""
+"""Descriptors that the daemon needs beside its connections: for sockets, the arena and tiers."""
 LOAD_S: Final = 30.0
 HUGE: Final = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 CGROUP: Final = "sys/fs/cgroup"
@@ -192,7 +192,7 @@ def descriptors(m: Machine) -> Finding:
     soft, hard = m.limit("open files")
     found = f"ulimit -n {soft}, hard limit {hard}".replace("inf", "unlimited")
     most = Limits().sessions
-    needed = 2 * most + SPARE_DESCRIPTORS  # of each session its socket and its process
+    needed = 2 * most + SPARE_DESCRIPTORS  # of each connection its socket and its process
     if hard >= needed:
         used = f"the hard limit: up to {most} sessions; an engine has one, and one per rank"
         return ok(found, used)

@@ -200,7 +200,8 @@ def prefetch(state: State, connection: ClientConnection, msg: Prefetch) -> Prefe
 
 def _owner_of(connection: ClientConnection) -> str:
     """The owner of a connection's promotions: its instance, or itself if it has not registered."""
-    return connection.registered.instance if connection.registered else f"session {connection.id}"
+    who = connection.registered
+    return f"connection {connection.id}" if who is None else who.instance
 
 
 def _check_leases(state: State, instance: str) -> None:
