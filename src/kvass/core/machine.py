@@ -5,7 +5,7 @@ answered exactly once. A refused message is answered by an error and changes not
 
 ``_MESSAGES`` has the handler of each message, ``_EVENTS`` that of each event, ``_FOLLOW_UPS`` that
 of each kind of follow-up (``pending/follow_ups.py``) in their order, ``_WORK`` what is done in
-slices, ``_BEFORE``, ``_IN_A_TICK`` and ``_AFTER`` what is due.
+slices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from itertools import chain, count
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvass import messages
 from kvass.core import adoption, effects, invariants
@@ -33,6 +33,7 @@ from kvass.core.handlers import (
     writing,
 )
 from kvass.core.pending.follow_ups import FirstHit, FollowUp, Published, Woken
+from kvass.core.pending.ledger import soonest
 from kvass.core.pending.tier_operations import Looking, NotingEpoch
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.saved.index_file import SavedIndex
@@ -94,6 +95,14 @@ def _received(state: State, event: effects.Received) -> None:
         state.send(connection.id, Error(seq=message.seq, code=no.code, text=no.text))
 
 
+def _tick(state: State, event: effects.Tick) -> None:
+    connections.end_silent(state)
+    former.sweep(state)
+    epochs.read_again(state)
+    _work_on(state)
+    promote.continue_some(state)
+
+
 def _epoch_is(state: State, event: effects.EpochIs) -> None:
     tier = state.tiers.all[epochs.epoch_answered(state, event)]
     if event.epoch is not None:
@@ -144,35 +153,6 @@ def _work_on(state: State) -> None:
         _SLICES[turn % len(undone)](state)
 
 
-class _Due(NamedTuple):
-    """What time brings. ``when``: when the next of it is due; ``None``: not before another event.
-    ``do``: does what is due by now."""
-
-    when: Callable[[State], float | None]
-    do: Callable[[State], None]
-
-
-_BEFORE: Final = (  # no event finds what has ended
-    _Due(lambda state: state.settlement.next_due, lambda state: state.settlement.lapse(state.now)),
-    _Due(lambda state: state.promotions.next_due, promote.lapse),
-)
-_IN_A_TICK: Final = (
-    _Due(lambda state: state.connection_limits.next_due, connections.end_silent),
-    _Due(lambda _: None, former.sweep),
-    _Due(lambda _: None, epochs.read_again),
-    _Due(lambda state: state.now if any(_UNDONE(state)) else None, _work_on),
-    _Due(lambda state: state.now if state.promotions.going else None, promote.continue_some),
-)
-_AFTER: Final = (_Due(lambda state: state.tiers.next_due, flush.retry_due),)
-"""What is due, in its order: before the event of a step, as the event ``Tick``, and after all
-events."""
-
-
-def _do_due(state: State, every: tuple[_Due, ...]) -> None:
-    for due in every:
-        due.do(state)
-
-
 _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.Received: _received,
     effects.Opened: connections.opened,
@@ -181,7 +161,7 @@ _EVENTS: Final[dict[type, Callable[[State, Any], None]]] = {
     effects.ProcessEnded: lambda state, event: state.settlement.process_ended(event.connection),
     effects.FormerEnded: former.ended,
     effects.PopulatedTo: connections.populated,
-    effects.Tick: lambda state, _: _do_due(state, _IN_A_TICK),
+    effects.Tick: _tick,
     effects.Probed: _probed,
     effects.Loaded: promote.loaded,
     effects.Stored: flush.stored,
@@ -214,21 +194,23 @@ class CacheMachine:
     def step(self, event: Event, now: float) -> list[Effect]:
         """Apply ``event`` at ``now``, which is CLOCK_MONOTONIC in seconds.
 
-        Returns the effects that the daemon must carry out. The order: what is due before the event,
-        the event, its follow-ups, what is due after it.
+        Returns the effects that the daemon must carry out. The order: what is due by ``now`` ends,
+        then the event, then its follow-ups, then tiers that were down are asked again.
         """
         assert now >= self.state.now, "time went back"
         state = self.state
         state.now, state.out = now, []
         state.rows.uses.mark(state.rows.table.clock, now)
-        _do_due(state, _BEFORE)
+        state.settlement.lapse(now)
+        if state.promotions.all:
+            promote.lapse(state)
         _EVENTS[type(event)](state, event)
         waiting = state.follow_ups.of
         while waiting:
             for kind, follow in _FOLLOW_UPS.items():
                 if kind in waiting:
                     follow(state, waiting.pop(kind))
-        _do_due(state, _AFTER)
+        flush.retry_due(state)
         return state.out
 
     def end(self) -> None:
@@ -242,8 +224,13 @@ class CacheMachine:
 
         The daemon calls this after every event.
         """
-        times = [due.when(self.state) for due in (*_BEFORE, *_IN_A_TICK, *_AFTER)]
-        return min((when for when in times if when is not None), default=None)
+        state = self.state
+        if state.promotions.going or any(_UNDONE(state)):
+            return state.now  # this step has left work for the next one
+        due = soonest(state.settlement.next_due, state.connection_limits.next_due)
+        if not (state.tiers.all or state.promotions.all):
+            return due
+        return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))
 
     def registered(self, connection: ConnectionId) -> Register | None:
         """The ``Register`` of a connection; ``None`` if it has not registered."""
