@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvass.blend.match import KEY_WORDS, ChunkMatcher, Chunks, Run
-from kvass.types import U32Array, U64Array
+from kvass.blend.match import ChunkMatcher, Chunks, Run
+from kvass.types import KEY_WORDS, U32Array, U64Array
 
 K: Final = 256
 PROMPT: Final = 131_072

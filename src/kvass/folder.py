@@ -22,7 +22,7 @@ from kvass import processes
 from kvass.errors import ConfigError
 
 _log: Final = logging.getLogger("kvass")
-_LOCK: Final = "lock"
+LOCK: Final = "lock"
 _PROBE: Final = "writable"
 _LOCK_WAIT_S: Final = 2.0
 _ORPHAN_WAIT_S: Final = 60.0
@@ -101,7 +101,7 @@ class Folder:
         another daemon has locked it."""
         while True:
             try:
-                fd = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
+                fd = self.open(LOCK, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise ConfigError(f"{self.path}: cannot be written: {error.strerror}") from error
             try:
@@ -152,7 +152,7 @@ class Folder:
 
     def _in_place(self, fd: int) -> bool:
         """Whether the open lock file ``fd`` is the one that is in the folder now."""
-        return _is_same(_LOCK, fd, dir_fd=self.fd, follow_symlinks=False)
+        return _is_same(LOCK, fd, dir_fd=self.fd, follow_symlinks=False)
 
 
 def _is_same(path: str | Path, fd: int, **how: Any) -> bool:

@@ -29,6 +29,9 @@ MAX_RANKS: Final = 128
 MAX_GROUPS: Final = 63
 """The largest number of layer groups: a bit mask of them fits int64."""
 
+KEY_WORDS: Final = 4
+"""A key is a digest of up to 32 bytes, kept as this many uint64."""
+
 SCHEDULER: Final = -1
 """The rank under which an instance's scheduler connection is known; workers are 0..ranks-1."""
 

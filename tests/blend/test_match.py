@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvass.blend.match import KEY_WORDS, WAYS, ChunkMatcher, Chunks, Run, _thinned
-from kvass.types import I64Array, U32Array, U64Array
+from kvass.blend.match import WAYS, ChunkMatcher, Chunks, Run, _thinned
+from kvass.types import KEY_WORDS, I64Array, U32Array, U64Array
 
 SPACE = np.zeros(KEY_WORDS, np.uint64)
 OTHER = np.ones(KEY_WORDS, np.uint64)

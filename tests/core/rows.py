@@ -13,9 +13,9 @@ from kvass.core.rows.row_allocator import RowAllocator
 from kvass.core.rows.row_class import RowClass
 from kvass.core.rows.row_classes import RowClasses
 from kvass.core.rows.row_states import RowStates
-from kvass.core.rows.row_table import FREE, KEY_WORDS, READY, WRITING, RowTable
+from kvass.core.rows.row_table import FREE, READY, WRITING, RowTable
 from kvass.core.rows.tables import CoreTables
-from kvass.types import GroupLayout, I64Array, U64Array
+from kvass.types import KEY_WORDS, GroupLayout, I64Array, U64Array
 
 
 def ready_table(rows: int) -> RowTable:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvass.core.rows import index as index_file
 from kvass.core.rows.blocks import BlockPrints
 from kvass.core.rows.index import ABSENT, KeyIndex, key_array, odd_numbers
-from kvass.core.rows.row_table import KEY_WORDS, RowTable
-from kvass.types import I64Array, U64Array
+from kvass.core.rows.row_table import RowTable
+from kvass.types import KEY_WORDS, I64Array, U64Array
 
 KEYS = st.tuples(*[st.integers(0, 3)] * KEY_WORDS)
 STEPS = st.lists(st.tuples(st.booleans(), st.lists(KEYS, max_size=40, unique=True)), max_size=12)

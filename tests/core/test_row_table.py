@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvass.core.rows.row_table import FREE, KEY_WORDS, NEVER, READY, WRITING, RowTable
+from kvass.core.rows.row_table import FREE, NEVER, READY, WRITING, RowTable
+from kvass.types import KEY_WORDS
 from tests.core.rows import ready_table
 
 

@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 
 from kvass.arena.memory import Arena
+from kvass.arena.room import text_of
 from kvass.types import PAGE
 
 SAMPLES: Final = 4096
@@ -47,10 +48,10 @@ def nodes(root: Path = _ROOT) -> dict[int, set[int]]:
     """The nodes whose memory this process may use, and the CPUs of each. Node 0 alone, of unknown
     CPUs, if the kernel tells of none. ``root`` is the folder that has proc and sys."""
     folder = root / "sys/devices/system/node"
-    there = numbers(_text(folder / "has_memory")) or {0}
-    allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", _text(root / "proc/self/status"), re.M)
+    there = numbers(text_of(folder / "has_memory")) or {0}
+    allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", text_of(root / "proc/self/status"), re.M)
     there = (there & numbers(allowed[1]) if allowed else there) or there
-    return {node: numbers(_text(folder / f"node{node}/cpulist")) for node in sorted(there)}
+    return {node: numbers(text_of(folder / f"node{node}/cpulist")) for node in sorted(there)}
 
 
 def numbers(text: str) -> set[int]:
@@ -105,10 +106,3 @@ def _call(number: int, *arguments: object) -> None:
     if _libc.syscall(ctypes.c_long(number), *arguments) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvass.arena.huge import lacking
 from kvass.arena.memory import Arena
 from kvass.errors import ConfigError
-from kvass.folder import Folder
+from kvass.folder import LOCK, Folder
 from kvass.types import PAGE, Size
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 SLOTS: Final = "slots"
 INDEX: Final = "index"
-LOCK: Final = "lock"
 LEAST_INDEX: Final = 5 << 20
 """The memory without which an index cannot note one extent set."""
 _INDEX_SHARE: Final = 1024

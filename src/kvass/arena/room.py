@@ -100,7 +100,7 @@ class _Group(NamedTuple):
 
 def _groups(root: Path) -> Iterator[_Group]:
     """The cgroups of this process that have a limit."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -124,11 +124,12 @@ def _meminfo(root: Path, name: str) -> int | None:
 
 
 def _number(path: Path, pattern: str = r"(\d+)$") -> int | None:
-    found = re.search(f"^{pattern}", _text(path), re.MULTILINE)
+    found = re.search(f"^{pattern}", text_of(path), re.MULTILINE)
     return int(found[1]) if found else None
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file; empty if it cannot be read."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):

@@ -22,11 +22,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvass.types import I64Array, U32Array, U64Array
+from kvass.types import KEY_WORDS, I64Array, U32Array, U64Array
 
 WAYS: Final = 8
-KEY_WORDS: Final = 4
-"""A key or a space is a digest of up to 32 bytes: this many uint64."""
 _CELLS: Final = 16
 """Cells of the filter per bucket. Of the offsets at which no known chunk stands, at most one in
 16 passes the filter."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from kvass.cli import daemon
-from kvass.cli.report import printable
 from kvass.errors import Incompatible, UnknownName
+from kvass.types import printable
 
 Terms = Mapping[str, str]
 """All fields of a namespace."""

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any, Final
 
-from kvass.cli.report import WIDTH, printable, size
+from kvass.cli.report import WIDTH, size
 from kvass.core import metrics
+from kvass.types import printable
 
 _MEANINGS: Final[dict[str, dict[str, str]]] = {
     "": metrics.GAUGES | {"messages": metrics.MESSAGES, "l1_node_bytes": metrics.NODES},

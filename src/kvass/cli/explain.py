@@ -9,9 +9,10 @@ from textwrap import wrap
 from typing import Any, Final
 
 from kvass.cli import daemon
-from kvass.cli.report import WIDTH, printable
+from kvass.cli.report import WIDTH
 from kvass.errors import ConfigError
 from kvass.messages import MOST_EXPLAINED
+from kvass.types import printable
 
 _ENGINE_CHARS: Final = 8
 """How many characters of an engine's id are printed. ``--engine`` finds it by them."""

@@ -7,6 +7,7 @@ from textwrap import wrap
 from typing import Any, Final
 
 from kvass.client.health import notes, tier_note, tier_state, troubles, used_tiers
+from kvass.types import printable
 
 WIDTH: Final = 79
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -17,11 +18,6 @@ def report(fields: dict[str, Any]) -> Iterator[str]:
     """The lines to print, of at most ``WIDTH`` characters, from the fields of ``kvass status
     --json``."""
     return map(printable, _report(fields))
-
-
-def printable(text: str) -> str:
-    """``text`` without control characters, which a client may have put into a name."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _report(fields: dict[str, Any]) -> Iterator[str]:

@@ -6,8 +6,9 @@ import json
 
 from kvass.cli import daemon
 from kvass.cli.detail import detail
-from kvass.cli.report import printable, report
+from kvass.cli.report import report
 from kvass.client.health import notes, troubles
+from kvass.types import printable
 
 
 def run(argv: list[str]) -> int:

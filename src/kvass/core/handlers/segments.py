@@ -18,12 +18,12 @@ from kvass.core.handlers.checks import scheduler_of, split_keys
 from kvass.core.matching.coverage import BoolArray
 from kvass.core.rows.index import ABSENT, digests_of, key_array
 from kvass.core.rows.row_classes import Namespace
-from kvass.core.rows.row_table import KEY_WORDS, LOADING
+from kvass.core.rows.row_table import LOADING
 from kvass.core.state import State
 from kvass.core.tiers import epochs
 from kvass.errors import Refused
 from kvass.messages import FindSegments, IndexChunks, Indexed, Segment, Segments
-from kvass.types import I64Array, U32Array, U64Array
+from kvass.types import KEY_WORDS, I64Array, U32Array, U64Array
 
 _WIDEST: Final = 8 * KEY_WORDS
 MOST_CHUNKS: Final = 1024

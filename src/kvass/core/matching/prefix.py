@@ -11,8 +11,8 @@ from kvass.core.matching.keeping import Found
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_states import RowStates
-from kvass.core.rows.row_table import KEY_WORDS, READY, WRITING, ClassRows
-from kvass.types import I64Array, U64Array
+from kvass.core.rows.row_table import READY, WRITING, ClassRows
+from kvass.types import KEY_WORDS, I64Array, U64Array
 
 NO_BLOCKS: Final = np.empty((0, KEY_WORDS), np.uint64)
 

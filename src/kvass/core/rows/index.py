@@ -22,8 +22,8 @@ import numpy as np
 import numpy.ma  # np.unique would import it when first called, which takes 20 ms
 import numpy.typing as npt
 
-from kvass.core.rows.row_table import CACHE_LINE, KEY_WORDS, cache_lines
-from kvass.types import I64Array, U32Array, U64Array
+from kvass.core.rows.row_table import CACHE_LINE, cache_lines
+from kvass.types import KEY_WORDS, I64Array, U32Array, U64Array
 
 SLOTS: Final = 8  # a cache line; _in_bucket shifts by 3
 ABSENT: Final = -1

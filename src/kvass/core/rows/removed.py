@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvass.core.rows.listeners import ClassesGone, Left, Listener
-from kvass.core.rows.row_table import KEY_WORDS, READY
-from kvass.types import I64Array, U64Array
+from kvass.core.rows.row_table import READY
+from kvass.types import KEY_WORDS, I64Array, U64Array
 
 ROOM: Final = 1 << 16
 """The number of entries: 3 MiB."""

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from kvass.core.saved.index_file import SavedIndex
 from kvass.core.saved.seals import seals
-from kvass.types import I64Array, U64Array
+from kvass.types import KEY_WORDS, I64Array, U64Array
 
 FREE: Final = 0
 WRITING: Final = 1
@@ -65,9 +65,6 @@ TRANSITIONS: Final = frozenset(
 
 NEVER: Final = -1
 """The stamp of a row that holds nothing."""
-
-KEY_WORDS: Final = 4
-"""A key is a digest of up to 32 bytes, kept as this many uint64; all zero in a FREE row."""
 
 UNKNOWN: Final = 255
 """``RowTable.entry`` of a row whose blocks are not known, or which left the index of blocks."""
