@@ -1,10 +1,7 @@
-"""What the state remembers beside rows: refusals, forgotten models, engines' figures."""
+"""What the state remembers beside rows, and with what it begins."""
 
 from __future__ import annotations
 
-import pytest
-
-from kvass.core.rows import namespaces
 from kvass.core.state import CoreConfig, State
 from kvass.types import Quota
 from tests.core.rig import Rig
@@ -22,20 +19,6 @@ def test_engines_that_are_refused_are_named_until_they_register() -> None:
     assert refused["e9"][0] == "world_size: 2 is not in 1..1"
     rig.engine("e9")
     assert "e9" not in {r["instance"] for r in rig.status["refusals"]}
-
-
-def test_what_a_forgotten_namespace_counted_stays_under_its_model_for_so_many_models(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(namespaces, "_MODELS", 2)
-    rig = Rig(namespaces=1)
-    for model in "abcca":
-        e = rig.engine(model, identity={"model": model})
-        e.holds("x")
-        e.quit()
-    rig.engine("last", identity={"model": "last"})
-    counted = {f["model"]: f["lookups"] for f in rig.status["forgotten"]}
-    assert counted == {"a": 2, "b": 1, "other": 2}
 
 
 def test_an_extent_is_64_mib_or_a_64th_of_a_small_arena() -> None:
