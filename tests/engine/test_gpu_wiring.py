@@ -15,7 +15,7 @@ from kvass.engine import comparer, copier
 from kvass.engine import memory as kv_memory
 from kvass.engine.boundary import Boundary
 from kvass.engine.memory import KVMemory, Regions, open_mover
-from kvass.engine.step_work import Check, GroupCompared, Load, Store
+from kvass.engine.step_work import GroupCompared, Load, ShadowCheck, Store
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import open_device
@@ -287,10 +287,10 @@ def test_a_gpu_without_memory_for_its_test_is_one_line(
         opened(Adopting())
 
 
-def check_of() -> tuple[Check, CopyPlan]:
+def check_of() -> tuple[ShadowCheck, CopyPlan]:
     """A check of one row, and the plan of its load."""
     load = Load("r", b"boot", 1, deadline_s=1e12, blocks=((1,),))
-    return Check(1, load, 1, 1), plan_copy(PLANES, [[1]], [0])
+    return ShadowCheck(1, load, 1, 1), plan_copy(PLANES, [[1]], [0])
 
 
 def a_memory(pages: U8Array) -> KVMemory:

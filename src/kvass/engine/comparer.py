@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvass.client.worker import ArenaLease
 from kvass.engine.boundary import Boundary
 from kvass.engine.memory import KVMemory, MakeMover, Values, scratch_like
-from kvass.engine.step_work import Check, Compared, GroupCompared
+from kvass.engine.step_work import Compared, GroupCompared, ShadowCheck
 from kvass.layout.copy_plan import CopyPlan, RowCopy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer.base import Done, Job, Mover, U8Array
@@ -56,7 +56,7 @@ class _Begun:
     """A check with its copy plans, one for each group that is compared. ``end`` is called on the
     comparer's thread when no row is read any more."""
 
-    check: Check
+    check: ShadowCheck
     plans: tuple[CopyPlan, ...]
     arena: ArenaLease
     end: Callable[[], None]
@@ -83,7 +83,7 @@ class Comparer:
         most = max((n * p.shard_bytes for p, n in self._sizes(memory)), default=1)
         self._computed_rows, self._loaded_rows = np.zeros(most, np.uint8), np.zeros(most, np.uint8)
         self._begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
-        self._ended: deque[tuple[Check, Compared]] = deque()
+        self._ended: deque[tuple[ShadowCheck, Compared]] = deque()
         self._news = threading.Event()
         """Set when a check has ended that ``ended`` has not returned."""
         self._open = 0
@@ -97,7 +97,7 @@ class Comparer:
 
     def begin(
         self,
-        check: Check,
+        check: ShadowCheck,
         plans: tuple[CopyPlan, ...],
         arena: ArenaLease,
         after: Mover,
@@ -121,7 +121,7 @@ class Comparer:
             )
         self._open += 1
 
-    def ended(self) -> list[tuple[Check, Compared]]:
+    def ended(self) -> list[tuple[ShadowCheck, Compared]]:
         """The checks that ended since the last call. Never waits."""
         self._news.clear()
         ended = []
@@ -162,7 +162,7 @@ class Comparer:
             self._ended.append((begun.check, result))
             self._news.set()
 
-    def _result(self, check: Check, error: str = "") -> Compared:
+    def _result(self, check: ShadowCheck, error: str = "") -> Compared:
         return Compared(check.load.request, self._rank, error=error)
 
     def _compare(self, begun: _Begun) -> Compared:

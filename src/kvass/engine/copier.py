@@ -36,7 +36,7 @@ from kvass.engine.boundary import Boundary, log
 from kvass.engine.held_adapters import HeldAdapters, News
 from kvass.engine.memory import KVMemory, MakeMover, open_mover
 from kvass.engine.setup import EngineSetup
-from kvass.engine.step_work import AdapterHeld, Check, Compared, Load, StepWork, Store
+from kvass.engine.step_work import AdapterHeld, Compared, Load, ShadowCheck, StepWork, Store
 from kvass.engine.traffic import EngineTraffic
 from kvass.engine.verifier import Verifier
 from kvass.layout.copy_plan import CopyPlan, plan_copy
@@ -358,7 +358,7 @@ class Copier:
                 plans.append(plan_copy(planes, table, offsets, skip=skip, drop=drop))
         return tuple(plans)
 
-    def _begin_check(self, check: Check) -> bool:
+    def _begin_check(self, check: ShadowCheck) -> bool:
         """Begin a check of shadow mode. False: its lease or its arena is gone."""
         if self._client is None or self._mover is None or self._comparer is None:
             return False
@@ -422,7 +422,7 @@ class Copier:
         # A comparer's jobs on this mover are not counted in ``_copying``.
         if self._mover is not None and (self._copying or self._comparer is not None):
             for done in self._boundary.run([], self._mover.poll):
-                if not isinstance(done.job.name, Check):
+                if not isinstance(done.job.name, ShadowCheck):
                     self._copying -= 1
                     self._boundary.run(None, self._ended, done)
         if self._comparer is not None:
@@ -454,7 +454,7 @@ class Copier:
                 done.error or f"{done.seconds:.3f} s",
             )
 
-    def _check_ended(self, check: Check, result: Compared) -> None:
+    def _check_ended(self, check: ShadowCheck, result: Compared) -> None:
         """Take in the end of a check."""
         self._compared.append(result)
         self.traffic.compared(result)

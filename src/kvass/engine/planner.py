@@ -36,7 +36,7 @@ from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.results import LookupResults
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
-from kvass.engine.step_work import Check, Load, StepWork, comparable
+from kvass.engine.step_work import Load, ShadowCheck, StepWork, comparable
 from kvass.engine.stores import StorePlanner
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Table
@@ -291,7 +291,7 @@ class Planner:
         state = self._requests.get(name)
         return None if state is None else state.request.computed_tokens
 
-    def check(self, name: str, table: Table, end: int, work: StepWork) -> Check | None:
+    def check(self, name: str, table: Table, end: int, work: StepWork) -> ShadowCheck | None:
         """The check of the held match (``shadow.py``), whose tokens end at ``end``, against the
         blocks of ``table``. Its blocks are held. None: no match is held any more, it does not fit,
         or nothing can be compared."""
@@ -305,7 +305,7 @@ class Planner:
         if load is None or not any(load.blocks):
             self.client.release(match.boot, match.lease)
             return None
-        return Check(
+        return ShadowCheck(
             step=self.stores.copied.hold(work, load.blocks, match.deadline_s),
             load=load,
             chunks=-(-end // self._setup.chunk_tokens),

@@ -71,7 +71,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Check:
+class ShadowCheck:
     """A check of shadow mode, after the forward pass of the step: load the rows of ``load`` into
     scratch memory and compare them with its blocks, which the engine computed itself. ``step``,
     ``computed`` and ``first_step`` are as in ``Store``. A group that cannot be compared has no
@@ -143,7 +143,7 @@ class StepWork:
     step: int = 0
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[ShadowCheck] = field(default_factory=list)
     number: int = 0
     computes: bool = True
     emptied: bool = False
