@@ -47,7 +47,7 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml $(addprefix requirements/,torch.txt vllm.txt dev.txt mooncake.sh debian.sh apt.sh)
+$(READY): pyproject.toml $(addprefix requirements/,torch.txt vllm.txt dev.txt mooncake.sh debian.sh apt.sh model.txt model.sh)
 	@[[ -n "$(PYTHON)" ]] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvass needs Python >= 3.11 with venv: install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "== 1/5 $$("$(PYTHON)" --version) into $(VENV)"
@@ -61,6 +61,7 @@ $(READY): pyproject.toml $(addprefix requirements/,torch.txt vllm.txt dev.txt mo
 	@$(PIP) --no-deps -r requirements/dev.txt $(QUIET)
 	@bash requirements/mooncake.sh $(VENV)
 	@bash requirements/debian.sh $(VENV)
+	@bash requirements/model.sh $(VENV)
 	@echo "== 5/5 kvass itself"
 	@$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@$(BIN)/python -m tests.support.locks dev \

@@ -1,35 +1,29 @@
 """Two vLLM processes, one KV cache: what the second one saves.
 
-A small random-weight llama is built, the daemon and two engine processes are started. Engine A
-computes a long prompt; engine B, another process, gets the same prompt and one that shares its
-prefix, and loads what A computed. Then B computes both prompts itself, reading no cache: that is
-the time and the text the loads are compared with, in the same process, warm in the same way.
+The daemon and two engine processes are started. Engine A reads a long text and answers a question;
+engine B, another process, gets the same prompt and a second question about the text, and loads what
+A computed. Then B computes both prompts itself, reading no cache: that is the time and the text the
+loads are compared with, in the same process, warm in the same way.
 
 Exit status 1 if B hit nothing or if a single token differs. Run it with ``make demo``.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from examples.demo_questions import NEW_TOKENS, Questions, questions
 from kvass.testing.daemon import running_daemon
-from tests.support.vllm.models import Shape, build
 from tests.support.vllm.process import Answer, EngineProcess
 
-CACHE: Final = Path(__file__).parent.parent / ".cache" / "models"
-SHAPE: Final = Shape(vocab=4096, hidden=512, intermediate=1408, layers=6, heads=8, head_dim=64)
-ENGINE: Final = {"max_model_len": 6144, "num_gpu_blocks_override": 640}
-PROMPT_TOKENS: Final = 4200
-SHARED_TOKENS: Final = 3300
-WARM_UP_TOKENS: Final = 700
-NEW_TOKENS: Final = 16
+ENGINE: Final = {"max_model_len": 6144, "num_gpu_blocks_override": 320}
 
 
 class Row(NamedTuple):
@@ -57,18 +51,23 @@ def step(what: str) -> Iterator[None]:
 def main() -> int:
     """Run the demo; the exit status."""
     print("kvass demo: two vLLM processes share one KV cache through the daemon\n")
+    asked = introduced()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvass-demo-"))
-        rows = play(Path(folder), stack)
-    print()
-    report(rows)
-    return verdict(rows)
+        rows = play(asked, Path(folder), stack)
+    return told(asked, rows)
 
 
-def play(folder: Path, stack: ExitStack) -> list[Row]:
+def introduced() -> Questions:
+    """What is asked; and say of which model."""
+    asked = questions()
+    real = "a pretrained model, SmolLM2-135M-Instruct, reads a text and answers questions about it"
+    print(f"  {real if asked.asked else 'no pretrained model: random weights and random tokens'}")
+    return asked
+
+
+def play(asked: Questions, folder: Path, stack: ExitStack) -> list[Row]:
     """Start everything, run the prompts; the table's rows."""
-    with step("building a random-weight model"):
-        model = build(CACHE, SHAPE)
     with step("starting the daemon"):
         daemon = stack.enter_context(running_daemon(folder, l1_size="512MiB"))
     print(f"    {daemon.ready}")
@@ -76,40 +75,58 @@ def play(folder: Path, stack: ExitStack) -> list[Row]:
         socket = Path(daemon.socket)
         a, b = (
             stack.enter_context(
-                EngineProcess(model, folder / f"{n}.log", socket=socket, args=ENGINE)
+                EngineProcess(asked.model, folder / f"{n}.log", socket=socket, args=ENGINE)
             )
             for n in "ab"
         )
         a.wait_ready()
         b.wait_ready()
-    words = random.Random(7)
-    warm_up, prompt, other_end = (
-        [words.randrange(4, SHAPE.vocab) for _ in range(n)]
-        for n in (WARM_UP_TOKENS, PROMPT_TOKENS, PROMPT_TOKENS - SHARED_TOKENS)
-    )
-    shared = prompt[:SHARED_TOKENS] + other_end
     with step("warming both engines with another prompt: A computes it, B computes and loads it"):
-        a.one(warm_up, NEW_TOKENS)
-        b.one(warm_up, NEW_TOKENS, skip_prefix_cache=True)
+        a.one(asked.warm_up, 16)
+        b.one(asked.warm_up, 16, skip_prefix_cache=True)
         b.reset()
-        b.one(warm_up, NEW_TOKENS)
-    with step(f"engine A (pid {a.pid}) computes {PROMPT_TOKENS} tokens"):
-        first = a.one(prompt, NEW_TOKENS)
+        b.one(asked.warm_up, 16)
+    one, other = asked.prompts
+    with step(f"engine A (pid {a.pid}) computes {len(one):,} tokens and answers question 1"):
+        first = a.one(one, NEW_TOKENS)
     with step(f"engine B (pid {b.pid}) gets the same prompt"):
-        second = b.one(prompt, NEW_TOKENS)
+        second = b.one(one, NEW_TOKENS)
     b.reset()  # or vLLM's own cache in B would answer for the shared prefix
-    with step(f"engine B gets one that shares {SHARED_TOKENS} tokens with it"):
-        third = b.one(shared, NEW_TOKENS)
+    with step(f"engine B gets question 2, which shares {asked.shared:,} tokens with it"):
+        third = b.one(other, NEW_TOKENS)
     with step("engine B computes both itself, reading no cache, to compare"):
-        truth = b.one(prompt, NEW_TOKENS, skip_prefix_cache=True)
-        shared_truth = b.one(shared, NEW_TOKENS, skip_prefix_cache=True)
+        truth = b.one(one, NEW_TOKENS, skip_prefix_cache=True)
+        other_truth = b.one(other, NEW_TOKENS, skip_prefix_cache=True)
+    return rows_of(asked, (a.pid, b.pid), (first, second, third, truth, other_truth))
+
+
+def rows_of(asked: Questions, pids: tuple[int, int], answers: tuple[Answer, ...]) -> list[Row]:
+    """The table's rows. ``answers``: of A to the first prompt, of B to both, of B without cache."""
+    (a, b), (one, other), (*_, truth, other_truth) = pids, asked.prompts, answers
+    names = ("A computes", "B same prompt", "B question 2", "B uncached", "B uncached, question 2")
+    numbers = (a, b, b, b, b)
     return [
-        Row(f"A {a.pid} computes", prompt, first, truth),
-        Row(f"B {b.pid} same prompt", prompt, second, truth),
-        Row(f"B {b.pid} shared prefix", shared, third, shared_truth),
-        Row(f"B {b.pid} uncached", prompt, truth, truth),
-        Row(f"B {b.pid} uncached, shared", shared, shared_truth, shared_truth),
+        Row(name.replace(" ", f" {number} ", 1), prompt, answer, compared)
+        for name, number, prompt, answer, compared in zip(
+            names,
+            numbers,
+            (one, one, other, one, other),
+            answers,
+            (truth, truth, other_truth, truth, other_truth),
+            strict=True,
+        )
     ]
+
+
+def told(asked: Questions, rows: list[Row]) -> int:
+    """Print the answers, the table and the verdict; the exit status."""
+    print()
+    if words := asked.words:
+        for question, row in zip(asked.asked, rows[1:3], strict=True):
+            print(f"{question}\n{textwrap.indent(textwrap.fill(words(row.answer.tokens)), '  ')}")
+        print()
+    report(rows)
+    return verdict(rows)
 
 
 def report(rows: list[Row]) -> None:

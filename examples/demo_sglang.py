@@ -1,8 +1,8 @@
 """Two SGLang servers, one KV cache: what the second one saves. As ``examples/demo.py``, on a CPU.
 
-Server A computes a long prompt; server B, another process, gets the same prompt and one that shares
-its prefix, and loads what A computed. Then B computes both prompts itself, with keys of their own
-(SGLang's ``extra_key``), so that no cache is read, to compare.
+Server A reads a long text and answers a question; server B, another process, gets the same prompt
+and a second question about the text, and loads what A computed. Then B computes both prompts
+itself, with keys of their own (SGLang's ``extra_key``), so that no cache is read, to compare.
 
 Exit status 1 if B hit nothing or if a single token differs. Run it with ``make demo-sglang``.
 """
@@ -10,7 +10,6 @@ Exit status 1 if B hit nothing or if a single token differs. Run it with ``make 
 from __future__ import annotations
 
 import json
-import random
 import sys
 import tempfile
 import time
@@ -19,22 +18,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from examples.demo import (
-    CACHE,
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    SHAPE,
-    SHARED_TOKENS,
-    WARM_UP_TOKENS,
-    Row,
-    report,
-    step,
-    verdict,
-)
+from examples.demo import Row, introduced, rows_of, step, told
+from examples.demo_questions import NEW_TOKENS, Questions
 from kvass._version import TESTED_SGLANG
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.sglang.server import ANSWER_S, Server
-from tests.support.vllm.models import build
 from tests.support.vllm.process import Answer
 
 PAGE: Final = 64
@@ -44,18 +32,15 @@ STORED_S: Final = 60.0
 def main() -> int:
     """Run the demo; the exit status."""
     print("kvass demo: two SGLang servers share one KV cache through the daemon\n")
+    asked = introduced()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvass-demo-"))
-        rows = play(Path(folder), stack)
-    print()
-    report(rows)
-    return verdict(rows)
+        rows = play(asked, Path(folder), stack)
+    return told(asked, rows)
 
 
-def play(folder: Path, stack: ExitStack) -> list[Row]:
+def play(asked: Questions, folder: Path, stack: ExitStack) -> list[Row]:
     """Start everything, run the prompts; the table's rows."""
-    with step("building a random-weight model"):
-        model = build(CACHE, SHAPE)
     with step("starting the daemon"):
         daemon = stack.enter_context(running_daemon(folder, l1_size="512MiB"))
     print(f"    {daemon.ready}")
@@ -63,41 +48,32 @@ def play(folder: Path, stack: ExitStack) -> list[Row]:
     with step("starting two servers (a minute)"):
         version = max(TESTED_SGLANG)
         a, b = (
-            stack.enter_context(Server(version, model, folder / f"{n}.log", page=PAGE, env=env))
+            stack.enter_context(
+                Server(version, asked.model, folder / f"{n}.log", page=PAGE, env=env)
+            )
             for n in "ab"
         )
         a.wait_ready()
         b.wait_ready()
-    words = random.Random(7)
-    warm_up, prompt, other_end = (
-        [words.randrange(4, SHAPE.vocab) for _ in range(n)]
-        for n in (WARM_UP_TOKENS, PROMPT_TOKENS, PROMPT_TOKENS - SHARED_TOKENS)
-    )
-    shared = prompt[:SHARED_TOKENS] + other_end
     with step("warming both servers with another prompt: A computes it, B computes and loads it"):
-        ask(a, warm_up)
-        wait_stored(daemon, len(warm_up) // PAGE)
-        ask(b, warm_up, "uncached")
-        ask(b, warm_up)
-    already = rows_of(daemon)
-    with step(f"server A (pid {a.process.pid}) computes {PROMPT_TOKENS} tokens"):
-        first = ask(a, prompt)
-    wait_stored(daemon, already + PROMPT_TOKENS // PAGE)
-    with step(f"server B (pid {b.process.pid}) gets the same prompt"):
-        second = ask(b, prompt)
+        ask(a, asked.warm_up)
+        wait_stored(daemon, len(asked.warm_up) // PAGE)
+        ask(b, asked.warm_up, "uncached")
+        ask(b, asked.warm_up)
+    already, (one, other) = pages_of(daemon), asked.prompts
+    pids = a.process.pid, b.process.pid
+    with step(f"server A (pid {pids[0]}) computes {len(one):,} tokens and answers question 1"):
+        first = ask(a, one)
+    wait_stored(daemon, already + len(one) // PAGE)
+    with step(f"server B (pid {pids[1]}) gets the same prompt"):
+        second = ask(b, one)
     b.flush()  # or SGLang's own cache in B would answer for the shared prefix
-    with step(f"server B gets one that shares {SHARED_TOKENS} tokens with it"):
-        third = ask(b, shared)
+    with step(f"server B gets question 2, which shares {asked.shared:,} tokens with it"):
+        third = ask(b, other)
     with step("server B computes both itself, reading no cache, to compare"):
-        truth = ask(b, prompt, "uncached 1")
-        shared_truth = ask(b, shared, "uncached 2")
-    return [
-        Row(f"A {a.process.pid} computes", prompt, first, truth),
-        Row(f"B {b.process.pid} same prompt", prompt, second, truth),
-        Row(f"B {b.process.pid} shared prefix", shared, third, shared_truth),
-        Row(f"B {b.process.pid} uncached", prompt, truth, truth),
-        Row(f"B {b.process.pid} uncached, shared", shared, shared_truth, shared_truth),
-    ]
+        truth = ask(b, one, "uncached 1")
+        other_truth = ask(b, other, "uncached 2")
+    return rows_of(asked, pids, (first, second, third, truth, other_truth))
 
 
 def ask(server: Server, prompt: list[int], key: str | None = None) -> Answer:
@@ -121,7 +97,7 @@ def ask(server: Server, prompt: list[int], key: str | None = None) -> Answer:
     return Answer(found["output_ids"], [], local, stored, first_s, time.monotonic() - start)
 
 
-def rows_of(daemon: Daemon) -> int:
+def pages_of(daemon: Daemon) -> int:
     namespaces = daemon.status()["namespaces"]
     return sum(int(group["rows"]) for namespace in namespaces for group in namespace["groups"])
 
@@ -129,7 +105,7 @@ def rows_of(daemon: Daemon) -> int:
 def wait_stored(daemon: Daemon, count: int) -> None:
     """Wait until the daemon has ``count`` pages."""
     deadline = time.monotonic() + STORED_S
-    while rows_of(daemon) < count and time.monotonic() < deadline:
+    while pages_of(daemon) < count and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
