@@ -14,6 +14,17 @@ PATIENCE_S = 5.0
 """How long to wait for the daemon."""
 
 
+def load(path: str, loading: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The tokenizer and the model at ``path``. ``loading``: for ``from_pretrained``. Raises
+    ``ConfigError`` if they cannot be loaded."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, **loading).eval()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {path}: {str(error).splitlines()[0]}") from None
+    return tokenizer, model
+
+
 def add(
     path: str, loading: Mapping[str, Any], texts: Mapping[str, str], salt: str, **terms: Any
 ) -> Iterator[tuple[str, int, int]]:
@@ -23,11 +34,7 @@ def add(
     ``loading``: for ``from_pretrained``; ``terms``: for ``connect``. Raises ``ConfigError`` for a
     model that cannot be loaded, ``Unavailable`` if there is no daemon.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, **loading).eval()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: {str(error).splitlines()[0]}") from None
+    tokenizer, model = load(path, loading)
     with connect(model, blend="none", **terms) as cached:
         for name, text in texts.items():
             if not cached.wait_connected(PATIENCE_S):

@@ -1,0 +1,78 @@
+"""``kvass blend quality``: how near answers are, by ways whose result is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+
+from kvass.cli.main import main
+from kvass.connectors.transformers.quality import Line, Shape, measure
+from tests.support.hf_models import SIZES, make
+
+WORDS = {f"word{number}": number for number in range(SIZES["vocab_size"])}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and a tokenizer of one token per word."""
+    path = tmp_path_factory.mktemp("model")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="word3"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    make().save_pretrained(path)
+    return path
+
+
+def texts(count: int = 3, words: int = 90) -> dict[str, str]:
+    return {
+        f"{n}.txt": " ".join(f"word{(7 * n + 3 * w * w) % len(WORDS)}" for w in range(words))
+        for n in range(count)
+    }
+
+
+def measured(folder: Path, *blends: str) -> dict[str, Line]:
+    *_, lines = measure(str(folder), {}, texts(), blends, Shape(2, 3, 32, 6))
+    return lines
+
+
+def test_all_is_a_full_prefill_and_less_is_not(folder: Path) -> None:
+    lines = measured(folder, "none", "kv_dev:0.5", "all")
+    full, every, none = lines["full prefill"], lines["all"], lines["none"]
+    assert max(every.kls + every.first_kls) < 1e-5
+    assert every.losses == pytest.approx(full.losses, abs=1e-4)
+    assert every.same == full.same == [1.0, 1.0]
+    assert min(none.kls) > 1e-3
+    assert (none.computed, lines["kv_dev:0.5"].computed) == ([0.0, 0.0], [0.5, 0.5])
+    assert min(lines["no segments"].kls) > 1e-3
+
+
+def test_a_command_prints_the_table_and_says_what_is_missing_in_a_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents, empty = tmp_path / "documents", tmp_path / "empty"
+    documents.mkdir()
+    empty.mkdir()
+    for name, text in texts().items():
+        (documents / name).write_text(text)
+    command = ["blend", "quality", "--model", str(folder), "--segment-tokens", "32"]
+    command += ["--answer-tokens", "4", "--prompts", "1", "--segments"]
+    where = ["--documents", str(documents)]
+    assert main([*command, "2", *where, "--blend", "first_k:8"]) == 0
+    *_, head, _, full, first, control = capsys.readouterr().out.splitlines()
+    assert head.startswith("| computed again | share of the segments | KL, answer |")
+    assert full.startswith("| full prefill | 100.0 % | 0.000 | 0.000 | 100.0 % |")
+    assert first.startswith("| `first_k:8` | 25.0 % |")
+    assert control.startswith("| no segments | 0.0 % |")
+    for more, said in [
+        (["2", "--documents", str(empty)], "is no folder with files"),
+        (["50", *where], "segments of 32 tokens"),
+        (["0", *where], "give 1 or more"),
+        (["2", *where, "--blend", "last_k:3"], "blend 'last_k:3'"),
+    ]:
+        assert main([*command, *more]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.splitlines()[-1].startswith("kvass: ")
