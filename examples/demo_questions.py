@@ -18,11 +18,13 @@ SHAPE: Final = Shape(vocab=4096, hidden=512, intermediate=1408, layers=6, heads=
 PROMPT_TOKENS: Final = 4200
 SHARED_TOKENS: Final = 3300
 WARM_UP_TOKENS: Final = 700
-NEW_TOKENS: Final = 40
+NEW_TOKENS: Final = 24
 """Of each answer. It goes on behind its end: all of them are compared."""
-TEXTS: Final = ("LICENSE", "docs/concepts.md", "docs/faq.md")
-SYSTEM: Final = "You answer questions about a text in one or two sentences."
-QUESTIONS: Final = ("What does this license say about trademarks?", "What is kvass?")
+TEXTS: Final = ("LICENSE", "docs/faq.md", "docs/concepts.md")
+SYSTEM: Final = (
+    "You answer questions about the text. Give the sentence of the text that answers the question."
+)
+QUESTIONS: Final = ("What does vLLM lose when its process ends?", "What is a row?")
 
 
 class Questions(NamedTuple):
