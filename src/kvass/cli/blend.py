@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvass.cli.daemon import add_daemon
-from kvass.config import CONNECTION, Parser, load
+from kvass.config import CONNECTION, Config, Parser, load
 from kvass.errors import ConfigError
 
 WAYS: Final = (
@@ -25,98 +25,17 @@ def run(argv: list[str]) -> int:
     ``UsageError`` for a model or a file that cannot be used."""
     parser = Parser(
         prog="kvass blend",
-        description="Prompts that contain documents anywhere: store these documents, or measure "
-        "what answers lose. 'kvass blend add --help' and 'kvass blend quality --help' say more.",
-    )
-    parser.add_argument("action", choices=["add", "quality"], help="what to do")
-    action = parser.parse_args(argv[:1]).action
-    return {"add": add, "quality": quality}[action](argv[1:])
-
-
-def add(argv: list[str]) -> int:
-    """Compute documents with transformers and store them, so that prompts may blend them."""
-    parser = Parser(
-        prog="kvass blend add",
-        description="Compute documents with a model of transformers and store them, for prompts in "
-        "which they stand anywhere. Those prompts must be computed with the same model, data type, "
-        "attention and chunk size, on the same kind of device.",
+        description="add: compute documents with a model of transformers and store them, for "
+        "prompts in which they stand anywhere. Those prompts must be computed with the same model, "
+        "data type, attention and chunk size, on the same kind of device. quality: print how near "
+        "answers with blend are to those of a full prefill, with your model and texts, and how "
+        "long a prompt takes, as a share of a full prefill. It asks no daemon.",
     )
     add_daemon(parser)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="documents: text in UTF-8")
-    _add_model(parser)
     flag = parser.add_argument
-    flag(
-        "--chunk-tokens", default=0, type=int, metavar="N", help="tokens of a chunk (default: 256)"
-    )
-    flag("--tag", default="", metavar="TEXT", help="tag of the namespace, as for connect")
-    flag(
-        "--salt", default="", metavar="TEXT", help="salt of the prompts that may use the documents"
-    )
-    options = vars(parser.parse_args(argv))
-    names = ("files", "model", "dtype", "attention", "chunk_tokens", "tag", "salt")
-    own = {name: options.pop(name) for name in names}
-    config = load(options, os.environ, wanted=CONNECTION)
-    texts = {file: _read(Path(file)) for file in own["files"]}
-    try:  # slow to import, and installed only with an extra
-        from kvass.connectors.transformers import documents
-    except ImportError as error:
-        raise ConfigError(f"{error}: pip install 'kvass[transformers]'") from None
-    terms = {"socket": config.socket, "daemon_uid": config.daemon_uid}
-    terms |= {name: own[name] for name in ("chunk_tokens", "tag")}
-    for name, found, tokens in documents.add(
-        own["model"], _loading(own), texts, own["salt"], **terms
-    ):
-        print(f"{name}: {found} of {tokens} tokens can be found", flush=True)
-    return 0
-
-
-def quality(argv: list[str]) -> int:
-    """Print what each way of blending costs answers, and saves."""
-    parser = Parser(
-        prog="kvass blend quality",
-        description="Print how near answers with blend are to those of a full prefill, with your "
-        "model and your texts. It needs no daemon. The time is that of computing a prompt, as a "
-        "share of a full prefill's.",
-    )
-    _add_model(parser)
-    flag = parser.add_argument
-    flag("--documents", required=True, metavar="DIR", help="texts in UTF-8: all files in it")
-    flag(
-        "--blend",
-        action="append",
-        metavar="SELECTOR",
-        help=f"a way to measure, any number of times (default: {', '.join(WAYS)})",
-    )
-    flag("--prompts", default=12, type=int, metavar="N", help="prompts (default: 12)")
-    flag("--segments", default=6, type=int, metavar="N", help="segments of a prompt (default: 6)")
-    flag("--segment-tokens", default=256, type=int, metavar="N", help="of each (default: 256)")
-    flag("--answer-tokens", default=32, type=int, metavar="N", help="compared (default: 32)")
-    own = vars(parser.parse_args(argv))
-    shape = tuple(own[n] for n in ("prompts", "segments", "segment_tokens", "answer_tokens"))
-    if min(shape) < 1:
-        raise ConfigError("prompts, segments and tokens: give 1 or more of each")
-    folder = Path(own["documents"])
-    texts = {str(f): _read(f) for f in sorted(folder.glob("*")) if f.is_file()}
-    if not texts:
-        raise ConfigError(f"--documents {folder}: it is no folder with files")
-    try:  # as above
-        from kvass.connectors.transformers import quality as measured
-    except ImportError as error:
-        raise ConfigError(f"{error}: pip install 'kvass[transformers]'") from None
-    ways = own["blend"] or WAYS
-    shaped, shown = measured.Shape(*shape), ""
-    for lines in measured.measure(own["model"], _loading(own), texts, ways, shaped):
-        print(".", end="", file=sys.stderr, flush=True)
-        shown = measured.table(lines)
-    print(f"\n{shown}")
-    return 0
-
-
-def _add_model(parser: Parser) -> None:
-    flag = parser.add_argument
-    flag(
-        "--model", required=True, metavar="PATH", help="the model's folder, or its name on the Hub"
-    )
+    flag("action", choices=["add", "quality"], help="what to do")
+    flag("files", nargs="*", metavar="FILE", help="add: documents, text in UTF-8")
+    flag("--model", required=True, metavar="PATH", help="the model's folder, or name on the Hub")
     flag(
         "--dtype",
         default="auto",
@@ -129,9 +48,74 @@ def _add_model(parser: Parser) -> None:
         metavar="NAME",
         help="attention: sdpa or eager (default: sdpa)",
     )
+    _add_flags(parser)
+    own = vars(parser.parse_args(argv))
+    options = {name: own.pop(name) for name in CONNECTION}
+    if own["action"] == "quality":
+        return _quality(own)
+    return _add(own, load(options, os.environ, wanted=CONNECTION))
 
 
-def _loading(own: dict[str, object]) -> dict[str, object]:
+def _add_flags(parser: Parser) -> None:
+    """What only one of the actions takes."""
+    flag = parser.add_argument
+    flag("--chunk-tokens", default=0, type=int, metavar="N", help="add: of a chunk (default: 256)")
+    flag("--tag", default="", metavar="TEXT", help="add: tag of the namespace, as for connect")
+    flag("--salt", default="", metavar="TEXT", help="add: of the prompts that may use them")
+    flag("--documents", metavar="DIR", help="quality: a folder with texts in UTF-8")
+    flag(
+        "--blend",
+        action="append",
+        metavar="SELECTOR",
+        help=f"quality: what to measure, any number of times (default: {', '.join(WAYS)})",
+    )
+    for name, default, meaning in (
+        ("--prompts", 12, "prompts"),
+        ("--segments", 6, "segments of a prompt"),
+        ("--segment-tokens", 256, "of each"),
+        ("--answer-tokens", 32, "that are compared"),
+    ):
+        words = f"quality: {meaning} (default: {default})"
+        flag(name, default=default, type=int, metavar="N", help=words)
+
+
+def _add(own: dict[str, Any], config: Config) -> int:
+    if not own["files"]:
+        raise ConfigError("kvass blend add: name the documents; see kvass blend --help")
+    texts = {file: _read(Path(file)) for file in own["files"]}
+    try:  # slow to import, and installed only with an extra
+        from kvass.connectors.transformers import documents
+    except ImportError as error:
+        raise ConfigError(f"{error}: pip install 'kvass[transformers]'") from None
+    terms = {"socket": config.socket, "daemon_uid": config.daemon_uid}
+    terms |= {name: own[name] for name in ("chunk_tokens", "tag")}
+    added = documents.add(own["model"], _loading(own), texts, own["salt"], **terms)
+    for name, found, tokens in added:
+        print(f"{name}: {found} of {tokens} tokens can be found", flush=True)
+    return 0
+
+
+def _quality(own: dict[str, Any]) -> int:
+    shape = [own[n] for n in ("prompts", "segments", "segment_tokens", "answer_tokens")]
+    if min(shape) < 1:
+        raise ConfigError("prompts, segments and tokens: give 1 or more of each")
+    folder = Path(own["documents"] or "")
+    texts = {str(f): _read(f) for f in sorted(folder.glob("*")) if f.is_file()}
+    if not own["documents"] or not texts:
+        raise ConfigError(f"--documents {own['documents']}: it is no folder with files")
+    try:  # as above
+        from kvass.connectors.transformers import quality
+    except ImportError as error:
+        raise ConfigError(f"{error}: pip install 'kvass[transformers]'") from None
+    ways, shown = own["blend"] or WAYS, ""
+    for lines in quality.measure(own["model"], _loading(own), texts, ways, quality.Shape(*shape)):
+        print(".", end="", file=sys.stderr, flush=True)
+        shown = quality.table(lines)
+    print(f"\n{shown}")
+    return 0
+
+
+def _loading(own: dict[str, Any]) -> dict[str, Any]:
     return {"dtype": own["dtype"], "attn_implementation": own["attention"]}
 
 

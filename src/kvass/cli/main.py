@@ -30,7 +30,7 @@ COMMANDS: Final = {
     "top": "watch a daemon",
     "web": "serve a daemon's metrics and dashboard over HTTP",
     "quota": "change the quotas of tenants",
-    "blend": "store documents that prompts may have anywhere",
+    "blend": "store documents that prompts may have anywhere, and measure what that costs answers",
     "clear": "make a daemon forget all rows, or those of a model or tenant",
     "forget": "say that a client's session ended: its rows are evicted first",
     "simulate": "say how much memory a recorded workload needs",
