@@ -40,11 +40,12 @@ def default(options: type[msgspec.Struct], name: str) -> object:
 
 Number = object
 NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
-    ("README.md", "This works with vLLM 0.{} to", (VERSIONS[0][1],)),
-    ("README.md", "the weights and {} GiB for vLLM's", (beside.PROCESS_BYTES / GIB,)),
-    ("README.md", "vLLM wants {} % of all memory", (100 * beside.VLLM_SHARE,)),
-    ("README.md", "what is left, up to {} % of it", (100 * SAFE_SHARE,)),
-    ("README.md", "with windows or states one chunk, {})", (setup.MIN_CHUNK_TOKENS,)),
+    ("README.md", "for vLLM [0.{} to 0.{}]", (VERSIONS[0][1], VERSIONS[-1][1])),
+    ("docs/sizing.md", "the weights and {} GiB for vLLM's", (beside.PROCESS_BYTES / GIB,)),
+    ("docs/sizing.md", "vLLM wants {} % of all memory", (100 * beside.VLLM_SHARE,)),
+    ("docs/sizing.md", "beside an L1 above {} % of it", (100 - 100 * beside.VLLM_SHARE,)),
+    ("docs/sizing.md", "may have up to {} % of what", (100 * SAFE_SHARE,)),
+    ("docs/faq.md", "none shorter than a chunk ({} tokens)", (setup.MIN_CHUNK_TOKENS,)),
     ("docs/laws.md", "at most {} % of L1 reserved or", (100 * LIMITS.instance_write_share,)),
     ("docs/laws.md", "At most {} % of L1 is LOADING", (100 * plan.LOADING_SHARE,)),
     ("docs/laws.md", "there are at most {} tenants", (tenants.MOST,)),

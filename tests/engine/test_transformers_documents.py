@@ -1,4 +1,4 @@
-"""``kvass blend add``, and the README's example: a model and a tokenizer in a folder."""
+"""``kvass blend add``, and the example of ``docs/transformers.md``: a model and a tokenizer in a folder."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_what_cannot_be_added_is_one_line(
         assert error.count("\n") == 1
 
 
-def test_the_example_of_the_readme_runs(
+def test_the_example_of_the_page_runs(
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second time it loads what the first one stored."""
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.DOTALL)
     assert len(example.splitlines()) <= 10
     with running_daemon(tmp_path, l1_size="64MiB", lookup_budget_ms=10_000) as daemon:
         monkeypatch.setenv("KVASS_SOCKET", daemon.socket)
