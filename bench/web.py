@@ -75,9 +75,9 @@ class Daemon:
 
 
 @contextmanager
-def web(daemon: Daemon) -> Iterator[tuple[int, str]]:
-    """A web process: its id and its address."""
-    command = [sys.executable, "-m", "kvass", "web", "--socket", daemon.socket]
+def web(socket: str) -> Iterator[tuple[int, str]]:
+    """A web process of the daemon there: its id and its address."""
+    command = [sys.executable, "-m", "kvass", "web", "--socket", socket]
     with _running([*command, "--http", "127.0.0.1:0"]) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[1]
@@ -133,7 +133,7 @@ def measure_round(daemon: Daemon) -> dict[str, Any]:
     """Without watchers, then with them."""
     alone, times = _percents([daemon.pid], partial(daemon.ask, ROUND_S))
     figures: dict[str, Any] = {"alone_us": percentiles_us(times)}
-    with web(daemon) as (pid, url), watchers(daemon, url):
+    with web(daemon.socket) as (pid, url), watchers(daemon, url):
         watched, times = _percents([daemon.pid, pid], partial(daemon.ask, ROUND_S))
         idle, _ = _percents([daemon.pid], partial(time.sleep, ROUND_S))
         figures["web_pss_mib"] = pss_bytes(pid) / (1 << 20)
@@ -155,7 +155,7 @@ def _percents(pids: Sequence[int], meanwhile: Callable[[], R]) -> tuple[list[flo
 
 def measure_scrapes(daemon: Daemon) -> dict[str, float]:
     """Of fresh figures, while nothing else asks for any."""
-    with web(daemon) as (pid, url):
+    with web(daemon.socket) as (pid, url):
         wall, ran = list[float](), list[float]()
         for _ in range(SCRAPES):
             time.sleep(FRESH_S + 0.05)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from kvass.testing.daemon import Daemon, running_daemon
 from kvass.web.server import WebServer
 from tests.support.browser import Browser, Page, running_browser
 from tests.support.waiting import eventually
+from tests.web import picture
 from tests.web.test_server import serving
 
 ROW = 64 << 10
@@ -90,6 +92,17 @@ def test_it_shows_what_the_daemon_did(browser: Browser, web: WebServer, daemon: 
     assert page.text("#clock").endswith("Times are in UTC (UTC).")
     assert page.run("document.getElementById('no-engines').hidden")
     assert page.errors == []
+
+
+def test_the_picture_in_the_docs_is_of_this_page(browser: Browser, web: WebServer) -> None:
+    """If not: ``python -m tests.web.picture MODEL``."""
+    page = shown(browser, web)
+    assert picture.words_of(picture.PICTURE.read_bytes()) == picture.words(page)
+    png = picture.picture(page)
+    assert struct.unpack(">I", png[16:20]) == (picture.WIDTH,)
+    assert picture.words_of(png) == picture.words(page)
+    page.run("document.querySelector('.card span').textContent = 'another label'")
+    assert picture.words_of(png) != picture.words(page)
 
 
 def test_an_engine_is_told_by_its_model_and_its_processes(
