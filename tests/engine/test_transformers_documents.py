@@ -1,4 +1,4 @@
-"""``kvass blend add``, and the example of ``docs/transformers.md``: a model and a tokenizer in a folder."""
+"""``kvass blend add``, and the example of ``docs/transformers.md``, of a model with a tokenizer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def test_the_example_of_the_page_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second time it loads what the first one stored."""
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/transformers.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(example.splitlines()) <= 10
     with running_daemon(tmp_path, l1_size="64MiB", lookup_budget_ms=10_000) as daemon:
         monkeypatch.setenv("KVASS_SOCKET", daemon.socket)
