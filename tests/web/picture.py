@@ -1,9 +1,9 @@
-"""Makes ``docs/dashboard.png``: ``python -m tests.web.picture MODEL [MINUTES]``, in the repository.
+"""Makes ``docs/dashboard.png``: ``python -m tests.web.picture [MINUTES]``.
 
 It is the dashboard in Chromium, of a daemon with a disk tier that two real vLLM engines use: they
 answer questions of two tenants about documents that fit neither into their own caches nor into L1.
-``MODEL`` is a folder. The words of the page stand in the
-file of the picture, and ``test_dashboard.py`` compares them with those of today's page.
+The model is the pretrained one of ``make setup``. The words of the page stand in the file of the
+picture, and ``test_dashboard.py`` compares them with those of today's page.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Final
 from bench.web import web
 from kvass.testing.daemon import running_daemon
 from tests.support.browser import Page, running_browser
+from tests.support.real_model import FOLDER
 from tests.support.vllm.process import EngineProcess, Prompt
 from tests.support.waiting import eventually
 
@@ -85,7 +86,7 @@ def use(engines: list[EngineProcess], vocabulary: int, minutes: float) -> None:
             engine.answers()
 
 
-def make(model: Path, minutes: float) -> bytes:
+def make(minutes: float, model: Path = FOLDER) -> bytes:
     """The picture of the dashboard after so many minutes."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvass-picture-")))
@@ -117,4 +118,4 @@ def make(model: Path, minutes: float) -> bytes:
 
 
 if __name__ == "__main__":
-    PICTURE.write_bytes(make(Path(sys.argv[1]), float(sys.argv[2]) if sys.argv[2:] else MINUTES))
+    PICTURE.write_bytes(make(float(sys.argv[1]) if sys.argv[1:] else MINUTES))

@@ -95,7 +95,7 @@ def test_it_shows_what_the_daemon_did(browser: Browser, web: WebServer, daemon: 
 
 
 def test_the_picture_in_the_docs_is_of_this_page(browser: Browser, web: WebServer) -> None:
-    """If not: ``python -m tests.web.picture MODEL``."""
+    """If not: ``python -m tests.web.picture``."""
     page = shown(browser, web)
     assert picture.words_of(picture.PICTURE.read_bytes()) == picture.words(page)
     png = picture.picture(page)
