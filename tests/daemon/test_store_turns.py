@@ -1,15 +1,20 @@
-"""A store whose endpoint turns into a login page and back, under a daemon."""
+"""A store under a daemon: its endpoint turns into a login page and back, or one of its objects is
+archived."""
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from bench.rows import Rows, flushed, tier_status, wait_tier
+from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.messages import Commit, Ping, Pong
-from kvass.testing.daemon import running_daemon
+from kvass.testing.daemon import Daemon, running_daemon
 from tests.daemon.tier_rig import tier_of
 from tests.support.servers.front import PAGE, Front
 from tests.support.servers.s3 import S3Server, credentials
@@ -59,3 +64,45 @@ def test_a_login_page_is_a_tier_that_is_down_until_the_store_is_back(
         assert main(status) == 0
         assert main(clear) == 0
         assert server.names("turns/records/") == []
+
+
+@contextmanager
+def engine_of(daemon: Daemon) -> Iterator[Rows]:
+    with ExitStack() as ending:
+        yield Rows(daemon.socket, "mine", 16 << 10, ending)
+
+
+def found(rows: Rows, keys: list[bytes]) -> int:
+    """How many of the rows are loaded, each by a lookup of its own. The tier is up throughout."""
+    count = 0
+    for key in keys:
+        count += rows.find([key]).chunks
+        tier_status(rows.scheduler)  # raises TierDown
+    return count
+
+
+@pytest.mark.slow  # as above
+def test_one_archived_object_of_120_is_one_miss_and_is_stored_again(tmp_path: Path) -> None:
+    keys = [sha256(b"%d" % i).digest()[:WIDTH] for i in range(120)]
+    lost = keys[70]
+    with (
+        credentials(),
+        closing(S3Server()) as server,
+        running_daemon(
+            tmp_path, "16MiB", tier=[server.url("archive")], skip_slow_loads="no"
+        ) as made,
+    ):
+        with engine_of(made) as rows:
+            rows.store(keys)
+            wait_tier(rows.scheduler, flushed(120), "the flush")
+        (name,) = (one for one in server.names("archive/records/") if lost.hex() in one)
+        server.put(name, server.get(name), x_amz_storage_class="GLACIER")
+        made.restart()
+        with engine_of(made) as rows:
+            assert found(rows, keys) == 119
+            rows.store([lost])
+            wait_tier(rows.scheduler, flushed(1), "the flush")
+            assert eventually(lambda: tier_of(made).get("refused_records") == 1)
+        made.restart()
+        with engine_of(made) as rows:
+            assert found(rows, keys) == 120
