@@ -45,7 +45,7 @@ class Access:
     """
 
     def __init__(self, config: Config) -> None:
-        self.uids = frozenset([os.geteuid(), *config.allow_uid])
+        self._uids = frozenset([os.geteuid(), *config.allow_uid])
         self._group: int | None = None
         self._mode = 0o666 if config.allow_uid else 0o600
         if config.socket_group:
@@ -69,12 +69,6 @@ class Access:
         except OSError as error:
             raise ConfigError(f"cannot set the access to {path}: {error.strerror}") from error
 
-    def replace(self, other: Access, path: str) -> None:
-        """Replace the rules by those of ``other``, and apply them to the socket at ``path``.
-        Connected connections stay. Raises ``ConfigError``."""
-        other.apply(path)
-        self.uids, self._group, self._mode = other.uids, other._group, other._mode
-
     def look_at(self, path: str, notices: Notices) -> None:
         """Say whether other users' engines will refuse a daemon at ``path``."""
         notices.over("access")
@@ -88,7 +82,7 @@ class Access:
 
     def refusal(self, peer: PeerCredentials) -> str | None:
         """Return None if ``peer`` may connect, else the text of the refusal."""
-        if peer.uid in self.uids or self._group in peer.groups:
+        if peer.uid in self._uids or self._group in peer.groups:
             return None
         return f"uid {peer.uid} may not connect: kvass serve --allow-uid {peer.uid} lets it"
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from copy import copy
 from typing import Final
 
 import msgspec
@@ -77,13 +76,13 @@ class LiveConfig:
         names = [n for n in Config.__struct_fields__ if getattr(wanted, n) != getattr(current, n)]
         changed = {name: getattr(wanted, name) for name in names if name in LIVE}
         check_quotas(msgspec.structs.replace(current, **changed))  # L1 keeps its size
-        before = copy(self.access)
-        self.access.replace(access, current.socket)
+        before = self.access
+        self._replace_access(access)
         try:
             if "tier" in changed:
                 await change_tiers(wanted.tier)
         except ConfigError:
-            self.access.replace(before, current.socket)
+            self._replace_access(before)
             raise
         lines = [
             f"{name} is {redacted(repr(value))} (was {redacted(repr(getattr(current, name)))})"
@@ -93,3 +92,8 @@ class LiveConfig:
             lines.append(f"cannot change without a restart: {fixed}")
         self.current = msgspec.structs.replace(current, **changed)
         return "; ".join(lines) or "nothing has changed"
+
+    def _replace_access(self, access: Access) -> None:
+        """Connections that there are stay. Raises ``ConfigError``."""
+        access.apply(self.current.socket)
+        self.access = access

@@ -141,8 +141,9 @@ def recorded(engine: EngineLine) -> Model:
 
 
 @dataclass
-class Sessions:
-    """The sessions of an engine. ``found``: by request, how many chunks its last lookup found."""
+class PlayedEngine:
+    """An engine, and its two connections. ``found``: by request, how many chunks its last lookup
+    found."""
 
     model: Model
     scheduler: int
@@ -175,18 +176,18 @@ class Player:
             )
         )
         self.now = 0.0
-        self._seq, self._order, self._session = count(1), count(), count(1)
+        self._seq, self._order, self._connections = count(1), count(), count(1)
         self.tier = SimulatedTier(store or SimulatedStore(setting.l2_bytes), setting.l2_bytes_s)
         self._due: list[tuple[float, int, Event]] = []
         self._answers: list[Any] = []
         self._step(PopulatedTo(setting.l1_bytes))
         self._engines = {number: self._engine(number, model) for number, model in models.items()}
 
-    def _engine(self, number: int, model: Model) -> Sessions:
-        engine = Sessions(model, self._connect(), self._connect())
-        for rank, session in ((SCHEDULER, engine.scheduler), (0, engine.worker)):
+    def _engine(self, number: int, model: Model) -> PlayedEngine:
+        engine = PlayedEngine(model, self._connect(), self._connect())
+        for rank, connection in ((SCHEDULER, engine.scheduler), (0, engine.worker)):
             reply = self._ask(
-                session,
+                connection,
                 Register(
                     instance=f"engine {number}",
                     identity={"model": str(number)},
@@ -239,7 +240,7 @@ class Player:
         most = self.machine.state.config.limits.keys_per_message
         return prompt_of(trace, request, model.chunk_tokens, block_tokens).cut(most)
 
-    def _look_up(self, engine: Sessions, request: TraceRequest, prompt: PromptKeys) -> None:
+    def _look_up(self, engine: PlayedEngine, request: TraceRequest, prompt: PromptKeys) -> None:
         outcome, model, found = self.outcome, engine.model, Matched()
         outcome.input_tokens += request.input_tokens
         chunks = prompt.max_hit_chunks()
@@ -278,7 +279,7 @@ class Player:
             session=request.session,
         )
 
-    def _release(self, engine: Sessions, matched: Matched) -> None:
+    def _release(self, engine: PlayedEngine, matched: Matched) -> None:
         if matched.lease:
             self._ask(engine.worker, Release(boot=matched.boot, lease=matched.lease, rank=0))
 
@@ -287,7 +288,7 @@ class Player:
         return sum(tier.counters["loaded_rows"] for tier in self.machine.state.tiers.all)
 
     def _store(
-        self, engine: Sessions, request: TraceRequest, prompt: PromptKeys, first: int
+        self, engine: PlayedEngine, request: TraceRequest, prompt: PromptKeys, first: int
     ) -> None:
         """Write the chunks from ``first`` on, or from the end of this cache's hit, and the tail.
         One step of the core grants only some chunks. Its answer says where to go on."""
@@ -324,17 +325,17 @@ class Player:
     # ------------------------------------------------------------ the machine and its time
 
     def _connect(self) -> int:
-        session = next(self._session)
-        self._step(Opened(session))
-        self._ask(session, Hello(clock_s=self.now))
-        return session
+        connection = next(self._connections)
+        self._step(Opened(connection))
+        self._ask(connection, Hello(clock_s=self.now))
+        return connection
 
-    def _ask(self, session: int, message: FromClient) -> Any:
+    def _ask(self, connection: int, message: FromClient) -> Any:
         """Send ``message``, and let time pass until its answer is there. Returns the answer, or
         None for a one-way message."""
         message.seq = next(self._seq)
         self._answers.clear()
-        self._step(Received(session, message))
+        self._step(Received(connection, message))
         self._work()
         while not isinstance(message, OneWay):
             for answer in self._answers:

@@ -64,7 +64,7 @@ class Result:
     def l2_bytes_a_day(self) -> float | None:
         """The bytes that the tier would be written each day, if every hour were like this trace.
         None if the trace takes no time."""
-        seconds = self.trace.requests[-1].time_s - self.trace.requests[0].time_s
+        seconds = self.trace.seconds
         return self.outcome.l2_stored_bytes / seconds * DAY_S if seconds > 0 else None
 
     @property
@@ -177,15 +177,10 @@ def advice(results: Sequence[Result]) -> str:
 
 def _wear(results: Sequence[Result]) -> Iterator[str]:
     """What is written to L2 each day, in one line; none without L2."""
-    days = [r.l2_bytes_a_day for r in results if r.outcome.setting.l2_bytes]
-    sizes = sorted({Size(day).rounded(): day for day in days if day is not None}.items(), key=_day)
-    if sizes:
-        least, most = sizes[0][0], sizes[-1][0]
+    of_l2 = [r.l2_bytes_a_day for r in results if r.outcome.setting.l2_bytes]
+    if days := [day for day in of_l2 if day is not None]:
+        least, most = (Size(day).rounded() for day in (min(days), max(days)))
         yield f"written to L2 a day: {least if least == most else f'{least} to {most}'}"
-
-
-def _day(named: tuple[str, float]) -> float:
-    return named[1]
 
 
 def _price(result: Result) -> tuple[int, int, float]:

@@ -219,14 +219,14 @@ def _mooncake_request(line: str, before: dict[int, int]) -> TraceRequest:
     )
 
 
-def _number(fields: dict[str, object], name: str, most: float = float(MOST_TOKENS)) -> float:
+def _number(fields: dict[str, object], name: str) -> float:
     value = fields.get(name)
     if isinstance(value, str):
         try:
             value = float(value)
         except ValueError:
             value = None
-    limit = most if name.endswith(("length", "tokens")) else 1e15
+    limit = MOST_TOKENS if name.endswith(("length", "tokens")) else 1e15
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= limit:
         raise WrongLine(f"{name} is no number from 0 to {limit:g}")
     return float(value)

@@ -2,7 +2,7 @@
 
 - ``TierSuite``: the tests that a tier must pass. It needs pytest.
 - ``ConnectorSuite``: the tests that a connector must pass, with an ``EngineUnderTest`` that answers
-  with an ``RunResult``. It needs pytest.
+  with a ``RunResult``. It needs pytest.
 - ``FakeEngine``: an engine without a model, on any parallel strategy, over a real daemon.
 - ``running_daemon``: a real daemon process, for a fixture.
 """

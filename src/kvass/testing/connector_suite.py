@@ -54,7 +54,7 @@ class EngineUnderTest(ABC):
 
     @abstractmethod
     def run(self, prompt: list[int]) -> RunResult:
-        """RunResult a prompt, and store its KV. On return all stores have ended."""
+        """Run a prompt, and store its KV. On return all stores have ended."""
 
     @abstractmethod
     def close(self) -> None:

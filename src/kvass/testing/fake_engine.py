@@ -171,13 +171,12 @@ class FakeEngine:
     def find(self, prompt: Sequence[int], space: bytes = b"", first: int = 0) -> Segments:
         """The segments of ``prompt`` from token ``first`` on."""
         client, tokens = SegmentClient(self.scheduler, self.chunk_tokens), np.array(prompt, "<u4")
-        self.scheduler.new_step()
         request, prompt_bytes = f"{next(self._requests)}", tokens.tobytes()
-        found = client.find_segments(request, space, prompt_bytes, WIDTH, first)
-        while isinstance(found, Pending):
+        while True:
             self.scheduler.new_step()
             found = client.find_segments(request, space, prompt_bytes, WIDTH, first)
-        return found
+            if not isinstance(found, Pending):
+                return found
 
     def store(self, prompt: Sequence[int]) -> int:
         """Compute ``prompt``, and store its missing chunks. Returns how many were stored."""
