@@ -9,7 +9,7 @@ import tokenizers
 import transformers
 
 from kvass.cli.main import main
-from kvass.connectors.transformers.quality import Line, Shape, measure
+from kvass.connectors.transformers.quality import QualityLine, Shape, measure
 from tests.support.hf_models import SIZES, make
 
 WORDS = {f"word{number}": number for number in range(SIZES["vocab_size"])}
@@ -33,7 +33,7 @@ def texts(count: int = 3, words: int = 90) -> dict[str, str]:
     }
 
 
-def measured(folder: Path, *blends: str) -> dict[str, Line]:
+def measured(folder: Path, *blends: str) -> dict[str, QualityLine]:
     *_, lines = measure(str(folder), {}, texts(), blends, Shape(2, 3, 32, 6))
     return lines
 

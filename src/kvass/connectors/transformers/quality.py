@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 @dataclass
-class Line:
+class QualityLine:
     """Of one way to compute prompts, a value for each prompt. ``times``: of computing the prompt,
     as shares of a full prefill's. ``kls``: nats per token of the answer; ``losses``: of the
     text."""
@@ -77,7 +77,7 @@ def measure(
     blends: Sequence[str],
     shape: Shape,
     seed: int = 0,
-) -> Iterator[dict[str, Line]]:
+) -> Iterator[dict[str, QualityLine]]:
     """The lines so far, by the name of the way, after each prompt. Raises ``ConfigError`` for a
     model that cannot be loaded or texts that are too few, ``UsageError`` for a model that cannot be
     blended or a selector that is none."""
@@ -87,7 +87,7 @@ def measure(
     named = {OPENING: OPENING, **texts}
     ids = {n: tokenizer(t, add_special_tokens=False).input_ids for n, t in named.items()}
     trial = Trial(model, ids.pop(OPENING), ids)
-    lines = {name: Line() for name in (FULL, *blends, WITHOUT)}
+    lines = {name: QualityLine() for name in (FULL, *blends, WITHOUT)}
     draw = random.Random(seed)
     for _ in range(shape.prompts):
         case = trial.case(shape, draw)
@@ -132,7 +132,7 @@ class Trial:
         stored = [self._computed(part) for part in parts]
         return Case(tokens, len(self._opening), stored, answers, scores, full_s)
 
-    def blend(self, case: Case, line: Line, selection: Any) -> None:
+    def blend(self, case: Case, line: QualityLine, selection: Any) -> None:
         """Score ``case`` with its segments moved, and of them computed again what is selected."""
         length = case.stored[0][0].shape[2]
         segments = tuple(
@@ -150,7 +150,7 @@ class Trial:
         share = again / (len(segments) * length)
         self.score(case, line, scores, share, took_s / case.full_s)
 
-    def without(self, case: Case, line: Line) -> None:
+    def without(self, case: Case, line: QualityLine) -> None:
         """Score ``case`` without its segments."""
         tokens = case.tokens[: case.opening] + case.tokens[-QUESTION_TOKENS:]
         kv = self._computed(tokens[:-1])
@@ -158,7 +158,7 @@ class Trial:
         self.score(case, line, scores, 0.0, 0.0)
 
     def score(
-        self, case: Case, line: Line, scores: tuple[Any, ...], share: float, took: float
+        self, case: Case, line: QualityLine, scores: tuple[Any, ...], share: float, took: float
     ) -> None:
         """Compare ``scores`` with those of a full prefill. ``took``: as a share of its time."""
         (full, _), (ours, text) = case.scores, scores
@@ -211,7 +211,7 @@ class Trial:
         return out.logits[0].float().log_softmax(-1)
 
 
-def table(lines: Mapping[str, Line]) -> str:
+def table(lines: Mapping[str, QualityLine]) -> str:
     """Of each way the means over all prompts, in Markdown."""
     rows = [
         "| computed again | share of the segments | KL, answer | KL, its first token | "
