@@ -17,7 +17,7 @@ import pytest
 
 from kvass.tiers.disk.segment import SEGMENT
 from tests.support.soak.__main__ import GAP_S, plan, soak
-from tests.support.soak.record import MAY_GROW, growth, process_figures
+from tests.support.soak.record import MAY_GROW, growth, process_figures, stores
 from tests.support.soak.world import EARLY, MISCHIEF, World
 
 SEED = 7
@@ -130,3 +130,25 @@ def test_a_seed_is_a_plan_and_some_mischief_is_early() -> None:
     assert counted.keys() == MISCHIEF.keys()
     assert min(counted.values()) >= 3
     assert all(one.at_s < 600 / 4 + 60 for one in planned if one.what in EARLY)
+
+
+@pytest.mark.slow
+def test_stores_that_lie_cost_no_right_byte(tmp_path: Path) -> None:
+    """Too short for S3 to be down each time: one that is a portal for long enough is noticed."""
+    assert red(soak(SEED, 20, tmp_path, rate=2, gap=4, stores=True)) == []
+
+
+def seen(s: float, doing: str = "", **up: bool) -> dict[str, Any]:
+    return {"s": s, "doing": [doing], "up": up, "tiers": {"redis": s, "s3": s}}
+
+
+def test_a_portal_that_is_taken_for_a_store_is_noticed() -> None:
+    quiet = [seen(n, s3=True, redis=True) for n in range(20)]
+    portal = [seen(20 + n, "s3 is a portal", s3=n < 2, redis=True) for n in range(5)]
+    assert red(stores([*quiet, *portal])) == []
+    missed = [seen(20 + n, "s3 is a portal", s3=True, redis=True) for n in range(5)]
+    assert red(stores([*quiet, *missed])) == ["S3 was down in 0 of 1 times as a portal"]
+    away = [seen(30 + n, s3=True, redis=False) for n in range(12)]
+    assert "Redis was down 1 times, at most 11.0 s" in red(stores([*quiet, *away]))
+    unused = [{**one, "tiers": {"redis": 0, "s3": one["s"]}} for one in quiet]
+    assert "in the last quarter" in "".join(red(stores(unused)))

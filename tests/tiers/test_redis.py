@@ -14,7 +14,8 @@ from kvass.errors import TierDown
 from kvass.testing.tier_suite import eventually
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.base import MAX_NOTE_BYTES
-from kvass.tiers.redis import PIECE_BYTES
+from kvass.tiers.codec import Header, encode_header
+from kvass.tiers.redis import PIECE_BYTES, RedisTier
 from tests.support.servers.forwarder import Forwarder
 from tests.support.servers.redis import RedisServer
 from tests.tiers.conftest import Start
@@ -174,4 +175,35 @@ def test_what_cannot_be_a_record_is_not_found_and_is_replaced(server: RedisServe
     assert tier.probe(KEYS[:5]) == hits(tier, KEYS[:5]) == [False] * 3 + [True] * 2
     assert works(tier)
     tier.clear()
+    tier.close()
+
+
+def test_other_lengths_are_no_damage(server: RedisServer) -> None:
+    """Although only the beginning of a longer record is read."""
+    tier = open_tier(f"redis:{server.address}?prefix=lengths:")
+    assert all(fill(tier, KEYS[:2], (90_000, 10)))
+    assert hits(tier, KEYS[:2], (9000,)) == [False] * 2
+    assert hits(tier, KEYS[:2], (90_000, 10)) == [True] * 2
+    tier.close()
+
+
+def test_calls_that_run_when_another_one_fails_go_on(server: RedisServer) -> None:
+    tier = open_tier(f"redis:{server.address}?prefix=running:")
+    assert isinstance(tier, RedisTier)
+    assert works(tier)
+    with ThreadPoolExecutor(3) as pool:
+        asks = [pool.submit(lambda: all(hits(tier, KEYS))) for _ in range(20)]
+        while not all(ask.done() for ask in asks):
+            tier._renew()
+    assert all(ask.result() for ask in asks)
+    tier.close()
+
+
+def test_a_header_that_promises_pieces_without_end(server: RedisServer) -> None:
+    tier = open_tier(f"redis:{server.address}?prefix=endless:")
+    client: Any = server.client()
+    client.set(b"endless:r:" + KEYS[0], encode_header(Header(KEYS[0], (1 << 62,), 0, 0)))
+    assert hits(tier, KEYS[:1]) == [False]
+    assert all(fill(tier, KEYS[:1]))
+    tier.delete(KEYS[:1])
     tier.close()

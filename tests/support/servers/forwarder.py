@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from contextlib import suppress
@@ -18,51 +19,41 @@ class Forwarder:
         self.target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-        self._ends: list[socket.socket] = []
+        self._living: dict[threading.Thread, socket.socket] = {}
+        self._accepting = threading.Thread(target=self._accept)
+        self._accepting.start()
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # the listener was closed
-            while True:
-                client, _ = self._listener.accept()
-                self._ends.append(client)
-                try:
-                    self._ends.append(server := _connected(self.target))
-                except OSError:
-                    client.close()
-                    continue
-                for pair in ((client, server), (server, client)):
-                    self._threads.append(threading.Thread(target=_forward, args=pair))
-                    self._threads[-1].start()
+    def cut(self) -> None:
+        """End the connections that live."""
+        for thread, client in list(self._living.items()):
+            _shut(client)
+            thread.join()
 
     def close(self) -> None:
-        """End all connections."""
-        for end in (self._listener, *self._ends):
-            _shut(end)
-        for thread in self._threads:
-            thread.join()
-        for end in (self._listener, *self._ends):
-            end.close()
+        _shut(self._listener)
+        self._accepting.join()
+        self._listener.close()
+        self.cut()
 
+    def _accept(self) -> None:
+        with suppress(OSError):  # the listener was shut
+            while True:
+                client, _ = self._listener.accept()
+                thread = threading.Thread(target=self._serve, args=(client,))
+                self._living[thread] = client
+                thread.start()
 
-def _connected(target: Address) -> socket.socket:
-    family = socket.AF_UNIX if isinstance(target, str) else socket.AF_INET
-    made = socket.socket(family)
-    try:
-        made.connect(target)
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-def _forward(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-    for end in (source, target):  # the other thread notices
-        _shut(end)
+    def _serve(self, client: socket.socket) -> None:
+        family = socket.AF_UNIX if isinstance(self.target, str) else socket.AF_INET
+        with client, socket.socket(family) as server, suppress(OSError):
+            server.connect(self.target)
+            other = {client: server, server: client}
+            data = b"something"
+            while data:
+                for end in select.select([*other], [], [])[0]:
+                    data = end.recv(1 << 16)
+                    other[end].sendall(data)
+        del self._living[threading.current_thread()]
 
 
 def _shut(end: socket.socket) -> None:

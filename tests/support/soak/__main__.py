@@ -30,6 +30,9 @@ from kvass.errors import KvassError
 from kvass.simulate.synth import KINDS, write
 from tests.support.soak.engine import Setup
 from tests.support.soak.record import HELD, Check, page, process_figures, sample, verdict
+from tests.support.soak.record import stores as judged
+from tests.support.soak.stores import MISCHIEF as STORES
+from tests.support.soak.stores import StoresWorld
 from tests.support.soak.world import EARLY, MISCHIEF, PROGRAM, SELDOM, Mischief, SoakError, World
 
 GAP_S: Final = 4.0
@@ -126,7 +129,8 @@ class Soak:
             self._end(self.now_s)
             self._listen()
             if self.now_s >= sample_s:
-                self.samples.append(sample(self.world, self.now_s))
+                doing = {"doing": [what for *_, what, _ in self._ends]}
+                self.samples.append(sample(self.world, self.now_s) | doing)
                 sample_s = self.now_s + every_s
             time.sleep(0.02)
         self._end(float("inf"))
@@ -217,10 +221,12 @@ def soak(
     rate: float = 5.0,
     gap: float = GAP_S,
     mischief: Mapping[str, tuple[str, Mischief]] = MISCHIEF,
+    stores: bool = False,
     program: Sequence[str] = PROGRAM,
 ) -> list[Check]:
     """The verdict of one run. ``real``: how many real engines of each kind. ``rate``: requests a
-    second of each engine. ``gap``: ``GAP_S``. ``program``: as for ``Daemon``."""
+    second of each engine. ``gap``: ``GAP_S``. ``stores``: stores lie, and nothing else is done.
+    ``program``: as for ``Daemon``."""
     out.mkdir(parents=True, exist_ok=True)
     if trace is None:
         trace = out / "trace.jsonl"
@@ -228,11 +234,13 @@ def soak(
         write(trace, KINDS[seed % len(KINDS)], min(REQUESTS, int(REQUESTS_S * seconds)), seed)
     with tempfile.TemporaryDirectory(prefix="kvass-soak-") as folder:
         setups = setups_of(Path(folder), trace, seed, engines, real or {}, rate)
-        daemon = options_of(seed, {setup.kind for setup in setups})
-        with closing(World(Path(folder), setups, daemon, program)) as world:
+        daemon = options_of(seed, {setup.kind for setup in setups}, stores)
+        kind, mischief = (StoresWorld, STORES) if stores else (World, mischief)
+        with closing(kind(Path(folder), setups, daemon, program)) as world:
             run = Soak(world, out, mischief)
             try:
                 checks = run.run(plan(seed, seconds, mischief, gap), seconds)
+                checks += judged(run.samples) if stores else []
             except (SoakError, KvassError, RuntimeError) as error:
                 checks = [Check(False, str(error))]
             pages = sum(e.total["pages"] for e in world.engines)
@@ -267,16 +275,24 @@ def setups_of(
     ]
 
 
-def options_of(seed: int, kinds: Collection[str]) -> dict[str, str | list[str]]:
-    """The daemon's."""
+def options_of(
+    seed: int, kinds: Collection[str], stores: bool = False
+) -> dict[str, str | list[str]]:
+    """The daemon's. With ``stores`` most hits are in tiers."""
     random = Random(seed)
     quotas = [f"{kind}={quota}" for kind, quota in QUOTAS.items() if kind in kinds]
     return {
-        "l1_size": "64MiB" if quotas else "32MiB" if "vllm" in kinds else "16MiB",
+        "l1_size": _l1_size(kinds, stores),
         "flush": random.choice(["write_through", "on_evict"]),
         "keep_loaded": random.choice(["yes", "no"]),
         **({"quota": quotas} if quotas else {}),
     }
+
+
+def _l1_size(kinds: Collection[str], stores: bool) -> str:
+    if QUOTAS.keys() & kinds:
+        return "64MiB"
+    return "32MiB" if "vllm" in kinds else "4MiB" if stores else "16MiB"
 
 
 def main() -> int:
@@ -291,6 +307,9 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=5.0, help="requests a second of each engine")
     parser.add_argument(
         "--gap", type=float, default=GAP_S, help="seconds from mischief to mischief"
+    )
+    parser.add_argument(
+        "--stores", action="store_true", help="also S3; stores lie, and nothing else is done"
     )
     options = vars(parser.parse_args())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all processes are ended

@@ -22,6 +22,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -34,6 +35,10 @@ from tests.support.soak.world import DISK_BYTES, World
 
 LIFE_S: Final = 120.0
 LEAST_HIT_RATE: Final = 0.1
+NOTICED_S: Final = 3.0
+"""A portal that is there for so long is noticed."""
+AWAY_S: Final = 10.0
+"""What failed over is used again by then."""
 ONE_ENGINE: Final = 6
 """Its scheduler and four ranks, and what is being opened."""
 HEAP_BYTES: Final = 8 << 20
@@ -87,7 +92,7 @@ def sample(world: World, at_s: float) -> Sample:
         total = {name: n + engine.total[name] for name, n in total.items()}
     taken |= total
     pids = {"engine 0": world.engines[0].process.pid, "daemon": world.daemon.pid}
-    tiers = {f"{name} tier": world.tier_pid(name) for name in ("disk", "redis")}
+    tiers = {f"{name} tier": world.tier_pid(name) for name in world.tiers}
     for name, pid in {**pids, **tiers}.items():
         with suppress(OSError):
             if pid is not None:
@@ -95,7 +100,9 @@ def sample(world: World, at_s: float) -> Sample:
     with suppress(KvassError):
         status = world.client.status(0.3)
         taken |= {name: status[name] for name in HELD}
-        taken["tiers"] = {t["tier"][:5]: t.get("loaded_rows", 0) for t in status["tiers"]}
+        schemes = {t["tier"].partition(":")[0]: t for t in status["tiers"]}
+        taken["tiers"] = {name: t.get("loaded_rows", 0) for name, t in schemes.items()}
+        taken["up"] = {name: t.get("up", False) for name, t in schemes.items()}
         taken["tenants"] = {
             t["tenant"]: (t["l1_bytes"], t["cap_bytes"])
             for t in status["tenants"]
@@ -139,11 +146,12 @@ def verdict(samples: Sequence[Sample], tally: Mapping[str, int], log: str) -> li
     """``tally``: how often each kind of mischief happened. ``log``: the daemon's."""
     asked, hit = samples[-1]["asked"], samples[-1]["hit"]
     rate, disk = hit / max(1, asked), max(s["disk_bytes"] for s in samples)
-    loaded = {n: max(s.get("tiers", {}).get(n, 0) for s in samples) for n in ("disk:", "redis")}
+    tiers = dict.fromkeys(name for s in samples for name in s.get("tiers", ()))
+    loaded = {n: max(s.get("tiers", {}).get(n, 0) for s in samples) for n in tiers}
     if samples[-1]["s"] < LIFE_S:  # it is too short to warm up
         floor, enough = 0.001, True
     else:
-        floor, enough = LEAST_HIT_RATE, all(loaded.values())
+        floor, enough = LEAST_HIT_RATE, bool(loaded) and all(loaded.values())
     traces = log.count("Traceback")
     never = [name for name, times in tally.items() if not times]
     return [
@@ -155,6 +163,32 @@ def verdict(samples: Sequence[Sample], tally: Mapping[str, int], log: str) -> li
         *caps(samples),
         *growth(samples),
     ]
+
+
+def stores(samples: Sequence[Sample]) -> list[Check]:
+    """Of a soak whose stores lie (``stores``): a portal is no store, what failed over is soon used
+    again, and rows are loaded from both to the end."""
+    last = samples[3 * len(samples) // 4 :]
+    spans = [list(g) for yes, g in groupby(samples, _portal) if yes]
+    long = [span for span in spans if span[-1]["s"] - span[0]["s"] >= NOTICED_S]
+    noticed = sum(any(_down(one, "s3") for one in span) for span in long)
+    away = [list(g) for yes, g in groupby(samples, lambda one: _down(one, "redis")) if yes]
+    longest_s = max((span[-1]["s"] - span[0]["s"] for span in away), default=0.0)
+    loads = [one["tiers"] for one in last if "tiers" in one]
+    loaded = {name: loads[-1][name] - loads[0][name] for name in loads[-1]}
+    return [
+        Check(noticed == len(long), f"S3 was down in {noticed} of {len(long)} times as a portal"),
+        Check(longest_s <= AWAY_S, f"Redis was down {len(away)} times, at most {longest_s:.1f} s"),
+        Check(all(loaded.values()), f"rows loaded by tiers in the last quarter: {loaded}"),
+    ]
+
+
+def _portal(one: Sample) -> bool:
+    return "s3 is a portal" in one["doing"]
+
+
+def _down(one: Sample, tier: str) -> bool:
+    return not one.get("up", {}).get(tier, True)
 
 
 def caps(samples: Sequence[Sample]) -> list[Check]:

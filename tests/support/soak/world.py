@@ -1,4 +1,4 @@
-"""The processes of a soak: a daemon with two tiers, Redis, engines; and what is done to them."""
+"""The processes of a soak: a daemon with its tiers, Redis, engines; and what is done to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -113,15 +113,17 @@ class World:
         self.socket = str(folder / "kvass.sock")
         self.engines: list[Engine] = []
         self.daemon_expected = False
-        self.redis = RedisServer("--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru")
         self.disk = folder / "disk"
         self.disk.mkdir(mode=0o755)
-        tiers = [
-            f"disk:{self.disk}?capacity={DISK_BYTES}",
-            f"redis:{self.redis.address}?timeout_s=2",
-        ]
-        self.daemon = Daemon(folder, {**OPTIONS, **options, "tier": tiers}, program)
         self.client = Client(self.socket)
+        self.servers = ExitStack()
+        """Ends those of the tiers."""
+        with ExitStack() as undo:
+            undo.callback(self.servers.close)
+            tiers = self.start_tiers()
+            undo.pop_all()
+        self.tiers = [url.partition(":")[0] for url in tiers]
+        self.daemon = Daemon(folder, {**OPTIONS, **options, "tier": tiers}, program)
         try:
             self.start_daemon()
             for setup in setups:
@@ -129,6 +131,15 @@ class World:
         except BaseException:
             self.close()
             raise
+
+    def start_tiers(self) -> list[str]:
+        """Starts their servers. The tiers' URLs."""
+        self.redis = RedisServer("--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru")
+        self.servers.callback(self.redis.close)
+        return [
+            f"disk:{self.disk}?capacity={DISK_BYTES}",
+            f"redis:{self.redis.address}?timeout_s=2",
+        ]
 
     def check_alive(self) -> None:
         """Raises ``SoakError`` if a process has ended by itself."""
@@ -178,7 +189,7 @@ class World:
         self.client.close()
         self.daemon_expected = False
         self.daemon.kill()
-        self.redis.close()
+        self.servers.close()
 
 
 Mischief = Callable[[World, int], Iterator[None]]
