@@ -16,6 +16,7 @@ from kvass.errors import TierDown
 from kvass.testing import TierSuite
 from kvass.testing.tier_suite import MakeTier, data_of, room_for, same
 from kvass.tiers.base import Buffer, ProvingTier, Tier
+from kvass.tiers.record_tier import RecordTier
 
 OpenAt = Callable[[str], Tier]
 _numbers = count()
@@ -180,6 +181,11 @@ class SharedSuite(TierSuite):
             raw.put("huge", key, begin + bytes(self.huge))
         with allocating(3 * self.huge // 2):
             assert hits(tier, keys, shape) == [key not in begins for key in keys]
+        assert isinstance(tier, RecordTier)
+        [(reason, count)] = tier.report()["refusals"].items()
+        assert count == 2
+        assert "longer" in reason or "another size" in reason
+        assert tier.probe(keys) == [key not in begins for key in keys], "so it is stored again"
         assert all(fill(tier, keys, shape))
         assert all(hits(tier, keys, shape))
         tier.clear()

@@ -173,6 +173,10 @@ def test_what_cannot_be_a_record_is_not_found_and_is_replaced(server: RedisServe
     client.setrange(b"odd:r:" + KEYS[2], 2 * PIECE_BYTES, b"x")
     assert fill(tier, KEYS[3:5]) == [True] * 2
     assert tier.probe(KEYS[:5]) == hits(tier, KEYS[:5]) == [False] * 3 + [True] * 2
+    assert isinstance(tier, RedisTier)
+    kind, longer = sorted(tier.report()["refusals"])
+    assert "WRONGTYPE" in kind
+    assert "longer" in longer
     assert works(tier)
     tier.clear()
     tier.close()

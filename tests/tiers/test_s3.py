@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -16,6 +14,7 @@ from kvass.tiers import open_tier
 from kvass.tiers.codec import record_key
 from kvass.tiers.object_store import ObjectTier
 from tests.support.servers.forwarder import Forwarder
+from tests.support.servers.front import Answer, Front
 from tests.support.servers.s3 import BUCKET, S3Server, credentials
 from tests.tiers.conftest import Start
 from tests.tiers.records import KEYS, OpenAt, Raw, SharedSuite, down, fill, hits, keys_of, works
@@ -120,39 +119,19 @@ def test_a_server_killed_in_the_middle_of_a_load(start: Start) -> None:
     tier.close()
 
 
-class Unavailable(BaseHTTPRequestHandler):
-    """A balancer whose servers have gone, or a server that sends everybody to another one."""
-
-    protocol_version = "HTTP/1.1"  # connections are kept
-
-    def do_any(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.send_response(self.server.status)  # type: ignore[attr-defined]
-        self.send_header("Location", "http://127.0.0.1:1/")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any  # noqa: N815
-
-    def log_message(self, *_: object) -> None: ...
-
-
 @pytest.mark.parametrize("status", [503, 307])
 def test_a_balancer_that_has_servers_again(server: S3Server, start: Start, status: int) -> None:
     """Behind one address. A connection stays with who answered it first."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Unavailable) as balancer:
-        balancer.status = status  # type: ignore[attr-defined]
-        threading.Thread(target=balancer.serve_forever, daemon=True).start()
-        front = start(Forwarder, balancer.server_address)
-        url = server.url(f"front{status}").replace(f":{server.port}", f":{front.port}")
-        tier = open_tier(url)
-        for ask in (lambda: fill(tier, KEYS), lambda: tier.note("epoch")):
-            with pytest.raises(TierDown):
-                ask()
-        front.target = "127.0.0.1", server.port
-        assert works(tier)
-        tier.close()
-        balancer.shutdown()
+    balancer = start(Front)
+    balancer.everything = Answer(status, b"", (("Location", "http://127.0.0.1:1/"),))
+    front = start(Forwarder, ("127.0.0.1", balancer.port))
+    tier = open_tier(server.url(f"front{status}").replace(f":{server.port}", f":{front.port}"))
+    for ask in (lambda: fill(tier, KEYS), lambda: tier.note("epoch")):
+        with pytest.raises(TierDown):
+            ask()
+    front.target = "127.0.0.1", server.port
+    assert works(tier)
+    tier.close()
 
 
 def test_an_unknown_bucket_is_said_until_it_is_there(server: S3Server) -> None:

@@ -32,7 +32,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from kvass.errors import ConfigError, ItemRefused, ItemUnreadable, TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Shards
 from kvass.tiers.buffers import size_of
-from kvass.tiers.codec import Seal, pack, unpack
+from kvass.tiers.codec import MAX_HEADER_BYTES, Seal, pack, unpack
 from kvass.tiers.options import AzureOptions, ObjectStoreOptions, S3Options
 from kvass.tiers.proof import first_words
 from kvass.tiers.record_tier import Outcome, RecordTier
@@ -180,6 +180,8 @@ class ObjectTier(RecordTier):
                 self._delete_some([self._path(key)])
             except TierDown as error:
                 raise self._undeletable(error) from None
+            if got.meta["size"] > MAX_HEADER_BYTES + size_of(into):
+                raise self._too_long()
         return right is True
 
     def _store_one(self, key: bytes, shards: Shards, seal: Seal | None) -> bool:

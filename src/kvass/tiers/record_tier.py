@@ -150,7 +150,10 @@ class RecordTier(ABC):
                 self._refusals.count([error])
                 value = None
             self._prove("read", since)  # a stranger may have answered
-            return value if value is None or len(value) <= MAX_NOTE_BYTES else None
+            if value is None or len(value) <= MAX_NOTE_BYTES:
+                return value
+            self._refusals.count([self._too_long()])
+            return None
 
     def set_note(self, name: str, value: bytes) -> None:
         check_note(name, value)
@@ -230,6 +233,10 @@ class RecordTier(ABC):
 
     def _down(self, why: object) -> TierDown:
         return TierDown(f"{self.name}: {why}")
+
+    def _too_long(self) -> ItemRefused:
+        """The outcome of a value that is longer than a record or a note of that name can be."""
+        return ItemRefused(f"{self.name}: a value that is longer than ours can be")
 
     def _undeletable(self, why: TierDown) -> ItemUnreadable:
         """The outcome of a damaged record that could not be deleted."""

@@ -41,7 +41,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from kvass.errors import ConfigError, ItemRefused, TierDown
+from kvass.errors import ConfigError, ItemRefused, ItemUnreadable, TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Shards
 from kvass.tiers.buffers import batches_by_size, size_of, split
 from kvass.tiers.codec import (
@@ -78,8 +78,6 @@ _OF_THE_SERVER: Final = (
 )
 """Errors that are answers to one command, but say that the server cannot carry out any such."""
 _TROUBLE: Final = (redis.RedisError, RedisClusterException, OSError)
-_NOTHING: Final = {"STRLEN": 0, "GETRANGE": b""}
-"""The commands that the type of a value matters to, and what they answer if there is none."""
 
 
 class _AnyRefused(TierDown):
@@ -104,7 +102,11 @@ class RedisTier(RecordTier):
     def _exists(self, keys: Sequence[bytes]) -> list[Outcome]:
         most = PIECE_BYTES + MAX_HEADER_BYTES
         sizes = self._ask([("STRLEN", self._record_name(key)) for key in keys])
-        return [self._outcome(n if isinstance(n, Exception) else 0 < n <= most) for n in sizes]
+        longer = [isinstance(size, int) and size > most for size in sizes]
+        return [
+            self._too_long() if too else self._outcome(n)
+            for n, too in zip(sizes, longer, strict=True)
+        ]
 
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
         def some(which: range) -> list[Outcome]:
@@ -208,6 +210,8 @@ class RedisTier(RecordTier):
                 return error
         if right is None and (why := self._forget(key, header)):
             return self._undeletable(why)
+        if right is None and len(value) > _most(into):
+            return self._too_long()
         return right is True
 
     def _pieces(self, names: Sequence[bytes], left: int) -> Iterator[memoryview]:
@@ -284,8 +288,10 @@ class RedisTier(RecordTier):
 
     def _failure(self, answer: Exception) -> TierDown:
         """The outcome of a command that the server answered with an error: something is wrong with
-        the server, or with this command alone."""
-        kind = _AnyRefused if isinstance(answer, _OF_THE_SERVER) else ItemRefused
+        the server, with this command alone, or with a value that is of another type."""
+        if isinstance(answer, _OF_THE_SERVER):
+            return _AnyRefused(f"{self.name}: {answer}")
+        kind = ItemUnreadable if str(answer).startswith("WRONGTYPE") else ItemRefused
         return kind(f"{self.name}: {answer}")
 
     def _ask_one(self, *command: Any) -> Any:
@@ -303,7 +309,7 @@ class RedisTier(RecordTier):
 
     def _ask(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """Send commands in one round trip, and return their answers. The answer to a command that
-        failed is an exception, but a value of another type counts as an empty one."""
+        failed is an exception."""
         if not commands:
             return []
         client = self._connected()  # kept: it would close its connections, also those in use
@@ -314,8 +320,7 @@ class RedisTier(RecordTier):
             got: list[Any] = pipeline.execute(raise_on_error=False)
         except _TROUBLE as error:
             raise self._down(error) from error
-        pairs = zip(commands, got, strict=True)
-        return [_NOTHING[c[0]] if _of_another_type(answer) else answer for c, answer in pairs]
+        return got
 
     def _connected(self) -> Any:
         with self._connecting:
@@ -331,10 +336,6 @@ def _most(into: Shards) -> int:
     """Return the most bytes that the value of a record with these shards may have."""
     size = size_of(into)
     return MAX_HEADER_BYTES + (size if size <= PIECE_BYTES else 0)
-
-
-def _of_another_type(answer: object) -> bool:
-    return isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE")
 
 
 def open_redis(where: str, options: RedisOptions) -> RedisTier:

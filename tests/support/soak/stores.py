@@ -7,15 +7,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
 from random import Random
 from typing import Any, Final
 
 from tests.support.servers.forwarder import Forwarder
+from tests.support.servers.front import LOGIN, PAGE, Front
 from tests.support.servers.redis import RedisServer
 from tests.support.servers.s3 import S3Server, credentials
 from tests.support.soak.world import Mischief, World, cleared
@@ -23,28 +22,8 @@ from tests.support.soak.world import Mischief, World, cleared
 PREFIX: Final = "soak"
 HUGE: Final = 16 << 20
 """Bytes of a stranger's value: hundreds of records."""
-PAGE: Final = b"<!DOCTYPE html><html><body>Please log in to this network.</body></html>"
 SOME: Final = 24
 """So many records at a time get a stranger's value."""
-
-
-class Portal(BaseHTTPRequestHandler):
-    """Answers everything with 200 and a page, on a connection that it keeps."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_any(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(PAGE)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(PAGE)
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any  # noqa: N815
-
-    def log_message(self, *_: object) -> None: ...
 
 
 class StoresWorld(World):
@@ -55,14 +34,13 @@ class StoresWorld(World):
         servers.enter_context(credentials())
         room = "--maxmemory", "96mb", "--maxmemory-policy", "allkeys-lru"
         self.redis, self.standby = RedisServer(*room), RedisServer(*room)
-        self.s3 = S3Server()
-        self.portal = ThreadingHTTPServer(("127.0.0.1", 0), Portal)
-        threading.Thread(target=self.portal.serve_forever, daemon=True).start()
+        self.s3, self.portal = S3Server(), Front()
+        self.portal.everything = PAGE
         self.redis_front, self.s3_front = Forwarder(self.redis.socket), Forwarder(self.s3_address)
-        for end in (self.portal.server_close, self.portal.shutdown, self.s3.close):
-            servers.callback(end)
-        for one in (self.redis, self.standby, self.redis_front, self.s3_front):
+        for one in (self.redis, self.standby, self.s3, self.portal):
             servers.callback(one.close)
+        for front in (self.redis_front, self.s3_front):
+            servers.callback(front.close)
         endpoint = self.s3.url(PREFIX).replace(f":{self.s3.port}", f":{self.s3_front.port}")
         return [
             f"redis:127.0.0.1:{self.redis_front.port}?timeout_s=2",
@@ -82,7 +60,7 @@ def _stores(world: World) -> StoresWorld:
 def s3_is_a_portal(world: World, _: int) -> Iterator[None]:
     """At its end, connections stay with the portal."""
     front = _stores(world).s3_front
-    front.target = "127.0.0.1", _stores(world).portal.server_port
+    front.target = "127.0.0.1", _stores(world).portal.port
     front.cut()
     yield
     front.target = _stores(world).s3_address
@@ -114,7 +92,7 @@ def strangers_in_redis(world: World, number: int) -> Iterator[None]:
         listed,
         lambda name: client.setrange(name, HUGE, "x"),
         lambda name: client.copy(names[0], name, replace=True),
-        lambda name: client.set(name, PAGE),
+        lambda name: client.set(name, LOGIN),
         lambda name: client.set(name, b""),
         lambda name: client.set(name, client.getrange(name, 0, -2)),
     ]
@@ -131,7 +109,7 @@ def strangers_in_s3(world: World, number: int) -> Iterator[None]:
     odd: list[Callable[[str], bytes]] = [
         lambda name: s3.get(name) + bytes(HUGE),
         lambda name: s3.get(names[0]),
-        lambda name: PAGE,
+        lambda name: LOGIN,
         lambda name: b"",
         lambda name: s3.get(name)[:-1],
     ]

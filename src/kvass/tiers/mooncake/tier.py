@@ -198,7 +198,7 @@ class MooncakeTier(RecordTier):
         if code in ABSENT or code >= 0:
             return False
         if code in OTHER_SIZE and self._mooncake.client().get_size(item.name) != item.size:
-            return False
+            return ItemUnreadable(f"{self.name}: an object of another size than its record")
         return self._failure(code)
 
     def _failure(self, code: int) -> TierDown:
