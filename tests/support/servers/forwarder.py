@@ -20,12 +20,15 @@ class Forwarder:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._living: dict[threading.Thread, socket.socket] = {}
+        self._starting = threading.Lock()
         self._accepting = threading.Thread(target=self._accept)
         self._accepting.start()
 
     def cut(self) -> None:
         """End the connections that live."""
-        for thread, client in list(self._living.items()):
+        with self._starting:
+            living = list(self._living.items())
+        for thread, client in living:
             _shut(client)
             thread.join()
 
@@ -40,8 +43,9 @@ class Forwarder:
             while True:
                 client, _ = self._listener.accept()
                 thread = threading.Thread(target=self._serve, args=(client,))
-                self._living[thread] = client
-                thread.start()
+                with self._starting:
+                    self._living[thread] = client
+                    thread.start()
 
     def _serve(self, client: socket.socket) -> None:
         family = socket.AF_UNIX if isinstance(self.target, str) else socket.AF_INET
