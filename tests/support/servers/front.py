@@ -48,6 +48,7 @@ class Front:
         handler = type("Handler", (_Handler,), {"front": self, "behind": urlsplit(behind).netloc})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client left
         self.port: int = self._server.server_port
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
