@@ -9,6 +9,7 @@ import tokenizers
 import transformers
 
 from kvass.cli.main import main
+from kvass.connectors.transformers.blending import Blender
 from kvass.connectors.transformers.quality import QualityLine, Shape, measure
 from tests.support.hf_models import SIZES, make
 
@@ -47,6 +48,14 @@ def test_all_is_a_full_prefill_and_less_is_not(folder: Path) -> None:
     assert min(none.kls) > 1e-3
     assert (none.computed, lines["kv_dev:0.5"].computed) == ([0.0, 0.0], [0.5, 0.5])
     assert min(lines["no segments"].kls) > 1e-3
+
+
+def test_without_moving_keys_answers_are_farther(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = measured(folder, "none")["none"]
+    monkeypatch.setattr(Blender, "move", lambda *_: None)
+    assert sum(measured(folder, "none")["none"].kls) > sum(moved.kls)
 
 
 def test_a_command_prints_the_table_and_says_what_is_missing_in_a_line(
