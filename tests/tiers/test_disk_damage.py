@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvass.errors import ConfigError
+from kvass.folder import Folder
 from kvass.tiers import codec
 from kvass.tiers.disk import DiskTier, segment
 from kvass.tiers.disk import tier as disk_tier
@@ -167,6 +168,72 @@ def test_an_entry_that_cannot_be_right_is_a_free_slot(damaged: Damaged) -> None:
     assert damaged(spoil).count(False) == 1
 
 
+@pytest.mark.parametrize(
+    ("sequence", "size"), [((1 << 62) - 1, 16), ((1 << 62) - 1, 24), ((1 << 61) - 1, 24)]
+)
+def test_a_damaged_sequence_number_costs_its_record_and_none_of_later(
+    folder: Path, open_disk: OpenDisk, sequence: int, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All later ones are above it: no process may begin where the next one believes nothing.
+
+    ``size``: 24 for an entry that was stored without a checksum.
+    """
+    tier = open_disk(16 << 20)
+    assert all(fill(tier, keys_of(24)))
+    tier.close()
+    [table] = folder.glob("*.idx")
+    raw = bytearray(table.read_bytes())
+    raw[PAGE + 8 : PAGE + size] = struct.pack("<QQ", sequence, 0)[: size - 8]
+    table.write_bytes(raw)
+    tier = open_disk(16 << 20)
+    lost = sequence >= 1 << 61
+    assert hits(tier, keys_of(24)).count(False) == lost
+    assert caplog.text.count("damaged entries: 1;") == lost
+    assert all(fill(tier, keys_of(48)))
+    tier.close()
+    for _ in range(2):
+        tier = open_disk(16 << 20)
+        assert hits(tier, keys_of(48)).count(True) == 48
+        tier.close()
+
+
+@pytest.mark.parametrize("clock_ns", [1 << 62, (1 << 63) - 1])
+def test_a_clock_that_is_far_ahead_loses_nothing(
+    folder: Path, open_disk: OpenDisk, clock_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as ahead:
+        ahead.setattr(disk_tier.time, "time_ns", lambda: clock_ns)
+        tier = open_disk(4 << 20)
+        assert all(fill(tier, KEYS))
+        tier.close()
+    assert all(hits(open_disk(4 << 20), KEYS))
+
+
+def test_every_flipped_bit_of_an_entry_is_noticed(tmp_path: Path) -> None:
+    file = segment.SegmentFile.create(Folder(tmp_path), 1, SLOT, 2)
+    file.set_entry(0, 99, 10)
+    right = (tmp_path / "00000001.idx").read_bytes()[PAGE : PAGE + 24]
+    for bit in range(24 * 8):
+        flip(tmp_path / "00000001.idx", PAGE + bit // 8, 1 << bit % 8)
+        fingerprints, sequences, damaged = file.entries()
+        assert (*fingerprints, *sequences, damaged) == (0, 0, 0, 0, 1), bit
+        flip(tmp_path / "00000001.idx", PAGE + bit // 8, 1 << bit % 8)
+    with (tmp_path / "00000001.idx").open("r+b") as table:
+        table.seek(PAGE)
+        table.write(bytes(24) + right)
+    assert file.entries()[2] == 1, "it stands at another slot"
+    file.close()
+
+
+def test_entries_of_before_they_had_checksums_are_found(damaged: Damaged) -> None:
+    def blank(seg: Path, idx: Path) -> None:
+        raw = np.frombuffer(bytearray(idx.read_bytes()), "<u8")
+        raw[PAGE // 8 + 2 :: 3] = 0
+        idx.write_bytes(raw.tobytes())
+
+    assert all(damaged(blank))
+
+
 def test_entries_of_other_slots_are_no_wrong_bytes(damaged: Damaged) -> None:
     def swap(seg: Path, idx: Path) -> None:
         raw = bytearray(idx.read_bytes())
@@ -217,7 +284,7 @@ def test_damage_under_a_live_tier_is_seen(folder: Path, open_disk: OpenDisk) -> 
 # ---------------------------------------------------------------- formats and strangers
 
 
-def test_the_formats_are_frozen(intact: Path) -> None:
+def test_the_formats_are_frozen(intact: Path, tmp_path: Path) -> None:
     """Folders of an earlier release open: these bytes never change."""
     first, table = (intact / "00000001.seg").read_bytes(), (intact / "00000001.idx").read_bytes()
     described = "6b766173737365670100000001000000" + "0040000000000000" + "0f00000000000000"
@@ -226,6 +293,11 @@ def test_the_formats_are_frozen(intact: Path) -> None:
     assert first[PAGE : PAGE + 10] == b"kvassrec\1\0"
     assert table[PAGE : PAGE + 8] == fingerprint(KEYS[0]).to_bytes(8, "little")
     assert not any(table[PAGE + 12 * 24 :])
+    file = segment.SegmentFile.create(Folder(tmp_path), 7, SLOT, 3)
+    file.set_entry(2, 0x123456789ABCDEF, 1_800_000_000_000_000_000)
+    file.close()
+    entry = (tmp_path / "00000007.idx").read_bytes()[PAGE + 2 * 24 : PAGE + 3 * 24]
+    assert entry.hex() == "efcdab8967452301" + "0000b49376e2fa18" + "173c537c35f2a178"
 
 
 def test_a_newer_format_is_refused_and_left_alone(
@@ -253,6 +325,15 @@ def test_an_older_format_makes_room(
     tier = open_disk(4 << 20)
     assert not any(hits(tier, KEYS))
     assert list(folder.glob("*.seg")) == []
+
+
+def test_a_file_with_the_highest_number_is_no_end(folder: Path, open_disk: OpenDisk) -> None:
+    """What is not a segment says nothing about the number of the next one."""
+    (folder / "ffffffff.seg").write_text("not a segment")
+    tier = open_disk(4 << 20)
+    assert all(fill(tier, KEYS))
+    tier.close()
+    assert all(hits(open_disk(4 << 20), KEYS))
 
 
 def test_files_of_others_are_left_alone(folder: Path, open_disk: OpenDisk) -> None:

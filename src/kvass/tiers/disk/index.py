@@ -28,7 +28,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvass.tiers.disk.notes import NOTES_BYTES
-from kvass.tiers.disk.segment import SegmentFile, disk_bytes, most_slots
+from kvass.tiers.disk.segment import MOST_FIRST, SegmentFile, disk_bytes, most_slots
 from kvass.types import DEFAULT_TENANT, I64Array, Quota, U64Array
 
 _FOLDER_BYTES: Final = (16 << 10) + 2 * NOTES_BYTES
@@ -137,7 +137,7 @@ class DiskIndex:
 
     def __init__(self, capacity: int, first_stamp: int, quotas: Iterable[Quota] = ()) -> None:
         """``capacity``: bytes on disk. ``first_stamp``: larger than all sequence numbers that were
-        used before."""
+        used before. A clock may say anything, so it has a bound."""
         self.capacity = capacity - _FOLDER_BYTES
         self.spent = 0
         """Bytes of all segments, including those that are being created or removed. ``DiskTier``
@@ -150,7 +150,7 @@ class DiskIndex:
         self.owners = {quota.tenant: Owner(quota) for quota in every}
         self._slot_ids: dict[int, int] = {}
         """Fingerprint -> ``SegmentSlots.slot_id``."""
-        self._last_stamp = first_stamp
+        self._last_stamp = min(first_stamp, MOST_FIRST)
 
     def __len__(self) -> int:
         return len(self._slot_ids)
@@ -312,11 +312,12 @@ class DiskIndex:
         size_class.segments.append(segment)
         size_class.free += (free[::-1] + segment.slot_id(0)).tolist()
 
-    def restore(self, file: SegmentFile) -> None:
+    def restore(self, file: SegmentFile) -> int:
         """Add a segment that an earlier process left, with the records in its table. Of two records
-        with one fingerprint, only the newer one is kept. Raises ``OSError``."""
+        with one fingerprint, only the newer one is kept. Returns the number of damaged entries.
+        Raises ``OSError``."""
         segment = SegmentSlots(file, self.owner(file.tenant))
-        segment.fingerprint[:], segment.stamp[:] = file.entries()
+        segment.fingerprint[:], segment.stamp[:], damaged = file.entries()
         self.account(segment.owner, file.bytes)
         self.add(segment)
         self._last_stamp = max(self._last_stamp, int(segment.stamp.max()))
@@ -333,6 +334,7 @@ class DiskIndex:
                 self.unpin(self._empty(older))
         if not segment.used and not segment.gone:
             self.drop(segment)
+        return damaged
 
     def drop(self, segment: SegmentSlots) -> None:
         """Remove a segment and its records from the index. It is dead as soon as it has no pins."""

@@ -9,10 +9,12 @@ The part with the header is read first, and written last.
 The description also contains the tenant that owns the segment, with its own checksum.
 
 ``NNNNNNNN.idx``, the table: the same page, then 24 bytes per slot (little-endian): fingerprint of
-the record's key (0: the slot is free), sequence number, 8 bytes that are not used.
+the record's key (0: the slot is free), sequence number, checksum of both and of the place. An
+earlier kvass wrote 0 in place of the checksum.
 
 A slot's entry is 0 while the slot is written, so an interrupted write leaves a free slot. The table
-is only used to find records: a load trusts the record's own header and checksums alone.
+is only used to find records: a load trusts the record's own header and checksums alone. A sequence
+number is believed within bounds only, because all later ones are above it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,15 @@ _TENANT: Final = struct.Struct("<64sQ")
 _TENANT_AT: Final = 64
 """Offset of the tenant in the page. An older kvass does not read it, and uses every segment for all
 tenants."""
-_ENTRY: Final = struct.Struct("<QQ8x")
+_ENTRY: Final = struct.Struct("<QQQ")
+MOST_FIRST: Final = 1 << 61
+"""The most that the first sequence number of a process may be. It is a clock's time in nanoseconds,
+until 2043."""
+_MOST: Final = 1 << 62
+"""No process comes so far, wherever it began: a higher sequence number is damage."""
+_MIX: Final = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xFF51AFD7ED558CCD], np.uint64
+)
 
 # Upper bound of a file system's metadata: two extents of 16 bytes per slot (a write in the middle
 # of an unwritten extent splits it), in half-filled tree nodes, and the inodes.
@@ -225,16 +235,31 @@ class SegmentFile:
 
     def set_entry(self, slot: int, fingerprint: int, sequence: int) -> None:
         """Write the table's entry of ``slot``. Fingerprint 0 and sequence 0: the slot is free."""
-        _write(self._table_fd, _ENTRY.pack(fingerprint, sequence), PAGE + slot * _ENTRY.size)
+        words = np.array([[fingerprint], [sequence], [slot]], np.uint64)
+        check = int(self._checks(*words)[0]) if fingerprint else 0
+        raw = _ENTRY.pack(fingerprint, sequence, check)
+        _write(self._table_fd, raw, PAGE + slot * _ENTRY.size)
 
-    def entries(self) -> tuple[U64Array, I64Array]:
-        """Read the fingerprint and the sequence number of each slot. An invalid entry is returned
-        as a free slot."""
+    def entries(self) -> tuple[U64Array, I64Array, int]:
+        """Read the fingerprint and the sequence number of each slot, and count the entries that are
+        damaged. These are returned as free slots."""
         size = self.slots * _ENTRY.size
         words = np.frombuffer(os.pread(self._table_fd, size, PAGE).ljust(size, b"\0"), "<u8")
-        fingerprints, sequences, _ = words.reshape(self.slots, 3).T
-        known = (fingerprints >> 60 == 0) & (sequences >> 62 == 0)
-        return np.where(known, fingerprints, 0), np.where(known, sequences, 0).astype(np.int64)
+        fingerprints, sequences, checks = words.reshape(self.slots, 3).T
+        whole = checks == self._checks(fingerprints, sequences, np.arange(self.slots, dtype="<u8"))
+        whole &= sequences < _MOST
+        whole |= (checks == 0) & (sequences < MOST_FIRST)
+        whole &= fingerprints >> 60 == 0
+        damaged = int(np.count_nonzero(~whole))
+        sound = np.where(whole, sequences, 0).astype(np.int64)
+        return np.where(whole, fingerprints, 0), sound, damaged
+
+    def _checks(self, fingerprints: U64Array, sequences: U64Array, slots: U64Array) -> U64Array:
+        """The checksums of entries, never 0."""
+        mixed: U64Array = fingerprints * _MIX[0] ^ sequences * _MIX[1]
+        mixed ^= (slots | np.uint64(self.number << 32)) * _MIX[2]
+        mixed = (mixed ^ mixed >> np.uint64(29)) * _MIX[3]
+        return (mixed ^ mixed >> np.uint64(32)) | np.uint64(1)
 
     def _go_direct(self) -> None:
         """Reopen the file with O_DIRECT, if the file system can read single pages with it."""

@@ -140,7 +140,7 @@ class DiskTier(RecordTier):
         self._lacking = max(0, wanted - disk.f_bavail * disk.f_frsize)
 
     def _reopen(self) -> int:
-        """Open the segments that earlier processes left. Returns the highest number of a segment.
+        """Open the segments that earlier processes left. Returns the highest number of one.
 
         Damaged segments are removed, and those that exceed the capacity or a quota. Raises
         ``ConfigError`` if a segment has a newer format (then nothing is removed) or on an I/O
@@ -157,8 +157,7 @@ class DiskTier(RecordTier):
             for number in numbers - {file.number for file in opened}:
                 for suffix in (SEGMENT, TABLE):
                     self._folder.unlink(f"{number:08x}{suffix}")
-            for file in opened:
-                self._index.restore(file)
+            damaged = sum(map(self._index.restore, opened))
             while (segment := self._index.excess()) is not None:
                 self._index.drop(segment)
         except (OSError, ConfigError) as error:
@@ -168,7 +167,10 @@ class DiskTier(RecordTier):
                 raise
             where = f"{error.filename}: " if error.filename else ""
             raise ConfigError(f"{self.name}: {where}{error.strerror}") from error
-        return max(numbers, default=0)
+        if damaged:
+            line = "%s: its tables have damaged entries: %d; the records of these are not found"
+            _log.warning(line, self.name, damaged)
+        return max((file.number for file in opened), default=0)
 
     # ------------------------------------------------------------ batches
 
