@@ -12,6 +12,7 @@ import pytest
 
 from kvass.core.adoption import Adoption
 from kvass.core.rows.row_table import READY
+from kvass.core.saved.directory import MOST_COUNT
 from kvass.core.saved.index_file import SavedIndex
 from kvass.types import MOST_S
 from tests.core.lives import Memory, run
@@ -63,6 +64,20 @@ def test_a_row_that_does_not_check_out_is_dropped(part: str, value: int) -> None
     rig, adoption = life(memory, 102.0)
     assert adoption.rows == 1
     assert rig.engine().holds("a", "b") <= 1
+
+
+def test_a_damaged_stamp_costs_no_later_life_what_it_kept() -> None:
+    """No seal covers a stamp, and all later ones are above it."""
+    memory = killed("a", "b")
+    table = life(memory, 101.0)[0].machine.state.rows.table
+    row = int(np.flatnonzero(table.state == READY)[0])
+    table.stamp[row] = MOST_COUNT - 1
+    rig, adoption = life(memory, 102.0)
+    assert adoption.rows == 2
+    rig.engine().store("c", "d")
+    assert rig.engine("f").holds("a", "b") == 2
+    rig, adoption = life(memory, 103.0)
+    assert adoption.rows == 4
 
 
 def test_a_damaged_deadline_of_leases_is_no_later_than_any_lease_can_be() -> None:

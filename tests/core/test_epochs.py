@@ -97,6 +97,16 @@ def test_a_wrong_clock_leaves_room_for_clears(clock_s: float) -> None:
         epoch = after
 
 
+def test_above_the_highest_counter_there_is_room_for_clears() -> None:
+    """One such note, and each clear of it is one that the next daemon believes."""
+    noted = (0xFFFFFFFE << 32) | 7
+    for clears in range(1, 4):
+        after = to_note(asked(noted, renew=True), noted, NOW_S)
+        assert after == noted + 1 == (0xFFFFFFFE << 32) + 7 + clears
+        assert to_note(asked(), after, NOW_S) == after
+        noted = after
+
+
 def test_a_note_whose_counter_cannot_grow_is_damaged() -> None:
     fresh = to_note(asked(), (1 << 64) - 1, NOW_S)
     assert fresh >> 32 == NOW_S

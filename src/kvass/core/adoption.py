@@ -233,12 +233,14 @@ def _judge_some(
 
 
 def _enter(state: State, good: I64Array) -> None:
-    """List the free rows, and let lookups find the ``good`` ones."""
+    """List the free rows, and let lookups find the ``good`` ones.
+
+    These get new stamps in the order of the old ones, which no seal covers: after a damaged one all
+    later ones would be as high, and the next life would believe none.
+    """
     table, sets = state.rows.table, state.classes.sets
-    stamps = table.stamp[good]
-    order = np.argsort(stamps, kind="stable")
-    good, stamps = good[order], stamps[order]
-    table.clock = int(stamps[-1]) + 1 if len(good) else 0
+    good = good[np.argsort(table.stamp[good], kind="stable")]
+    stamps = table.stamp_rows(good)
     numbers = table.set_of[good].astype(np.int64)
     sets.newest[numbers] = stamps  # the last of each set is the newest
     owners = sets.owner[numbers]

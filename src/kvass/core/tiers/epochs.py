@@ -52,6 +52,8 @@ def to_note(question: TierEpoch, noted: int | None, clock_s: float) -> int:
     if highest and not question.renew:
         return highest
     counter = max((highest >> _RANDOM_BITS) + 1, min(int(clock_s), _LATEST))
+    if counter >= _MOST:  # of a note that is as good as damaged: it still has 2^32 epochs above it
+        return highest + 1
     return counter << _RANDOM_BITS | question.fresh & _RANDOM
 
 
