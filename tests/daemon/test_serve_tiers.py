@@ -55,6 +55,22 @@ def test_a_disk_is_opened_told_of_and_let_go(tmp_path: Path, folder: Path) -> No
         assert eventually(lambda: tier_of(daemon).get("records") == 2)
 
 
+def test_a_wrong_key_is_told_of_before_anything_is_stored(tmp_path: Path, folder: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("11" * 32)
+    tier = [f"{disk(folder)}&key_file={keys}"]
+    with running_daemon(tmp_path, tier=tier) as daemon:
+        with engine(daemon.socket) as peers:
+            commit_two(*peers)
+            assert eventually(lambda: tier_of(daemon)["records"] == 2)
+        assert tier_of(daemon)["other_keys"] == 0
+    keys.write_text("22" * 32)
+    with running_daemon(tmp_path, tier=tier, flush="none") as daemon:
+        assert eventually(lambda: tier_of(daemon).get("other_keys") == 1)
+        assert "have stored records here and are not in key_file: 1;" in daemon.log()
+
+
 FULL = """
 import sys
 from pathlib import Path

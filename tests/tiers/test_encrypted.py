@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from kvass.errors import ConfigError
+from kvass.errors import ConfigError, TierDown
 from kvass.testing import TierSuite
 from kvass.testing.tier_suite import LARGE, ROOM, MakeTier, data_of
 from kvass.tiers import codec, encrypted, encryption, open_tier, redis
 from kvass.tiers.base import DividedTier, Tier
+from kvass.tiers.disk import DiskTier
 from kvass.tiers.encrypted import EncryptedTier
 from kvass.tiers.key_file import KeyFile
 from kvass.types import PAGE
@@ -69,6 +71,7 @@ def test_redis(server: RedisServer, key_file: Path, monkeypatch: pytest.MonkeyPa
     """Values, and records in pieces. A byte that is flipped in either is a miss."""
     monkeypatch.setattr(redis, "PIECE_BYTES", 8 * PAGE)
     tier = open_tier(f"redis:{server.address}?prefix=enc:&key_file={key_file}")
+    assert isinstance(tier, EncryptedTier)
     large = (LARGE, LARGE // 3)
     assert works(tier)
     assert all(fill(tier, [b"large"], large))
@@ -83,6 +86,9 @@ def test_redis(server: RedisServer, key_file: Path, monkeypatch: pytest.MonkeyPa
     assert not any(hits(tier, KEYS))
     assert not any(hits(tier, [b"large"], large))
     assert works(tier)
+    write_keys(key_file, OTHER)
+    assert not any(tier.probe(KEYS))
+    assert tier.report()["other_keys"] == 1
     tier.clear()
     tier.close()
 
@@ -91,11 +97,15 @@ def test_s3(start: Start, key_file: Path) -> None:
     server = start(S3Server)
     with credentials():
         tier = open_tier(server.url("encrypted", f"&key_file={key_file}"))
+        assert isinstance(tier, EncryptedTier)
         assert works(tier)
         write_keys(key_file, OTHER)
+        assert not any(tier.probe(KEYS))
+        assert tier.report()["other_keys"] == 1
         assert not any(hits(tier, KEYS))
         write_keys(key_file, OLD)
         assert all(hits(tier, KEYS))
+        assert tier.report()["other_keys"] == 0
         tier.close()
         assert not any(key.hex() in name for key in KEYS for name in server.names())
 
@@ -193,20 +203,62 @@ def test_a_wrong_key_is_a_miss_and_said(
     assert tier.report()["other_keys"] == 0
     tier.close()
     write_keys(key_file, OTHER)
+    for _ in range(2):  # each process says it, without a store
+        caplog.clear()
+        tier = disk()
+        assert not any(tier.probe(KEYS))
+        assert tier.report()["other_keys"] == 1
+        assert not any(tier.probe(KEYS))
+        assert not any(hits(tier, KEYS))
+        said = "the first key of key_file is new here; keys that have stored records here and are"
+        assert caplog.text.count(f"{said} not in key_file: 1;") == 1
+        tier.close()
     tier = disk()
-    assert not any(tier.probe(KEYS))
-    assert not any(hits(tier, KEYS))
-    assert "is new here" not in caplog.text
     assert all(fill(tier, KEYS[:3]))
-    assert caplog.text.count("is new here") == 1
     assert tier.report()["other_keys"] == 1
     assert OTHER not in caplog.text
     tier.close()
     write_keys(key_file, OLD)
+    caplog.clear()
     tier = disk()
+    assert not any(tier.probe([b"never stored"]))
+    assert "is new here" not in caplog.text
+    assert "are not in key_file: 1;" in caplog.text
     assert all(hits(tier, KEYS))
     tier.clear()
     assert tier.report()["other_keys"] == 0
+
+
+def test_a_rotation_is_said_once_and_is_no_trouble(
+    disk: Callable[..., EncryptedTier], key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = disk()
+    assert works(tier)
+    assert "key_file" not in caplog.text
+    write_keys(key_file, NEW, OLD)
+    assert all(tier.probe(KEYS))
+    assert all(fill(tier, KEYS[:1]))
+    assert all(tier.probe(KEYS))
+    assert caplog.text.count("is new here") == 1
+    assert "are not in key_file: 0;" in caplog.text
+    assert tier.report()["other_keys"] == 0
+
+
+def test_a_store_that_is_down_at_the_start_is_asked_again(
+    disk: Callable[..., EncryptedTier], key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = disk()
+    assert works(tier)
+    tier.close()
+    write_keys(key_file, OTHER)
+    tier = disk()
+    with monkeypatch.context() as down:
+        down.setattr(DiskTier, "_get_note", Mock(side_effect=TierDown("no answer")))
+        with pytest.raises(TierDown, match="no answer"):
+            tier.probe(KEYS)
+    assert tier.report()["other_keys"] == 0
+    assert not any(tier.probe(KEYS))
+    assert tier.report()["other_keys"] == 1
 
 
 def test_a_key_is_rotated_under_load(disk: Callable[..., EncryptedTier], key_file: Path) -> None:

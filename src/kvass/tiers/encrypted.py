@@ -5,7 +5,9 @@ miss.
 
 Records are stored under the name that the first key of the file gives them, and sought under those
 of all its keys. Notes are not encrypted: the epochs of namespaces, and which keys have stored
-records here. ``kvass clear --tier`` forgets the latter.
+records here. ``kvass clear --tier`` forgets the latter. They are read at the first probe, which a
+tier's process makes at its start, and whenever the first key changes. So a wrong file is seen
+before anything is stored.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ class EncryptedTier:
         self._tier, self._encryption = tier, encryption
         tier.sealing = encryption
         self._noting = threading.Lock()
-        self._noted: bytes | None = None
-        """The id of the key for which the note was last checked."""
+        self._looked = self._noted = b""
+        """The ids of the first keys for which the note was last read, and last had that key."""
         self._used: list[bytes] = []
 
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
         check_batch(keys)
+        self._look_for_keys()
         return self._with_each_key(keys, lambda names, _: self._tier.probe(names))
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
@@ -66,7 +69,7 @@ class EncryptedTier:
     def clear(self) -> None:
         self._tier.clear()
         with self._noting:
-            self._noted, self._used = None, []
+            self._noted, self._used = b"", []
             self._tier.set_note(KEYS_NOTE, b"")
 
     def note(self, name: str) -> bytes | None:
@@ -86,10 +89,9 @@ class EncryptedTier:
         """Return the tier's report, with ``not_decrypted``: records that were loaded but could not
         be decrypted, and ``other_keys``: keys that have stored records here and are not in the
         file. Their records are not found."""
-        ids = [master.id for master in self._encryption.ring()]
         return self._tier.report() | {
             "not_decrypted": self._encryption.not_decrypted,
-            "other_keys": sum(one not in ids for one in self._used),
+            "other_keys": self._others(),
         }
 
     def _with_each_key(
@@ -115,24 +117,39 @@ class EncryptedTier:
                 break
         return held
 
+    def _look_for_keys(self) -> None:
+        """Read the note of keys, and log what of them the file lacks. Raises ``TierDown``."""
+        first = self._encryption.ring()[0].id
+        with self._noting:
+            if self._looked == first:
+                return
+            self._read_note()
+            self._looked = first
+            others, new = self._others(), self._used and first not in self._used
+        if new or others:
+            what = "the first key of key_file is new here; " if new else ""
+            line = "%s: %skeys that have stored records here and are not in key_file: %d"
+            _log.warning(f"{line}; their records are misses", self._tier.name, what, others)
+
+    def _others(self) -> int:
+        ids = [master.id for master in self._encryption.ring()]
+        return sum(one not in ids for one in self._used)
+
     def _note_key(self, first: bytes) -> None:
         """Add the key that encrypts to the note of keys, before it stores its first record. Raises
         ``TierDown``."""
         with self._noting:
             if self._noted == first:
                 return
-            raw = self._tier.note(KEYS_NOTE) or b""
-            used = [raw[i : i + ID_BYTES] for i in range(0, len(raw), ID_BYTES)]
-            if first not in used:
-                if used:
-                    line = (
-                        "%s: the first key of key_file is new here; records of keys that are not "
-                        "in the file are misses"
-                    )
-                    _log.warning(line, self._tier.name)
-                used = [*used, first][-_MOST_IDS:]
-                self._tier.set_note(KEYS_NOTE, b"".join(used))
-            self._used, self._noted = used, first
+            self._read_note()
+            if first not in self._used:
+                self._used = [*self._used, first][-_MOST_IDS:]
+                self._tier.set_note(KEYS_NOTE, b"".join(self._used))
+            self._noted = first
+
+    def _read_note(self) -> None:
+        raw = self._tier.note(KEYS_NOTE) or b""
+        self._used = [raw[i : i + ID_BYTES] for i in range(0, len(raw), ID_BYTES)]
 
 
 def open_encrypted(open_: Callable[[], RecordTier], key_file: str) -> EncryptedTier:
