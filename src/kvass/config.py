@@ -27,7 +27,7 @@ from kvass.arena.huge import HugePages, page_bytes
 from kvass.arena.room import memory_bytes, physical_bytes
 from kvass.errors import ConfigError
 from kvass.tiers.options import DiskOptions
-from kvass.tiers.url import read_tier_url, redacted, tier_name
+from kvass.tiers.url import read_tier_url, redacted, shown, tier_name
 from kvass.types import DEFAULT_TENANT, MOST_S, PAGE, Quota, Timing, check_quotas_of
 from kvass.types import Size as Size
 from kvass.wire.channel import check_path
@@ -261,6 +261,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
+        what, colon, words = message.partition("unrecognized arguments: ")
+        if colon:  # other words may be the end of a tier's password that has a space in it
+            flags = " ".join(re.findall(r"(?<!\S)--[a-z][a-z-]+", words))
+            message = f"{what}{colon}{flags or 'words that are no options; quote what has a space'}"
         raise ConfigError(f"{redacted(message)}; see {self.prog} --help")
 
 
@@ -332,8 +336,14 @@ def given(env: Mapping[str, str], file: str | None = None) -> Iterator[Given]:
 
 def disagreement(name: str, wins: Any, origin: str, loses: Any, other: str) -> str:
     """The line for an option that two sources give different values."""
-    values = redacted(repr(wins)), redacted(repr(loses))
+    values = shown_value(name, wins), shown_value(name, loses)
     return f"option {name}: {values[0]} ({origin}) wins over {values[1]} ({other})"
+
+
+def shown_value(name: str, value: Any) -> str:
+    """The value of an option for people, without secrets."""
+    urls = name == "tier" and isinstance(value, list)
+    return repr([shown(str(url), accepted=False) for url in value] if urls else value)
 
 
 def load(
@@ -453,7 +463,7 @@ def to_yaml(config: Config) -> str:
         name: str(value) if isinstance(value, Size) else value
         for name, value in msgspec.structs.asdict(config).items()
     }
-    values["tier"] = [redacted(url) for url in config.tier]
+    values["tier"] = [shown(url) for url in config.tier]
     hidden = _HIDDEN if values["tier"] != config.tier else ""
     return hidden + str(yaml.safe_dump(values, sort_keys=False))
 
@@ -481,8 +491,9 @@ def _read_yaml(path: str) -> dict[Any, tuple[Any, int]]:
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, *_FROM_YAML) as error:
-        said = redacted(" ".join(str(error).split()))  # it may quote the line
-        raise ConfigError(f"{path} is no YAML: {said}") from error
+        mark = getattr(error, "problem_mark", None)  # the error quotes the line, with its secrets
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else type(error).__name__
+        raise ConfigError(f"{path} is no YAML: {where}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: write options as `name: value` lines")
     lines: dict[str, int] = {}

@@ -127,6 +127,10 @@ def test_what_cannot_be_written_is_still_read() -> None:
         assert made.reported(up=False, trouble="read-only", errors=1, refused=1)
 
 
+def one_line(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
 def test_what_is_logged_of_a_tiers_bug_has_no_secrets(caplog: pytest.LogCaptureFixture) -> None:
     try:
         raise ValueError("no route to redis:h?password=hunter2&db=1")
@@ -138,8 +142,8 @@ def test_what_is_logged_of_a_tiers_bug_has_no_secrets(caplog: pytest.LogCaptureF
         assert made.reported(up=False, errors=1)
     (said,) = [x.getMessage() for x in caplog.records if "it raised" in x.getMessage()]
     assert "hunter2" not in caplog.text
-    assert "no route to redis:h?password=***&db=1" in said
-    assert "RuntimeError: http://me:***@host/ said no" in said
+    assert "no route to redis:h?password=***\n" in said
+    assert "RuntimeError: http://***@host/ said no" in said
     assert "Traceback" in said
     assert "perform" in said
 

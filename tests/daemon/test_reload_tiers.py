@@ -151,7 +151,7 @@ WRONG = (
     ("disk:/nowhere?capacity=64MiB", "/nowhere: no such folder"),
     ("disk:{a}?capacity=64MiB&quota=x=1MiB", "quota of x: it has none in L1: add --quota x=:0"),
     ("disk:{a}?capacity=64MiB&colour=red", "unknown option 'colour'"),
-    ("redis:h?password=hunter2&quota=x=1MiB", "only the capacity of a disk tier"),
+    ("redis:h?quota=x=1MiB&password=hunter2", "only the capacity of a disk tier"),
     ("disk:{a}?capacity=100000TiB", "but the disk has"),  # known only after its process has ended
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,7 +203,7 @@ def test_a_clock_that_is_far_ahead_loses_nothing(
     folder: Path, open_disk: OpenDisk, clock_ns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as ahead:
-        ahead.setattr(disk_tier.time, "time_ns", lambda: clock_ns)
+        ahead.setattr(time, "time_ns", lambda: clock_ns)
         tier = open_disk(4 << 20)
         assert all(fill(tier, KEYS))
         tier.close()

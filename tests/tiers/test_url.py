@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kvass.config import load
 from kvass.errors import ConfigError
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.disk import DiskTier
-from kvass.tiers.url import TierUrl, parse_tier_url, redacted, tier_name
+from kvass.tiers.url import (
+    TierUrl,
+    parse_tier_url,
+    read_tier_url,
+    redacted,
+    shown,
+    tier_name,
+    without_seen,
+)
 from tests.support.tiers.memory import MemoryTier
 from tests.tiers.records import down
 
@@ -184,21 +196,79 @@ def test_a_folder_that_cannot_be_written_is_refused() -> None:
     ("url", "without"),
     [
         ("redis:h:6379?password=hunter2&db=1", "redis:h:6379?password=***&db=1"),
-        (
-            "s3:b/p?key_id=A&secret_key=S",
-            "s3:b/p?key_id=***&secret_key=***",
-        ),
-        (
-            "m:T?endpoint=http://me:pass@host:80/x&n=1",
-            "m:T?endpoint=http://me:***@host:80/x&n=1",
-        ),
-        ("redis:me:pass@host:1", "redis:***@host:1"),
+        ("redis:h:6379?username=me@corp&db=1", "redis:h:6379?username=***&db=1"),
+        ("s3:b/p?key_file=/k&region=eu", "s3:b/p?key_file=/k&region=eu"),
+        ("m:T?endpoint=http://me:pass@host:80/x&n=1", "m:T?endpoint=***&n=1"),
+        ("m:T?secret_key=S&passwd=x&n=1", "m:T?secret_key=***&passwd=***&n=1"),
         ("disk:/a@b?capacity=1GiB", "disk:/a@b?capacity=1GiB"),
     ],
 )
 def test_people_see_no_secrets(url: str, without: str) -> None:
-    assert redacted(url) == without
+    assert shown(url) == without
     assert tier_name(url) == without.partition("?")[0]
+    assert redacted(without) == without, "nothing more is hidden the second time"
+
+
+PARTS = ("Zq1x", "Wv8k", "Ypß3")
+"""Of each password of the tests below. None may be seen."""
+PASSWORDS = st.lists(
+    st.text("@:/?#%& '\"\\,;+.-~é\u2028𝄞", min_size=1, max_size=3), min_size=2, max_size=2
+).map(lambda between: PARTS[0] + between[0] + PARTS[1] + between[1] + PARTS[2])
+LOGINS = (
+    "redis:me:{}@host:6379",
+    "redis://me:{}@host:6379/0",
+    "mooncake:me:{}@host",
+    "s3:me:{}@bucket/prefix",
+    "kv:me:{}@host",
+    "s3:bucket?endpoint=https://me:{}@host",
+    "mooncake:host?metadata=redis://me:{}@host",
+    "a.module:Tier?dsn=postgres://me:{}@host/db",
+    "redis:host?password={}",
+    "redis:host?password={}&db=1",
+    "redis:host?db=1&password={}&tls=yes",
+    "a.module:Tier?api_token={}",
+)
+
+
+def seen(text: str) -> list[str]:
+    return [part for part in PARTS if part in text or repr(part)[1:-1] in text]
+
+
+@pytest.mark.parametrize("form", LOGINS)
+@settings(max_examples=40)
+@given(password=PASSWORDS)
+def test_no_part_of_a_password_is_shown(form: str, password: str) -> None:
+    """Whatever is in it, also where it was not escaped, and the URL is not what it was to be."""
+    url = form.format(password)
+    texts = [shown(url, accepted=False), redacted(f"no answer of {url}")]
+    try:
+        read_tier_url(url)
+        texts += shown(url), tier_name(url)
+    except ConfigError as error:
+        texts.append(str(error))
+    for source in ({"tier": [url]}, {"stop_s": url}, {"log_level": url}):
+        try:
+            load(source, {})
+        except ConfigError as error:
+            texts.append(str(error))
+    assert [found for text in texts if (found := seen(text))] == []
+
+
+@settings(max_examples=40)
+@given(password=PASSWORDS)
+def test_an_escaped_password_is_hidden_wherever_a_library_says_it(password: str) -> None:
+    for escaped in (quote(password), quote(password, safe="")):
+        url = f"redis:host?password={escaped}&db=1"
+        assert read_tier_url(url)[0].options["password"] == password
+        assert shown(url) == "redis:host?password=***&db=1"
+        for said in (password, escaped, repr(password), str([password])):
+            assert seen(without_seen(f"wrong pair me, {said}, and no more")) == []
+            assert redacted(f"wrong pair me, {said}, and no more").endswith(", and no more")
+
+
+def test_the_control_of_the_tests_above() -> None:
+    """They see what is shown: a login is masked up to its last @, not its first."""
+    assert seen(LOGINS[0].format("@".join(PARTS)).replace(f"{PARTS[0]}@", "***@")) == [*PARTS[1:]]
 
 
 @pytest.mark.parametrize(

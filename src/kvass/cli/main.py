@@ -20,6 +20,7 @@ from kvass._version import __version__
 from kvass.cli import environment  # noqa: F401 - it sets what numpy reads
 from kvass.config import Parser
 from kvass.errors import KvassError, Unavailable, UsageError
+from kvass.tiers.url import without_seen
 
 COMMANDS: Final = {
     "serve": "run the daemon",
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = _parser().parse_args(argv[:1]).command
         return int(import_module(f"kvass.cli.{command}").run(list(argv[1:])))
     except UsageError as error:
-        print(f"kvass: {error}", file=sys.stderr)
+        print(f"kvass: {without_seen(str(error))}", file=sys.stderr)
         return 2
     except Unavailable as error:
         absent = isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError)
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvass: {error}{hint if absent else ''}", file=sys.stderr)
         return 1
     except KvassError as error:
-        print(f"kvass: {error}", file=sys.stderr)
+        print(f"kvass: {without_seen(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -14,12 +14,11 @@ from typing import Final
 
 import msgspec
 
-from kvass.config import Config, check_quotas
+from kvass.config import Config, check_quotas, shown_value
 from kvass.daemon import logs, notify
 from kvass.daemon.listen import Access
 from kvass.daemon.notices import Notices
 from kvass.errors import ConfigError, KvassError
-from kvass.tiers.url import redacted
 
 LIVE: Final = ("allow_uid", "socket_group", "stop_s", "log_level", "quota", "tier")
 """Options that change while the daemon runs; all others need a restart."""
@@ -85,8 +84,8 @@ class LiveConfig:
             self._replace_access(before)
             raise
         lines = [
-            f"{name} is {redacted(repr(value))} (was {redacted(repr(getattr(current, name)))})"
-            for name, value in changed.items()
+            f"{name} is {shown_value(name, new)} (was {shown_value(name, getattr(current, name))})"
+            for name, new in changed.items()
         ]
         if fixed := ", ".join(name for name in names if name not in LIVE):
             lines.append(f"cannot change without a restart: {fixed}")

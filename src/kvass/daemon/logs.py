@@ -4,6 +4,7 @@ Laws of this file:
 
 - No thread waits for the reader of the log. A thread writes queued lines. If the reader is stuck,
   the queue fills up and further lines are dropped.
+- A secret that this process has seen is in no line, whoever wrote it.
 - Each log call (file and line) may write ``BURST`` lines in ``WINDOW_S`` seconds. The next line of
   the same call says how many were left out.
 """
@@ -18,6 +19,8 @@ import re
 import threading
 from datetime import UTC, datetime
 from typing import Final
+
+from kvass.tiers.url import without_seen
 
 MAX_LINES: Final = 1000
 """Size of the queue of lines for the reader of the log."""
@@ -57,7 +60,7 @@ class _Writer(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._put(self.format(record) + "\n")
+        self._put(without_seen(self.format(record)) + "\n")
 
     def close(self) -> None:
         """Called by ``logging`` when the process ends."""

@@ -20,6 +20,8 @@ YesNo = Literal["yes", "no"]
 Number = Annotated[int, Meta(ge=0, le=999_999_999)]
 Word = Annotated[str, Meta(pattern=r"^[0-9A-Za-z-]*\Z")]
 
+ENDPOINT: Final = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
+NO_ENDPOINT: Final = "write https://HOST[:PORT], without user or query"
 _LEAST_SEGMENT: Final = Size(16 << 20)
 
 
@@ -91,9 +93,8 @@ class ObjectStoreOptions(RecordOptions, frozen=True, kw_only=True):
     connections: Annotated[int, Meta(ge=1, le=256)] = 32
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"(https?://[^\s/@?#]+(/[^\s@?#]*)?)?", self.endpoint):
-            text = f"{self.endpoint!r:.120}: write https://HOST[:PORT], without user or query"
-            raise ValueError(f"endpoint: {text}")
+        if self.endpoint and not ENDPOINT.fullmatch(self.endpoint):
+            raise ValueError(f"endpoint: {NO_ENDPOINT}")
         if self.endpoint.startswith("http:") and self.allow_http == "no":
             raise ValueError("endpoint: http is not encrypted; allow_http=yes allows it")
 
@@ -136,36 +137,59 @@ class MooncakeOptions(TierOptions, frozen=True, kw_only=True):
 AnyOptions = TypeVar("AnyOptions", bound=TierOptions)
 
 
+SECRET_NAME: Final = r"\w*(?:pass|pwd|secret|token|key|credential|auth)\w*"
+ESCAPES: Final = "write %26 for an & in a value, and %3F for a ?"
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option, or a variable of the environment, of this name has a secret."""
+    return name != "key_file" and bool(re.fullmatch(SECRET_NAME, name, re.IGNORECASE))
+
+
 def read_options(kind: type[AnyOptions], texts: Mapping[str, str]) -> AnyOptions:
-    """Convert the options of a URL. Raises ``ValueError`` with one line that says what is
-    allowed."""
+    """Convert the options of a URL, in its order. Raises ``ValueError`` with one line that says
+    what is allowed. About what stands behind a secret it quotes nothing: it may be the secret's
+    end."""
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     own = [name for name in fields if name not in RecordOptions.__struct_fields__]
     known = f"its options: {', '.join([*own, *(name for name in fields if name not in own)])}"
     values: dict[str, Any] = {}
+    secret = ""
     for name, text in texts.items():
-        if name == "quota" and kind is not DiskOptions:
-            raise ValueError(
-                "quota: only the capacity of a disk tier can be divided: what such a "
-                "store evicts, if anything, is its own choice"
-            )
-        if name not in fields:
-            raise ValueError(f"unknown option {name!r}; {known}")
         try:
-            values[name] = msgspec.convert(text, fields[name].type, strict=False, dec_hook=_size)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{name}: {text!r:.120}: {error}") from error
+            values[name] = _value(kind, name, text, known)
+        except ValueError as error:
+            if not secret:
+                raise
+            which = name if name in fields else "what follows"
+            raise ValueError(f"behind {secret}, {which} is wrong; {ESCAPES}; {known}") from error
+        secret = secret or (name if is_secret(name) else "")
     for name, field in fields.items():
         if field.required and name not in values:
             raise ValueError(f"{name} is missing; {known}")
     return kind(**values)
 
 
+def _value(kind: type[TierOptions], name: str, text: str, known: str) -> Any:
+    if name == "quota" and kind is not DiskOptions:
+        raise ValueError(
+            "quota: only the capacity of a disk tier can be divided: what such a store evicts, if "
+            "anything, is its own choice"
+        )
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    if name not in fields:
+        raise ValueError(f"unknown option {name!r}; {known}")
+    try:
+        return msgspec.convert(text, fields[name].type, strict=False, dec_hook=_size)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name}: {text!r:.120}: {error}") from error
+
+
 def host_and_port(scheme: str, where: str, port: int) -> tuple[str, int]:
     """Split ``HOST[:PORT]`` of a URL. ``port`` is the default. Raises ``ConfigError``."""
     host, _, port_text = where.rpartition(":") if ":" in where else (where, "", str(port))
     if not host or not port_text.isdecimal() or not 0 < int(port_text) < 65536:
-        raise ConfigError(f"{scheme}:{where}: {port_text!r} is no port; write {scheme}:HOST:PORT")
+        raise ConfigError(f"{scheme}: no host, or no port: write {scheme}:HOST:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port_text)
 
 

@@ -57,7 +57,6 @@ from kvass.tiers.codec import (
 )
 from kvass.tiers.options import RedisOptions, host_and_port
 from kvass.tiers.record_tier import Outcome, RecordTier, answers
-from kvass.tiers.url import redacted
 
 PIECE_BYTES: Final = 8 << 20
 """Bytes of one request to the server, and of one answer. They are buffered in our memory. Measured:
@@ -342,10 +341,8 @@ def open_redis(where: str, options: RedisOptions) -> RedisTier:
     """Open the tier of a URL ``redis:HOST[:PORT]?...`` or ``redis:/path/of/socket?...``. ``where``
     is the part between ``redis:`` and ``?``. Raises ``ConfigError``."""
     name = f"redis:{where}"
-    if "@" in where or where.startswith("//"):
-        raise ConfigError(
-            f"{redacted(name)}: write redis:HOST:PORT?username=...&password=... instead of a URL"
-        )
+    if where.startswith("//"):
+        raise ConfigError("redis: write redis:HOST:PORT?username=...&password=... instead of a URL")
     settings: dict[str, Any] = {
         "username": options.username or None,
         "password": options.password or None,

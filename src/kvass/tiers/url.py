@@ -5,6 +5,10 @@
 arguments (strings; ``%xx`` decoded) and must return a ``Tier``.
 
 An invalid URL raises ``ConfigError`` with one line that says what to write instead.
+
+Law of this file: of a secret no part is shown. In a URL that is refused nobody knows where a secret
+ends, so nothing is shown that may belong to one. What was a secret in any URL of this process is
+hidden in all its texts (``redacted``).
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ import importlib
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 
 from kvass.errors import ConfigError
 from kvass.tiers.options import (
+    ESCAPES,
+    SECRET_NAME,
     AzureOptions,
     DiskOptions,
     MooncakeOptions,
@@ -28,6 +34,8 @@ from kvass.tiers.options import (
     RedisOptions,
     S3Options,
     TierOptions,
+    host_and_port,
+    is_secret,
     read_options,
 )
 
@@ -70,20 +78,26 @@ def parse_tier_url(text: str) -> TierUrl:
             raise _refused(text, "there is a NUL in it")
     except UnicodeError as error:
         raise _refused(text, "it is not UTF-8") from error
+    _remember_secrets_of(text)
     head, _, query = text.partition("?")
     scheme, colon, where = head.partition(":")
     if not colon or not scheme or not where:
         raise _refused(text, f"write SCHEME:WHERE?option=value, like {_EXAMPLE}")
     if scheme not in BUILT_IN_TIERS and not _is_plug_in(scheme, where):
-        known = ", ".join(BUILT_IN_TIERS)
-        raise _refused(text, f"unknown scheme {scheme!r}; known: {known}, module:Name")
+        known, said = ", ".join(BUILT_IN_TIERS), "" if "@" in text else f" {scheme!r}"
+        raise _refused(text, f"unknown scheme{said}; known: {known}, module:Name")
+    if scheme != "disk" and "@" in unquote(where):
+        hint = "; redis has the options username and password" if scheme == "redis" else ""
+        raise _refused(
+            text, f"write {scheme}:WHERE?option=value instead of a URL with a login{hint}"
+        )
     options: dict[str, str] = {}
-    for part in query.split("&") if query else ():
+    for number, part in enumerate(query.split("&") if query else (), 1):
         name, equals, value = part.partition("=")
         if not name.isidentifier() or not equals:
-            raise _refused(text, f"option {redacted(part)!r} is not of the form name=value")
+            raise _refused(text, f"option {number} is not of the form name=value; {ESCAPES}")
         if name in options:
-            raise _refused(text, f"option {name!r} is given twice")
+            raise _refused(text, f"option {number} is given twice; {ESCAPES}")
         options[name] = unquote(value)
     return TierUrl(scheme=scheme, where=unquote(where), options=options)
 
@@ -95,21 +109,47 @@ def read_tier_url(text: str) -> tuple[TierUrl, TierOptions | None]:
     if url.scheme not in BUILT_IN_TIERS:
         return url, None
     try:
-        return url, read_options(BUILT_IN_TIERS[url.scheme][1], url.options)
-    except ValueError as error:
+        options = read_options(BUILT_IN_TIERS[url.scheme][1], url.options)
+        if url.scheme in _AT_PORTS and not url.where.startswith("/"):
+            host_and_port(url.scheme, url.where, 1)
+    except (ValueError, ConfigError) as error:
         raise _refused(text, error) from None
+    return url, options
 
 
 def _refused(text: str, why: object) -> ConfigError:
     """Return the error for a tier URL: one line, without secrets."""
-    return ConfigError(f"tier {redacted(text)!r}: {redacted(' '.join(str(why).split()))}")
+    said = shown(text, accepted=False)
+    return ConfigError(f"tier {said!r}: {redacted(' '.join(str(why).split()))}")
 
 
-_SECRET: Final = re.compile(
-    r"((?:^|[?&\s])\w*(?:password|secret|token|key|credential)\w*=)[^&\s'\"]*", re.IGNORECASE
-)
-_LOGIN: Final = re.compile(r"((?:^|[:/])[^:/?@\s]*:)[^/?@\s]*@")
+_SECRET: Final = re.compile(rf"\b((?!key_file=){SECRET_NAME}=)(?!\*\*\*)\S.*", re.IGNORECASE)
+_LOGIN: Final = re.compile(r"([\w.+-]+:(?://|(?!/)))\S.*@")
 _EXAMPLE: Final = "disk:/var/cache/kvass?capacity=100GiB"
+_AT_PORTS: Final = ("redis", "mooncake")
+_LEAST_CHARS: Final = 4
+"""Shorter secrets are not sought in texts: they would be found where they are not."""
+_secrets: set[str] = set()
+"""The secrets that this process has seen, in each way in which a text may have them."""
+
+
+def remember_secret(value: str) -> None:
+    """From now on no text of this process has ``value``."""
+    if len(value) >= _LEAST_CHARS:
+        ways = value, quote(value, errors="replace"), quote(value, "", errors="replace")
+        _secrets.update((*ways, repr(value)[1:-1]))
+
+
+def _remember_secrets_of(text: str) -> None:
+    """Remember what may be a secret in a tier URL, however far it goes."""
+    options = rf"[?&]({SECRET_NAME})=(?=(([^&]*).*))"
+    for name, rest, value in re.findall(options, text, re.IGNORECASE | re.DOTALL):
+        for secret in (rest, value, unquote(value)) if is_secret(name) else ():
+            remember_secret(secret)
+    login, at, _ = text.partition(":")[2].rpartition("@")
+    if at and not text.startswith("disk:"):
+        remember_secret(login.lstrip("/"))
+        remember_secret(login.lstrip("/").partition(":")[2].lstrip("/"))
 
 
 def _is_plug_in(module: str, name: str) -> bool:
@@ -117,14 +157,40 @@ def _is_plug_in(module: str, name: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """Return ``text``, a tier URL or a part of one, with its secrets replaced by ``***``."""
-    text = _SECRET.sub(r"\1***", text)
-    return _LOGIN.sub(r"\1***@", text)
+    """Return ``text`` without secrets: those that this process has seen, and whatever looks like a
+    login, or like an option with a secret. The rest of a line after the latter may belong to it."""
+    return without_seen(_LOGIN.sub(r"\1***@", _SECRET.sub(r"\1***", text)))
+
+
+def without_seen(text: str) -> str:
+    """Return ``text`` without the secrets that this process has seen."""
+    for secret in sorted(_secrets, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
+
+
+def shown(text: str, accepted: bool = True) -> str:
+    """Return a tier URL for people. ``accepted``: it was, so each option ends where it seems to.
+    Otherwise nothing is shown from the first secret on, and of a login only the scheme."""
+    head, mark, query = text.partition("?")
+    scheme, _, where = head.partition(":")
+    if "@" in unquote(where if accepted else text) and scheme != "disk":
+        return f"{scheme}:***" if scheme in BUILT_IN_TIERS else "***"
+    known = BUILT_IN_TIERS[scheme][1].__struct_fields__ if scheme in BUILT_IN_TIERS else None
+    parts: list[str] = []
+    for part in query.split("&"):
+        name, equals, value = part.partition("=")
+        plain = bool(equals) and (name.isidentifier() if known is None else name in known)
+        fine = not part or (plain and "@" not in value and not (value and is_secret(name)))
+        parts.append(part if fine else f"{name}=***" if plain else "***")
+        if not (fine or accepted):
+            break
+    return head + mark + "&".join(parts)
 
 
 def tier_name(text: str) -> str:
     """Return the name of a tier in logs and in the status: its URL without options and secrets."""
-    return redacted(text.partition("?")[0])
+    return shown(text.partition("?")[0])
 
 
 def open_tier(text: str) -> Tier:

@@ -32,7 +32,7 @@ from kvass.cli.bench.rig import (
 )
 from kvass.errors import ConfigError, TierDown, Unavailable
 from kvass.tiers.base import Buffer
-from kvass.tiers.url import TierUrl, parse_tier_url, read_tier_url, redacted
+from kvass.tiers.url import TierUrl, parse_tier_url, read_tier_url, shown
 from kvass.types import Size
 
 WARM_UP: Final = 3
@@ -44,7 +44,9 @@ def disk_url(text: str) -> TierUrl:
     """A disk tier's URL, whose capacity does not matter. Raises ``ConfigError``."""
     url = parse_tier_url(text)
     if url.scheme != "disk":
-        raise ConfigError(f"--tier {redacted(text)}: kvass bench measures disks; use disk:FOLDER")
+        raise ConfigError(
+            f"--tier {shown(text, False)}: kvass bench measures disks; use disk:FOLDER"
+        )
     read_tier_url(spelled("disk", url.where, {"capacity": "1GiB"} | url.options))
     return url
 
