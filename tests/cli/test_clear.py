@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from kvass.cli.bench.rig import WIDTH
 from kvass.cli.main import main
 from kvass.client import connection
 from kvass.testing.daemon import running_daemon
+from tests.support.servers.redis import RedisServer
 
 Captured = pytest.CaptureFixture[str]
 
@@ -62,6 +63,20 @@ def test_a_tier_that_is_down_leaves_l1_cleared_and_that_is_said(
             f"kvass: tier_down: L1 is cleared (3 rows), but not disk:{tmp_path}/disk"
         )
         assert daemon.status()["rows"] == 0
+
+
+def test_why_a_tier_was_not_emptied_is_said(tmp_path: Path, capsys: Captured) -> None:
+    with closing(RedisServer()) as server:
+        server.client().execute_command("ACL SETUSER me on >s3cret ~* +@all -scan")
+        where = f"redis:{server.address}"
+        tier = [f"{where}?username=me&password=s3cret"]
+        with running_daemon(tmp_path, "16MiB", tier=tier) as daemon:
+            assert main(["clear", "--tier", "--socket", daemon.socket]) == 1
+            said = capsys.readouterr().err
+            assert f"but not {where} (" in said
+            assert "permission" in said
+            assert "'scan'" in said
+            assert "s3cret" not in said + daemon.log()
 
 
 def test_only_a_model_or_a_tenant_is_cleared(

@@ -137,6 +137,17 @@ def test_wrong_credentials_are_said_and_right_ones_work(
     tier.close()
 
 
+def test_a_clear_without_the_right_to_list_says_so(start: Start) -> None:
+    server = start(RedisServer)
+    server.client().execute_command("ACL SETUSER me on >s3cret ~* +@all -scan -keys")
+    tier = open_tier(f"redis:{server.address}?username=me&password=s3cret")
+    assert works(tier)
+    with pytest.raises(TierDown, match=r"permission.*scan"):
+        tier.clear()
+    assert all(hits(tier, KEYS))
+    tier.close()
+
+
 def test_a_full_server_refuses_and_serves(start: Start) -> None:
     server = start(RedisServer, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     tier = open_tier(f"redis:{server.address}")

@@ -219,6 +219,62 @@ def test_the_urls_endpoint_goes_before_the_environments(
     tier.close()
 
 
+@pytest.mark.parametrize(
+    ("prefix", "endpoint", "url"),
+    [
+        ("AWS_", "AWS_ENDPOINT_URL", f"s3:{BUCKET}/environment"),
+        ("AWS_", "AWS_ENDPOINT_URL_S3", f"s3:{BUCKET}/environment"),
+        ("GOOGLE_", "GOOGLE_BASE_URL", f"gcs:{BUCKET}/environment"),
+        ("AZURE_", "AZURE_STORAGE_ENDPOINT", f"azure:{BUCKET}/environment?account=me"),
+    ],
+)
+def test_an_endpoint_of_the_environment_is_allowed_there_too(
+    prefix: str, endpoint: str, url: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "none")
+    monkeypatch.setenv("AZURE_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv(endpoint, server.endpoint)
+    with pytest.raises(ConfigError) as caught:
+        open_tier(url)
+    how = f"{prefix}ALLOW_HTTP=true, or allow_http=yes in the tier's URL, allows it"
+    assert f": {endpoint}: http is not encrypted; {how}" in str(caught.value)
+    monkeypatch.setenv(f"{prefix}ALLOW_HTTP", "true")
+    tier = open_tier(url)
+    if prefix == "AZURE_":  # it is no server of Azure's, and can be asked
+        with pytest.raises(TierDown, match=r"40[0-9]|50[0-9]"):
+            fill(tier, KEYS)
+    else:
+        assert works(tier)
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:9000", "http://me:s3/c@ret@host", "https://h/?s3cret"]
+)
+def test_an_endpoint_that_is_none_is_not_repeated(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client panics at some of them, and says others in its errors."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL: write https://HOST") as caught:
+        open_tier("s3:bucket?allow_http=yes")
+    assert endpoint not in str(caught.value)
+    assert "ret" not in str(caught.value)
+
+
+def test_a_proxy_of_the_environment_is_used_and_not_repeated(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROXY_URL", "http://me:s3cr@t@127.0.0.1:1")
+    tier = open_tier(server.url("proxied", "&timeout_s=2"))
+    assert not any("s3cr" in text or "@t" in text for text in down(tier))
+    tier.close()
+    monkeypatch.setenv("AWS_PROXY_URL", "http://me:s3cr@[t")
+    with pytest.raises(ConfigError, match=r"the environment has proxy_url") as caught:
+        open_tier(server.url("proxied"))
+    assert "s3cr" not in str(caught.value)
+
+
 def test_requests_and_bytes_in_flight_are_bounded() -> None:
     """By the pool, as ``test_worker_pool.py`` shows."""
     tier = open_tier("s3:bucket?connections=5")

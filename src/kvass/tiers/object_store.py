@@ -33,6 +33,7 @@ from kvass.errors import ConfigError, ItemRefused, ItemUnreadable, TierDown
 from kvass.tiers.base import MAX_NOTE_BYTES, Shards
 from kvass.tiers.buffers import size_of
 from kvass.tiers.codec import MAX_HEADER_BYTES, Seal, pack, unpack
+from kvass.tiers.object_environment import options_of_http
 from kvass.tiers.options import AzureOptions, ObjectStoreOptions, S3Options
 from kvass.tiers.proof import first_words
 from kvass.tiers.record_tier import Outcome, RecordTier
@@ -74,9 +75,6 @@ _PREFIX: Final = re.compile(r"(?!.*(^|/)\.{1,2}(/|$))[0-9A-Za-z._-]+(/[0-9A-Za-z
 _MOST_PREFIX: Final = 400
 """The longest prefix in characters. An object's name has at most 1024 bytes, of which a record
 needs 520."""
-_ENVIRONMENT: Final = {"s3": "AWS_", "gcs": "GOOGLE_BEARER", "azure": "AZURE_"}
-"""Variables whose values go into headers, where the client panics at a control character."""
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 _REQUEST: Final = re.compile(r"(Error performing \w+ \w+://[^/?\s]+)\S* in .*? - ", re.DOTALL)
 """The start of the client's errors: method, server, object, duration and number of attempts."""
 _CAUSES: Final = (r'message: "([^"]*)"', r"kind: (Timeout)", r'ConnectError\(\s*"([^"]*)"')
@@ -311,15 +309,17 @@ def _open(
             f"{name}: {prefix!r:.100} is no prefix: names of 0-9 A-Z a-z . _ - with / between "
             f"them, at most {_MOST_PREFIX} characters"
         )
-    for variable, value in os.environ.items():
-        if variable.startswith(_ENVIRONMENT[scheme]) and _CONTROL.search(value):
-            raise ConfigError(f"{name}: {variable} has a line break or another control character")
+    try:
+        given = options_of_http(scheme, options, os.environ)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
     client, retry = _limits(options)
-    connect = partial(connect, bucket, client_options=client, retry_config=retry)
+    connect = partial(connect, bucket, client_options={**given, **client}, retry_config=retry)
     try:
         return ObjectTier(name, connect, prefix, options, deletes_many=deletes_many)
     except (*_TROUBLE, ValueError) as error:
-        raise ConfigError(f"{name}: {_error_line(error)}") from None
+        also = f" (the environment has {', '.join(given)})" if given else ""
+        raise ConfigError(f"{name}: {_error_line(error)}{also}") from None
 
 
 def _limits(options: ObjectStoreOptions) -> tuple[ClientConfig, RetryConfig]:

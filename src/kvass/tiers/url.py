@@ -127,7 +127,7 @@ _SECRET: Final = re.compile(rf"\b((?!key_file=){SECRET_NAME}=)(?!\*\*\*)\S.*", r
 _LOGIN: Final = re.compile(r"([\w.+-]+:(?://|(?!/)))\S.*@")
 _EXAMPLE: Final = "disk:/var/cache/kvass?capacity=100GiB"
 _AT_PORTS: Final = ("redis", "mooncake")
-_LEAST_CHARS: Final = 4
+_LEAST_CHARS: Final = 6
 """Shorter secrets are not sought in texts: they would be found where they are not."""
 _secrets: set[str] = set()
 """The secrets that this process has seen, in each way in which a text may have them."""
