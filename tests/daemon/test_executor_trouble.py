@@ -127,10 +127,6 @@ def test_what_cannot_be_written_is_still_read() -> None:
         assert made.reported(up=False, trouble="read-only", errors=1, refused=1)
 
 
-def one_line(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
 def test_what_is_logged_of_a_tiers_bug_has_no_secrets(caplog: pytest.LogCaptureFixture) -> None:
     try:
         raise ValueError("no route to redis:h?password=hunter2&db=1")

@@ -60,7 +60,8 @@ class _Writer(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._put(without_seen(self.format(record)) + "\n")
+        record.msg, record.args = without_seen(record.getMessage()), ()
+        self._put(without_seen(self.format(record)) + "\n")  # with the text of an exception
 
     def close(self) -> None:
         """Called by ``logging`` when the process ends."""

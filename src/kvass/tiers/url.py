@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -137,7 +138,7 @@ def remember_secret(value: str) -> None:
     """From now on no text of this process has ``value``."""
     if len(value) >= _LEAST_CHARS:
         ways = value, quote(value, errors="replace"), quote(value, "", errors="replace")
-        _secrets.update((*ways, repr(value)[1:-1]))
+        _secrets.update((*ways, repr(value)[1:-1], json.dumps(value)[1:-1]))
 
 
 def _remember_secrets_of(text: str) -> None:

@@ -1,9 +1,9 @@
 """Filter for the report of a tier, whose fields become part of ``kvass status``.
 
 Law of this file: a tier may be third-party code, so its report is not trusted. What passes the
-filter can be encoded as JSON and has a bounded size, and fields that readers of a status know have
-the types that they expect. Other fields are left out. If the daemon has a field of the same name,
-that one is used (``core/status.py``).
+filter can be encoded as JSON, has a bounded size and no secret of the tier's URL, and fields that
+readers of a status know have the types that they expect. Other fields are left out. If the daemon
+has a field of the same name, that one is used (``core/status.py``).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+from kvass.tiers.url import without_seen
 from kvass.types import MOST_QUOTAS
 
 LINE_CHARS: Final = 200
@@ -35,7 +36,7 @@ def _plain(value: object, depth: int = 0) -> bool:
     """Whether ``value`` is a short text, a bool, an int64, a finite float, or a dict of such values
     that is nested at most ``depth`` deep."""
     if type(value) is str:
-        return len(value) <= LINE_CHARS and value.isprintable()
+        return len(value) <= LINE_CHARS and value.isprintable() and without_seen(value) == value
     if type(value) is dict:
         return (
             depth > 0

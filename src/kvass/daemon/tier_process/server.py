@@ -36,7 +36,7 @@ from kvass.errors import ConfigError
 from kvass.processes import lower_priority
 from kvass.tiers.base import Tier
 from kvass.tiers.codec import NAMESPACE_BYTES
-from kvass.tiers.url import open_tier
+from kvass.tiers.url import open_tier, without_seen
 from kvass.types import PAGE
 
 IGNORED_SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
     try:
         tier = _open(start)
     except ConfigError as error:
-        send(frames.TierOpened(str(error).encode("ascii", "replace").decode()))
+        send(frames.TierOpened(without_seen(str(error)).encode("ascii", "replace").decode()))
         return 0
     send(frames.TierOpened())
     threading.Thread(target=_populate, args=(arena,), name="kvass-populate", daemon=True).start()
