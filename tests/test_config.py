@@ -236,6 +236,18 @@ def test_no_message_tells_a_secret(tmp_path: Path, url: str) -> None:
         assert "***" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text", ["tier: redis:h?password={}: b", "tier: [redis:me:{}@h, ]: x", "a: {}"]
+)
+def test_a_file_that_is_no_yaml_is_not_quoted(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "kvass.yaml"
+    file.write_text("lease_s: 1\n" + text.format("%hunter2 @x7"))
+    with pytest.raises(ConfigError, match="is no YAML: line 2, column ") as caught:
+        load({}, {}, str(file))
+    assert "hunter2" not in str(caught.value)
+    assert "x7" not in str(caught.value)
+
+
 def test_empty_file_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load({}, {}, str(tmp_path / "empty.yaml")) == load({}, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,8 @@ def test_a_tier_that_is_down_leaves_l1_cleared_and_that_is_said(
 
 def test_why_a_tier_was_not_emptied_is_said(tmp_path: Path, capsys: Captured) -> None:
     with closing(RedisServer()) as server:
-        server.client().execute_command("ACL SETUSER me on >s3cret ~* +@all -scan")
+        client: Any = server.client()
+        client.execute_command("ACL SETUSER me on >s3cret ~* +@all -scan")
         where = f"redis:{server.address}"
         tier = [f"{where}?username=me&password=s3cret"]
         with running_daemon(tmp_path, "16MiB", tier=tier) as daemon:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -183,6 +185,25 @@ def test_a_server_that_is_not_there_is_a_tier_that_is_down(tmp_path: Path) -> No
             assert daemon.stop() == 0
             assert f"tier {where} is down: " in daemon.log()
             assert "hunter2" not in daemon.log() + daemon.ready
+
+
+def test_whatever_a_tier_says_its_password_is_not_told(tmp_path: Path) -> None:
+    password = "Zq1x@Wv8k:Y p3/?#%&\"'\\é\u2028𝄞Kj7m"
+    loud = f"tests.support.tiers.loud:LoudTier?password={quote(password, safe='')}"
+    with running_daemon(tmp_path, tier=[loud]) as daemon:
+        assert eventually(lambda: tier_of(daemon).get("up") is False)
+        assert eventually(lambda: "it raised what no tier may" in daemon.log())
+        assert eventually(lambda: daemon.log().count("connecting with") == 4)
+        assert tier_of(daemon)["kept"] == 1, "what else it reports is shown"
+        said = daemon.log() + daemon.ready + json.dumps(daemon.status())
+    said += refused(serve("--socket", str(tmp_path / "s"), "--tier", f"{loud}&opens=no"))
+    assert [
+        line
+        for line in said.splitlines()
+        for part in ("Zq1x", "Wv8k", "p3/", "Kj7m")
+        if part in line
+    ] == []
+    assert said.count("***") > 5
 
 
 # ---------------------------------------------------------------- stop

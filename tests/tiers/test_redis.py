@@ -139,7 +139,8 @@ def test_wrong_credentials_are_said_and_right_ones_work(
 
 def test_a_clear_without_the_right_to_list_says_so(start: Start) -> None:
     server = start(RedisServer)
-    server.client().execute_command("ACL SETUSER me on >s3cret ~* +@all -scan -keys")
+    client: Any = server.client()
+    client.execute_command("ACL SETUSER me on >s3cret ~* +@all -scan -keys")
     tier = open_tier(f"redis:{server.address}?username=me&password=s3cret")
     assert works(tier)
     with pytest.raises(TierDown, match=r"permission.*scan"):

@@ -121,11 +121,11 @@ def read_tier_url(text: str) -> tuple[TierUrl, TierOptions | None]:
 def _refused(text: str, why: object) -> ConfigError:
     """Return the error for a tier URL: one line, without secrets."""
     said = shown(text, accepted=False)
-    return ConfigError(f"tier {said!r}: {redacted(' '.join(str(why).split()))}")
+    return ConfigError(f"tier {said!r}: {' '.join(redacted(str(why)).split())}")
 
 
-_SECRET: Final = re.compile(rf"\b((?!key_file=){SECRET_NAME}=)(?!\*\*\*)\S.*", re.IGNORECASE)
-_LOGIN: Final = re.compile(r"([\w.+-]+:(?://|(?!/)))\S.*@")
+_SECRET: Final = re.compile(rf"\b((?!key_file=){SECRET_NAME}=)(?!\*\*\*)(\S.*)", re.IGNORECASE)
+_LOGIN: Final = re.compile(r"([\w.+-]+:(?://|(?!/)))(\S.*)@")
 _EXAMPLE: Final = "disk:/var/cache/kvass?capacity=100GiB"
 _AT_PORTS: Final = ("redis", "mooncake")
 _LEAST_CHARS: Final = 6
@@ -160,13 +160,34 @@ def _is_plug_in(module: str, name: str) -> bool:
 def redacted(text: str) -> str:
     """Return ``text`` without secrets: those that this process has seen, and whatever looks like a
     login, or like an option with a secret. The rest of a line after the latter may belong to it."""
-    return without_seen(_LOGIN.sub(r"\1***@", _SECRET.sub(r"\1***", text)))
+    guessed = [*_SECRET.finditer(text), *_LOGIN.finditer(text)]
+    return _masked(text, [*_seen_in(text), *(match.span(2) for match in guessed)])
 
 
 def without_seen(text: str) -> str:
     """Return ``text`` without the secrets that this process has seen."""
-    for secret in sorted(_secrets, key=len, reverse=True):
-        text = text.replace(secret, "***")
+    return _masked(text, _seen_in(text))
+
+
+def _seen_in(text: str) -> list[tuple[int, int]]:
+    spans = []
+    for secret in [*_secrets]:  # a copy, because other threads add to it
+        at = text.find(secret)
+        while at >= 0:
+            spans.append((at, at + len(secret)))
+            at = text.find(secret, at + 1)
+    return spans
+
+
+def _masked(text: str, spans: list[tuple[int, int]]) -> str:
+    """Return ``text`` with ``***`` in place of the spans, which may overlap."""
+    begin = len(text) + 1
+    for low, high in sorted(spans, key=lambda span: (-span[1], span[0])):
+        if high < begin:
+            text = f"{text[:low]}***{text[high:]}"
+        elif low < begin:
+            text = text[:low] + text[begin:]
+        begin = min(begin, low)
     return text
 
 

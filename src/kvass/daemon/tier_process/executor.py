@@ -328,5 +328,5 @@ def _failed(effect: ToTier | StoreCheck, why: str) -> FromTier | None:
 
 def _one_line(error: BaseException) -> str:
     """Return the text of an error as one ASCII line of at most ``LINE_CHARS``."""
-    line = redacted(" ".join(error_text(error).split())) or type(error).__name__
+    line = " ".join(redacted(error_text(error)).split()) or type(error).__name__
     return line.encode("ascii", "replace").decode()[:LINE_CHARS]
