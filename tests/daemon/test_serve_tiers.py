@@ -196,7 +196,8 @@ def test_whatever_a_tier_says_its_password_is_not_told(tmp_path: Path) -> None:
         assert eventually(lambda: daemon.log().count("connecting with") == 4)
         assert tier_of(daemon)["kept"] == 1, "what else it reports is shown"
         said = daemon.log() + daemon.ready + json.dumps(daemon.status())
-    said += refused(serve("--socket", str(tmp_path / "s"), "--tier", f"{loud}&opens=no"))
+    flags = ("--socket", str(tmp_path / "s"), "--l1-size", "1MiB", "--tier")
+    said += refused(serve(*flags, f"{loud}&opens=no"))
     assert [
         line
         for line in said.splitlines()

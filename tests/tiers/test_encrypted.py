@@ -244,6 +244,19 @@ def test_a_rotation_is_said_once_and_is_no_trouble(
     assert tier.report()["other_keys"] == 0
 
 
+def test_a_check_of_the_store_looks_for_keys_too(
+    disk: Callable[..., EncryptedTier], key_file: Path
+) -> None:
+    """A tier's process begins with one."""
+    tier = disk()
+    assert works(tier)
+    tier.close()
+    write_keys(key_file, OTHER)
+    tier = disk()
+    tier.check_store()
+    assert tier.report()["other_keys"] == 1
+
+
 def test_a_store_that_is_down_at_the_start_is_asked_again(
     disk: Callable[..., EncryptedTier], key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

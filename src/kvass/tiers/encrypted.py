@@ -5,9 +5,9 @@ miss.
 
 Records are stored under the name that the first key of the file gives them, and sought under those
 of all its keys. Notes are not encrypted: the epochs of namespaces, and which keys have stored
-records here. ``kvass clear --tier`` forgets the latter. They are read at the first probe, which a
-tier's process makes at its start, and whenever the first key changes. So a wrong file is seen
-before anything is stored.
+records here. ``kvass clear --tier`` forgets the latter. They are read at the first check or probe,
+which a tier's process makes at its start, and whenever the first key changes. So a wrong file is
+seen before anything is stored.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class EncryptedTier:
     def check_store(self, whole: bool = True) -> None:
         """See ``RecordTier.check_store``."""
         self._tier.check_store(whole)
+        self._look_for_keys()
 
     def close(self) -> None:
         self._tier.close()
