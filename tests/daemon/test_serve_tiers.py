@@ -135,7 +135,7 @@ def test_its_process_maps_the_arena_before_anything_is_loaded(tmp_path: Path, fo
     [
         ("disk:{folder}/none?capacity=1MiB", "no such folder"),
         ("redis:host?colour=red&password=hunter2", "unknown option 'colour'"),
-        ("redis:host?password=hunter2&colour=red", "behind password, what follows is wrong"),
+        ("redis:host?password=hunter2&colour=red", "beside password, what follows is wrong"),
     ],
 )
 def test_bad_tiers_get_one_clear_line(tmp_path: Path, folder: Path, url: str, line: str) -> None:

@@ -154,7 +154,7 @@ def read_options(kind: type[AnyOptions], texts: Mapping[str, str]) -> AnyOptions
     own = [name for name in fields if name not in RecordOptions.__struct_fields__]
     known = f"its options: {', '.join([*own, *(name for name in fields if name not in own)])}"
     values: dict[str, Any] = {}
-    secret = ""
+    secret = "a login" if any("@" in text for text in texts.values()) else ""
     for name, text in texts.items():
         try:
             values[name] = _value(kind, name, text, known)
@@ -162,7 +162,7 @@ def read_options(kind: type[AnyOptions], texts: Mapping[str, str]) -> AnyOptions
             if not secret:
                 raise
             which = name if name in fields else "what follows"
-            raise ValueError(f"behind {secret}, {which} is wrong; {ESCAPES}; {known}") from error
+            raise ValueError(f"beside {secret}, {which} is wrong; {ESCAPES}; {known}") from error
         secret = secret or (name if is_secret(name) else "")
     for name, field in fields.items():
         if field.required and name not in values:
