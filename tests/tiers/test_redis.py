@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socketserver
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -122,6 +124,51 @@ def test_a_failover_behind_one_address(server: RedisServer, start: Start, says: 
     eventually(lambda: len(old.client().client_list()) == 1, 10)  # this one: the tier has left it
     assert new.client().exists(f"{says}:r:".encode() + KEYS[0])
     tier.close()
+
+
+class Demoted(socketserver.StreamRequestHandler):
+    """Answers every command with ``server.says``."""
+
+    def handle(self) -> None:
+        while head := self.rfile.readline():
+            for _ in range(int(head[1:])):
+                self.rfile.read(int(self.rfile.readline()[1:]) + 2)
+            self.wfile.write(b"-%s\r\n" % self.server.says.encode())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "MOVED 3999 127.0.0.1:1",
+        "LOADING Redis is loading the dataset in memory",
+        "CLUSTERDOWN The cluster is down",
+        "NOAUTH Authentication required.",
+        "ERR upstream failure",
+    ],
+)
+def test_what_answers_only_this_is_left(server: RedisServer, start: Start, says: str) -> None:
+    """However long it lives: the next try is with who is there now."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Demoted) as other:
+        other.says = says  # type: ignore[attr-defined]
+        other.daemon_threads = True  # they end with their connections
+        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
+        there = "127.0.0.1", other.server_address[1]
+        front = start(Forwarder, there)
+        tier = open_tier(f"redis:127.0.0.1:{front.port}?prefix={says[:3]}:")
+        asks: list[Callable[[], object]] = [
+            lambda: fill(tier, KEYS),
+            lambda: hits(tier, KEYS),
+            lambda: tier.probe(KEYS),
+        ]
+        for ask in asks:
+            with pytest.raises(TierDown):
+                ask()
+            front.target = server.socket
+            assert works(tier)
+            front.target = there
+            front.cut()
+        tier.close()
+        other.shutdown()
 
 
 def test_wrong_credentials_are_said_and_right_ones_work(
