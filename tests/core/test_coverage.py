@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvass.core.matching.coverage import first_chunk, longest_hit
-from kvass.kinds import GroupKind
+from kvass.kinds import KINDS, GroupKind
 from kvass.types import PAGE, GroupLayout
+from tests.support.reference.reads import read_next
 
 DEEPSEEK_V4 = (256, 64, 64, 4, 8)
 
@@ -23,27 +24,15 @@ def group(kind: GroupKind, block: int, window: int = 0, page: int = 100) -> Grou
 
 @st.composite
 def groups(draw: st.DrawFn, block_sizes: tuple[int, ...] = (1, 4, 8, 16, 48)) -> GroupLayout:
-    kind: GroupKind = draw(st.sampled_from(["full", "sliding_window", "chunked_local", "state"]))
-    window = draw(st.integers(1, 700)) if kind in ("sliding_window", "chunked_local") else 0
+    kind = draw(st.sampled_from(list(KINDS)))
+    window = draw(st.integers(1, 700)) if KINDS[kind].windowed else 0
     return group(kind, draw(st.sampled_from(block_sizes)), window)
-
-
-def attended(one: GroupLayout, tokens: int) -> set[int]:
-    """The tokens before ``tokens`` whose KV computing the next one reads: the definition."""
-    before = range(tokens)
-    if one.kind == "full":
-        return set(before)
-    if one.kind == "sliding_window":
-        return {t for t in before if tokens - t < one.window_tokens}
-    if one.kind == "chunked_local":
-        return {t for t in before if t // one.window_tokens == tokens // one.window_tokens}
-    return {t for t in before if t == tokens - 1}
 
 
 @given(one=groups(), tokens=st.integers(0, 1500))
 @example(one=group("sliding_window", 16, 1), tokens=256)
 def test_needs_is_what_the_next_token_attends_to(one: GroupLayout, tokens: int) -> None:
-    assert set(range(one.needs(tokens), tokens)) == attended(one, tokens)
+    assert list(range(one.needs(tokens), tokens)) == read_next(one, tokens)
 
 
 @given(one=groups(), ends=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5))
@@ -99,18 +88,20 @@ def test_a_row_of_nothing_still_has_an_address() -> None:
 def brute_force(
     groups: list[GroupLayout], there: list[list[bool]], chunk: int, first: int, spare: int
 ) -> int:
-    proves = {"full"} & {one.kind for one in groups} or {"sliding_window", "chunked_local"}
+    proves = [one for one in groups if one.kind == "full"] or [
+        one for one in groups if one.window_tokens
+    ]
     best = first
     for chunks in range(first + 1, len(there[0]) - spare + 1):
         if all(
             rows[token // chunk]
             for one, rows in zip(groups, there, strict=True)
-            for token in attended(one, chunks * chunk)
+            for token in read_next(one, chunks * chunk)
             if token // chunk >= first
         ) and all(
             all(rows[chunks : chunks + spare])
             for one, rows in zip(groups, there, strict=True)
-            if one.kind in proves
+            if one in proves
         ):
             best = chunks
     return best

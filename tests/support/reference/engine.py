@@ -23,24 +23,15 @@ from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
 from kvass.core.effects import Effect, Event, Opened, Received, Send, ToTier
 from kvass.core.machine import CacheMachine, CoreConfig
-from kvass.kinds import GroupKind
+from kvass.kinds import KINDS, GroupKind
 from kvass.layout.spans import Spans
 from kvass.types import SCHEDULER, GroupLayout, Limits, RankLayout, Slots, chunk_blocks
 from tests.support.reference.memory import BLOCKS, RankPages
+from tests.support.reference.reads import read_next
 from tests.support.reference.tier import ReferenceTier
 
 WIDTH: Final = 16
 MAX_TOKENS: Final = 120
-
-
-def read_next(one: GroupLayout, tokens: int) -> list[int]:
-    """The tokens whose KV is read to compute the token after ``tokens``: the definition itself."""
-    window = one.window_tokens
-    if one.kind == "sliding_window":
-        return [t for t in range(tokens) if tokens - t < window]
-    if one.kind == "chunked_local":
-        return [t for t in range(tokens) if t // window == tokens // window]
-    return [t for t in range(tokens) if one.kind == "full" or t == tokens - 1]
 
 
 @dataclass(eq=False)
@@ -328,13 +319,12 @@ class Reference:
 
     def _shapes(self) -> list[tuple[GroupKind, int, int]]:
         rng, shapes = self.rng, list[tuple[GroupKind, int, int]]()
-        kinds: list[GroupKind] = ["full", "sliding_window", "chunked_local", "state"]
         if rng.random() < 0.25:  # hits may end at any block
             return [("full", rng.choice([2, 4, 8]), 0)] * rng.choice([1, 1, 2])
         for number in range(rng.choice([1, 2, 2, 3, 4])):
-            kind = rng.choice(kinds) if number or rng.random() < 0.3 else "full"
-            windowed = kind in ("sliding_window", "chunked_local")
-            shapes.append((kind, rng.choice([2, 4, 8, 12]), rng.randint(1, 60) * windowed))
+            kind = rng.choice(list(KINDS)) if number or rng.random() < 0.3 else "full"
+            block, window = rng.choice([2, 4, 8, 12]), rng.randint(1, 60)
+            shapes.append((kind, block, window * KINDS[kind].windowed))
         return shapes
 
     def _layout(self, shapes: list[tuple[GroupKind, int, int]]) -> RankLayout:

@@ -11,7 +11,7 @@ import msgspec
 
 from kvass import messages as m
 from kvass.client.parallel import ParallelStrategy
-from kvass.kinds import GroupKind
+from kvass.kinds import KINDS, GroupKind
 from kvass.types import PAGE, SCHEDULER, GroupLayout, RankLayout, chunk_blocks
 
 WIDTH: Final = 8
@@ -80,9 +80,7 @@ def _digest(*parts: bytes) -> bytes:
     return blake2b(b"/".join(parts), digest_size=WIDTH).digest()
 
 
-_KINDS: Final[tuple[GroupKind, ...]] = (
-    "full", "sliding_window", "sliding_window", "chunked_local", "state",
-)  # fmt: skip
+_MIXED: Final = [kind for kind in KINDS for _ in range(2 if kind == "sliding_window" else 1)]
 
 Shape = tuple[GroupKind, int, int]
 """Kind, block tokens and window tokens of a layer group, the same on every rank."""
@@ -96,11 +94,9 @@ def random_shapes(rng: random.Random, chunk_tokens: int) -> list[Shape]:
     for number in range(rng.choice([1, 1, 2, 3]) + hybrid):
         kind: GroupKind = "full"
         if hybrid and (number or rng.random() < 0.2):
-            kind = rng.choice(
-                ["full", "sliding_window", "sliding_window", "chunked_local", "state"]
-            )
+            kind = rng.choice(_MIXED)
         window = 0
-        if kind in ("sliding_window", "chunked_local"):
+        if KINDS[kind].windowed:
             window = rng.choice([1, 2, 7, 8, 16, 17, 24, 40, 64])
         blocks = [n for n in (2, 4, 8, 16) if chunk_tokens % n == 0]
         shapes.append((kind, rng.choice(blocks), window))
