@@ -121,6 +121,10 @@ def typed(kind: inspect.Type, text: str) -> Any:
             return quota(text)
         case inspect.StructType() if kind.cls is RankLayout:
             return groups(text)
+        case inspect.StructType():
+            types = {field.name: field.type for field in kind.fields}
+            fields = (each.split(":") for each in text.split("/"))
+            return kind.cls(**{name: typed(types[name], value) for name, value in fields})
         case inspect.DictType():
             return dict(times(each).split(":") for each in text.split(",") if each)
     return times(text)
