@@ -82,7 +82,7 @@ class Core:
         )
         self.now = 1000.0
         self.slowest = 0.0
-        self.sessions = count(1)
+        self.connections = count(1)
         self.keys = count()
 
     def step(self, event: Event) -> list[Any]:
@@ -92,9 +92,9 @@ class Core:
         self.slowest = max(self.slowest, time.process_time() - began_s)
         return [effect.message for effect in effects if isinstance(effect, Send)]
 
-    def ask(self, session: int, message: FromClient) -> Any:
+    def ask(self, connection: int, message: FromClient) -> Any:
         """The answer, and all that goes on behind it."""
-        answers = self.step(Received(session, message))
+        answers = self.step(Received(connection, message))
         self.go_on()
         return answers[0] if answers else None
 
@@ -112,11 +112,11 @@ class Core:
         self.now = end
 
     def connect(self) -> int:
-        """A session that has said Hello."""
-        session = next(self.sessions)
-        self.step(Opened(session))
-        self.step(Received(session, Hello(seq=1, clock_s=self.now)))
-        return session
+        """A connection that has said Hello."""
+        connection = next(self.connections)
+        self.step(Opened(connection))
+        self.step(Received(connection, Hello(seq=1, clock_s=self.now)))
+        return connection
 
     def fresh(self, chunks: int) -> bytes:
         """Keys that nobody has yet."""
@@ -131,7 +131,7 @@ class Model:
         self.core = core
         self.scheduler, self.worker = core.connect(), core.connect()
         page = GroupLayout("full", _CHUNK_TOKENS // _BLOCKS, ("0",), (row_bytes // _BLOCKS,))
-        for rank, session in ((SCHEDULER, self.scheduler), (0, self.worker)):
+        for rank, connection in ((SCHEDULER, self.scheduler), (0, self.worker)):
             layout = None if rank == SCHEDULER else RankLayout((page,) * groups)
             terms = Register(
                 seq=2,
@@ -141,7 +141,7 @@ class Model:
                 rank=rank,
                 layout=layout,
             )
-            reply = core.ask(session, terms)
+            reply = core.ask(connection, terms)
             assert isinstance(reply, Registered), reply
 
     def reserve(self, digests: bytes) -> Granted:
@@ -186,9 +186,9 @@ class Model:
         return cleared.rows
 
     def quit(self) -> None:
-        """The engine's sessions end."""
-        for session in (self.worker, self.scheduler):
-            self.core.step(Lost(session))
+        """The engine's connections end."""
+        for connection in (self.worker, self.scheduler):
+            self.core.step(Lost(connection))
             self.core.go_on()
 
 

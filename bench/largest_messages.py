@@ -80,17 +80,17 @@ def status_of_many(core: Core) -> Iterator[Case]:
     for i in range(LIMITS.namespaces - len(core.machine.state.namespaces)):
         other = Model(core, f"{'y' * 250}{i}", groups=GROUPS)
         other.quit()
-    sessions = list[int]()
+    connections = list[int]()
     for i in range(LIMITS.sessions - len(core.machine.state.connections) - 2):
-        sessions.append(next(core.sessions))
-        core.step(Opened(sessions[-1], uid=1000 + i // LIMITS.sessions_per_uid))
-        core.ask(sessions[-1], m.Hello(seq=1, clock_s=core.now))
+        connections.append(next(core.connections))
+        core.step(Opened(connections[-1], uid=1000 + i // LIMITS.sessions_per_uid))
+        core.ask(connections[-1], m.Hello(seq=1, clock_s=core.now))
         said = terms(f"{'x' * 500}{i}", ranks=MAX_RANKS, identity={"model": "n" * 256})
-        core.ask(sessions[-1], said)
+        core.ask(connections[-1], said)
     looking = core.connect()
     yield "status: many engines", looking, m.Status(seq=3)
-    for session in sessions:
-        core.step(Lost(session))
+    for connection in connections:
+        core.step(Lost(connection))
     core.go_on()
 
 
@@ -141,8 +141,8 @@ def requests(core: Core) -> Iterator[Case]:
 
 
 def others(core: Core) -> Iterator[Case]:
-    """What any session may say."""
-    new = next(core.sessions)
+    """What any connection may say."""
+    new = next(core.connections)
     core.step(Opened(new, own=True))
     names = tuple("x" * 300 + str(i) for i in range(200))
     yield "hello", new, m.Hello(seq=1, clock_s=core.now, features=names)
@@ -167,19 +167,19 @@ def measure() -> dict[str, list[float]]:
     figures = dict[str, list[float]]()
     core = Core(ARENA_BYTES, LIMITS.namespaces)
     for cases in (registrations, requests, others, status_of_many):
-        for name, session, message in cases(core):
+        for name, connection, message in cases(core):
             worst = figures.setdefault(name, [0.0] * 4)
-            worst[:] = map(max, worst, cost(core, session, message))
+            worst[:] = map(max, worst, cost(core, connection, message))
     return figures
 
 
-def cost(core: Core, session: int, message: m.FromClient) -> list[float]:
+def cost(core: Core, connection: int, message: m.FromClient) -> list[float]:
     """Of one message, as in ``measure``."""
     frame, decoder = framing.encode(message), framing.from_clients()
     began_s = time.process_time()
     (said,) = decoder.feed(frame)
     decoded_s = time.process_time()
-    effects = core.machine.step(Received(session, said), core.now)
+    effects = core.machine.step(Received(connection, said), core.now)
     done_s = time.process_time()
     answers = [framing.encode(effect.message) for effect in effects if isinstance(effect, Send)]
     encoded_s = time.process_time()

@@ -14,7 +14,7 @@ PING_S: Final = 1.0
 
 
 def measure_pings(socket: str, clients: int) -> float:
-    """Round trips a second by ``clients`` sessions that each wait for their own answer."""
+    """Round trips a second by ``clients`` connections that each wait for their own answer."""
     channels = [_greeted(socket) for _ in range(clients)]
     poll = select.poll()
     by_fd = {channel.fileno(): channel for channel in channels}
@@ -33,7 +33,7 @@ def measure_pings(socket: str, clients: int) -> float:
 
 
 def _greeted(socket: str) -> Channel:
-    """A session that registers nothing."""
+    """A connection that registers nothing."""
     channel = Channel.connect(socket, PATIENCE_S)
     channel.send(Hello(seq=1, client="kvass bench", clock_s=time.monotonic()))
     (reply,) = channel.receive(PATIENCE_S)

@@ -46,7 +46,7 @@ class Request:
 
 
 class ReferenceEngine:
-    """One instance: its block pool, its ranks' memory, its sessions."""
+    """One instance: its block pool, its ranks' memory, its connections."""
 
     def __init__(self, world: Reference, name: str) -> None:
         self.world, self.name = world, name
@@ -56,10 +56,10 @@ class ReferenceEngine:
             RankPages(world.rng, layout, shard, world.chunk)
             for shard, layout in enumerate(world.layouts)
         ]
-        self.sessions = self.connect()
+        self.connections = self.connect()
 
     def connect(self) -> dict[int, int]:
-        """A session for every process."""
+        """A connection for every process."""
         ranks = SCHEDULER, *self.world.strategy.readers
         return {rank: self.world.open(self.name, rank) for rank in ranks}
 
@@ -284,11 +284,11 @@ class ReferenceEngine:
 
     def ask(self, message: Any) -> Any:
         """Send a request of the scheduler; its reply."""
-        return self.world.ask(self.sessions[SCHEDULER], message)
+        return self.world.ask(self.connections[SCHEDULER], message)
 
     def say(self, rank: int, message: Any) -> None:
         """Send a one-way message of a rank."""
-        assert not self.world.step(self.sessions[rank], message)
+        assert not self.world.step(self.connections[rank], message)
 
 
 class Reference:
@@ -311,7 +311,7 @@ class Reference:
         self.arena = np.zeros(row * rng.choice([8, 20, 80]), np.uint8)
         self.tier = ReferenceTier(rng, self.arena, rng.choice([0.0, 0.1])) if seed % 3 else None
         self.retain = rng.random() < 0.5
-        self._sessions, self._boots = count(1), count(1)
+        self._connections, self._boots = count(1), count(1)
         self.promoted = 0
         self.boot = self._start()
         self.engines = [ReferenceEngine(self, name) for name in ("a", "b")]
@@ -354,7 +354,7 @@ class Reference:
         self.arena[:] = self.rng.randrange(256)
         self.boot = self._start()
         for engine in self.engines:
-            engine.sessions = engine.connect()
+            engine.connections = engine.connect()
 
     def _step(self, event: Event) -> list[Effect]:
         """The effects of an event, and of the tier's answers to them."""
@@ -366,28 +366,28 @@ class Reference:
                 effects += self._step(self.tier.perform(effect))
         return effects
 
-    def step(self, session: int, message: Any) -> list[Any]:
-        """The messages that the core sends to the session."""
-        effects = self._step(Received(session, message))
-        return [e.message for e in effects if isinstance(e, Send) and e.connection == session]
+    def step(self, connection: int, message: Any) -> list[Any]:
+        """The messages that the core sends to the connection."""
+        effects = self._step(Received(connection, message))
+        return [e.message for e in effects if isinstance(e, Send) and e.connection == connection]
 
-    def ask(self, session: int, message: Any) -> Any:
+    def ask(self, connection: int, message: Any) -> Any:
         """The only reply, which may come after a ``Promoting``."""
-        (reply,) = [r for r in self.step(session, message) if not isinstance(r, m.Promoting)]
+        (reply,) = [r for r in self.step(connection, message) if not isinstance(r, m.Promoting)]
         return reply
 
     def open(self, name: str, rank: int) -> int:
-        """A registered session."""
-        session = next(self._sessions)
-        self._step(Opened(session))
-        self.ask(session, m.Hello(seq=1, clock_s=100.0))
+        """A registered connection."""
+        connection = next(self._connections)
+        self._step(Opened(connection))
+        self.ask(connection, m.Hello(seq=1, clock_s=100.0))
         mine = self.strategy.at(rank)
         layout = None if rank == SCHEDULER else self.layouts[mine.shard]
         told = mine.register(name, {"model": "m"}, self.chunk, layout)
         told.seq = 2
-        reply = self.ask(session, told)
+        reply = self.ask(connection, told)
         assert isinstance(reply, m.Registered), reply
-        return session
+        return connection
 
     # ------------------------------------------------------------ histories
 

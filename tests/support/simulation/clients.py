@@ -4,7 +4,7 @@ All chance comes from the world's generator. A process knows only what a real on
 read so far, and the host's clock.
 
 Engines keep the rules of kvass's clients: a scheduler sends ``HandedOver`` before its ranks hear of
-a grant or a match, and a worker refuses what was issued before its own session began. Still, a
+a grant or a match, and a worker refuses what was issued before its own connection began. Still, a
 process may die, stall, give back, repeat a message or send it too late at any point.
 """
 
@@ -38,8 +38,8 @@ class ArenaContents:
 class ClientConnection:
     """One connection, seen from the client: the messages on their way in both directions."""
 
-    session: int
-    since: float = inf  # when it registered; what was issued earlier is not for this session
+    connection: int
+    since: float = inf  # when it registered; what was issued earlier is not for this connection
     sent: deque[m.FromClient | None] = field(default_factory=deque)  # None: garbage bytes
     inbox: deque[m.FromDaemon] = field(default_factory=deque)
     asked: dict[int, m.Request] = field(default_factory=dict)

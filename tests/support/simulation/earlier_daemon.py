@@ -32,7 +32,7 @@ def put_back_tiers(sim: World) -> None:
     sim.tiers.take_snapshots()
     for engine in sim.engines:
         peer = engine.scheduler.peer
-        if peer is not None and peer.session in sim.peers:
+        if peer is not None and peer.connection in sim.peers:
             peer.ask(m.Clear())
             sim.deliver(peer)
     sim.catch_up(inf)
@@ -42,11 +42,11 @@ def put_back_tiers(sim: World) -> None:
 
 
 def register(sim: World, engine: SimulatedEngine) -> list[bool]:
-    """Connect all processes of an engine; for each whether the daemon kept its session."""
+    """Connect all processes of an engine; for each whether the daemon kept its connection."""
     alive = []
     for process in [*engine.workers, engine.scheduler]:
         peer = engine.connect(process)
-        while peer.sent and peer.session in sim.peers:
+        while peer.sent and peer.connection in sim.peers:
             sim.deliver(peer)
         alive.append(not peer.hung_up)
     return alive
@@ -62,13 +62,13 @@ def store(sim: World, engine: SimulatedEngine, keys: list[bytes]) -> m.Grant | N
     if not isinstance(granted, m.Granted) or not granted.grants[0].reservation:
         return None
     number = granted.grants[0].reservation
-    sim.step(Received(peer.session, m.HandedOver(boot=boot, reservations=(number,))))
+    sim.step(Received(peer.connection, m.HandedOver(boot=boot, reservations=(number,))))
     _write(sim, engine, granted.grants[0])
     for rank in engine.model.world.writers:
         worker = engine.workers[rank].peer
         assert worker is not None
         commit = m.Commit(boot=boot, reservation=number, rank=rank)
-        sim.step(Received(worker.session, commit))
+        sim.step(Received(worker.connection, commit))
     return granted.grants[0]
 
 
@@ -86,5 +86,7 @@ def _write(sim: World, engine: SimulatedEngine, grant: m.Grant) -> None:
 def ask(sim: World, peer: ClientConnection, message: m.Request) -> m.FromDaemon:
     """Send a request; its reply, which comes in the same step."""
     peer.seq = message.seq = peer.seq + 1
-    effects = sim.step(Received(peer.session, message))
-    return next(e.message for e in effects if isinstance(e, Send) and e.connection == peer.session)
+    effects = sim.step(Received(peer.connection, message))
+    return next(
+        e.message for e in effects if isinstance(e, Send) and e.connection == peer.connection
+    )

@@ -33,7 +33,7 @@ def inject_fault(sim: World) -> None:
         if process is engine.scheduler:
             engine.die(process)  # the daemon reads no HandedOver after the garbage
     elif what < 0.45 and process.peer is not None:
-        mine = (x for session, x in sim.said if session == process.peer.session)
+        mine = (x for connection, x in sim.said if connection == process.peer.connection)
         if sent := [x for x in mine if isinstance(x, m.OneWay)]:
             process.peer.sent.append(rng.choice(sent))
     elif what < 0.55 and process.peer is not None:
@@ -71,7 +71,7 @@ def _settle_wrongly(
 def _act_as_stranger(sim: World) -> None:
     """A client that is no engine connects, sends anything, or leaves."""
     rng = sim.rng
-    sim.strangers = [s for s in sim.strangers if s.session in sim.peers]
+    sim.strangers = [s for s in sim.strangers if s.connection in sim.peers]
     if len(sim.strangers) < sim.crowd and rng.random() < 0.4:
         sim.strangers.append(sim.connect(uid=rng.choice([1, 2])))
         if rng.random() < 0.9:

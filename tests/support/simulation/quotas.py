@@ -67,12 +67,12 @@ class Quotas:
 
 
 def say(world: World, message: m.SetQuota | m.ClearTenant) -> None:
-    """From a session of its own, if the daemon lets it in."""
+    """From a connection of its own, if the daemon lets it in."""
     peer = world.connect()
     peer.sent.append(m.Hello(seq=1, clock_s=world.now))
     peer.ask(message)
     peer.closing = True
-    while peer.session in world.peers:
+    while peer.connection in world.peers:
         world.deliver(peer)
 
 

@@ -220,7 +220,7 @@ def replay(lines: list[str]) -> None:
         machine.validate()
         witness.observe(event, effects, now, machine.next_deadline())
         witness.state.compare(machine.status())
-    if not witness.sessions.sessions and not witness.state.ops:
+    if not witness.connections.connections and not witness.state.ops:
         witness.state.quiet(machine.next_deadline(), machine.status())
 
 

@@ -47,4 +47,4 @@ def _store(sim: World, engine: SimulatedEngine, keys: list[bytes]) -> None:
     found = ask(sim, peer, m.Lookup(request="r", digests=b"".join(keys), width=WIDTH))
     if not isinstance(found, m.Matched) or found.chunks != len(keys):
         raise BrokenLawError(f"stored and not found: {found}")
-    sim.step(Received(peer.session, m.Release(boot=boot, lease=found.lease)))
+    sim.step(Received(peer.connection, m.Release(boot=boot, lease=found.lease)))

@@ -79,7 +79,7 @@ class World:
         )
         self.strangers: list[ClientConnection] = []
         self.said: list[tuple[int, m.FromClient]] = []
-        """Every message that the daemon of this boot has read, with its session."""
+        """Every message that the daemon of this boot has read, with its connection."""
         modes: list[FlushMode] = ["write_through", "write_through", "on_evict", "none"]
         self.tiers = SimTiers(self, seed, rng.choice([0, 1, 1, 2]), rng.random() < 0.4)
         self.flush: FlushMode = rng.choice(modes)
@@ -97,11 +97,11 @@ class World:
     # ------------------------------------------------------------ what engines and tiers see
 
     def connect(self, uid: int = OWN_UID) -> ClientConnection:
-        self.sessions += 1
-        peer = self.peers[self.sessions] = ClientConnection(
-            self.sessions, visible=self.rng.random() < 0.6
+        self.connections += 1
+        peer = self.peers[self.connections] = ClientConnection(
+            self.connections, visible=self.rng.random() < 0.6
         )
-        self.step(fx.Opened(peer.session, uid, own=uid == OWN_UID))
+        self.step(fx.Opened(peer.connection, uid, own=uid == OWN_UID))
         return peer
 
     def expected(self, lease: int) -> dict[int, Tag | None]:
@@ -126,7 +126,7 @@ class World:
     # ------------------------------------------------------------ the daemon
 
     def boot(self) -> None:
-        """A daemon starts with an empty arena; every old session is broken."""
+        """A daemon starts with an empty arena; every old connection is broken."""
         self.boots += 1
         boot = b"%016d" % self.boots
         config = CoreConfig(
@@ -151,7 +151,7 @@ class World:
         gone: ArenaContents | None = getattr(self, "memory", None)
         self.memory = ArenaContents(boot)
         self.peers: dict[int, ClientConnection] = {}
-        self.sessions = self.laters = 0
+        self.connections = self.laters = 0
         self.late: list[tuple[float, int, Callable[[], None]]] = []
         self.trace: list[tuple[float, fx.Event]] = []
         self.strangers.clear()
@@ -205,24 +205,24 @@ class World:
     def deliver(self, peer: ClientConnection) -> None:
         """The daemon reads the next message of a connection, or its EOF."""
         if not peer.sent:
-            del self.peers[peer.session]
-            effects = self.step(fx.Lost(peer.session, exiting=peer.visible and peer.exits))
+            del self.peers[peer.connection]
+            effects = self.step(fx.Lost(peer.connection, exiting=peer.visible and peer.exits))
             if peer.visible:
                 self.watch(peer, effects)
             return
         message = peer.sent.popleft()
         if message is None:
-            self.step(fx.Faulted(peer.session, "bad_frame", "garbage"))
+            self.step(fx.Faulted(peer.connection, "bad_frame", "garbage"))
         elif not peer.hung_up:
-            self.said.append((peer.session, message))
-            self.step(fx.Received(peer.session, message))
+            self.said.append((peer.connection, message))
+            self.step(fx.Received(peer.connection, message))
 
     def watch(self, peer: ClientConnection, effects: list[fx.Effect]) -> None:
-        """Report the end of a lost session's process, if the core asked and it is soon enough."""
+        """Report the end of a lost client's process, if the core asked and it is soon enough."""
         for effect in effects:
             if isinstance(effect, fx.Watch) and peer.ends < effect.until:
                 ended = partial(self._process_ended, effect.connection)
                 self.later(max(self.now, peer.ends), ended)
 
-    def _process_ended(self, session: int) -> None:
-        self.step(fx.ProcessEnded(session))
+    def _process_ended(self, connection: int) -> None:
+        self.step(fx.ProcessEnded(connection))

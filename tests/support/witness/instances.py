@@ -14,15 +14,15 @@ class InstanceWitness:
     def __init__(self, state: ObservedState) -> None:
         self.state = state
 
-    def register(self, session: int, msg: m.Register, reply: m.Registered) -> None:
+    def register(self, connection: int, msg: m.Register, reply: m.Registered) -> None:
         """A rank or a scheduler has registered."""
         if not (1 <= msg.ranks <= 128 and -1 <= msg.rank < msg.ranks):
             raise BrokenLawError(f"law 2: registered rank {msg.rank} of {msg.ranks}")
         instance = self.state.instances.setdefault(msg.instance, Instance(msg.instance, msg))
-        if instance.sessions.get(msg.rank, session) != session:
-            raise BrokenLawError(f"two live sessions of {msg.instance} rank {msg.rank}")
-        instance.sessions[msg.rank] = session
-        self.state.roles[session] = (instance, msg.rank)
+        if instance.connections.get(msg.rank, connection) != connection:
+            raise BrokenLawError(f"two live connections of {msg.instance} rank {msg.rank}")
+        instance.connections[msg.rank] = connection
+        self.state.roles[connection] = (instance, msg.rank)
         if msg.rank >= 0:
             instance.workers[msg.rank] = msg
         elif msg.generation != instance.generation:
@@ -79,10 +79,10 @@ class InstanceWitness:
         return self.state.namespaces.setdefault(key, made)
 
     def lost(self, instance: Instance, rank: int) -> None:
-        """The session of a rank ended."""
-        del instance.sessions[rank]
+        """The connection of a rank ended."""
+        del instance.connections[rank]
         self.without(instance, rank)
-        if not instance.sessions:
+        if not instance.connections:
             del self.state.instances[instance.name]
 
     def without(self, instance: Instance, rank: int) -> None:

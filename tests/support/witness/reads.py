@@ -37,11 +37,11 @@ class ReadWitness:
         self.waiting = waiting
 
     def lookup(
-        self, session: int, msg: m.Lookup, reply: m.Matched, late: Pending | None = None
+        self, connection: int, msg: m.Lookup, reply: m.Matched, late: Pending | None = None
     ) -> None:
         """A ``Lookup`` was answered; ``late``: it was asked in an earlier step."""
         state = self.state
-        instance, _ = state.roles[session]
+        instance, _ = state.roles[connection]
         readers = {0} if msg.readers is None else set(msg.readers)
         if not readers or not readers <= set(range(instance.first.ranks)):
             raise BrokenLawError(f"law 2: {readers} are not ranks of {instance.name}")
@@ -73,10 +73,10 @@ class ReadWitness:
             self._lease(instance, readers, reply, rows)
 
     def prefetch(
-        self, session: int, msg: m.Prefetch, reply: m.Prefetched, late: Pending | None = None
+        self, connection: int, msg: m.Prefetch, reply: m.Prefetched, late: Pending | None = None
     ) -> None:
         """A ``Prefetch`` was answered; ``late``: it was asked in an earlier step."""
-        namespace = self.state.namespace_of(session, msg) if late is None else late.namespace
+        namespace = self.state.namespace_of(connection, msg) if late is None else late.namespace
         if namespace is not None:
             keys = self.state.asked_keys(namespace, msg)
             self._check_length(namespace, keys, 0, 0, reply.chunks, late)
@@ -172,7 +172,7 @@ class ReadWitness:
         now, lease_s = state.now, state.config.timing.lease_s
         if not now < reply.deadline_s <= now + lease_s + 1e-6:
             raise BrokenLawError(f"law 5: a lease until {reply.deadline_s} at {now}")
-        owing = readers & instance.sessions.keys()
+        owing = readers & instance.connections.keys()
         lease = Lease(reply.lease, instance, reply.deadline_s, owing, rows)
         state.leases[lease.id] = lease
         for _, source, place in rows:
@@ -181,10 +181,10 @@ class ReadWitness:
             for page in pages(place):
                 state.readers.setdefault(page, []).append(lease)
 
-    def release(self, session: int, msg: m.Release) -> None:
+    def release(self, connection: int, msg: m.Release) -> None:
         """A rank or the scheduler gives a lease back."""
         state = self.state
-        instance, rank = state.roles[session]
+        instance, rank = state.roles[connection]
         lease = state.leases.get(msg.lease)
         if lease is None or not lease.live(state.now):
             return
@@ -199,7 +199,7 @@ class ReadWitness:
             lease.owing.discard(rank)
 
     def lost(self, instance: Instance, rank: int) -> None:
-        """A session ended."""
+        """A connection ended."""
         for lease in self.state.leases.values():
             if lease.instance is instance and rank == SCHEDULER and not lease.handed:
                 lease.owing.clear()

@@ -121,13 +121,13 @@ class Namespace:
 
 @dataclass(eq=False, slots=True)
 class Instance:
-    """An instance: its ranks' registrations and sessions."""
+    """An instance: its ranks' registrations and connections."""
 
     name: str
     first: m.Register
     generation: bytes = b""
     workers: dict[int, m.Register] = field(default_factory=dict)
-    sessions: dict[int, int] = field(default_factory=dict)
+    connections: dict[int, int] = field(default_factory=dict)
     namespace: Namespace | None = None
 
 
@@ -155,7 +155,7 @@ class Reservation:
     failed: bool = False
     published: bool = False
     dirty: dict[int, float] = field(default_factory=dict)
-    """By session of a lost writer: until when its bytes may still arrive."""
+    """By connection of a lost writer: until when its bytes may still arrive."""
     keys: dict[RowKey, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -220,7 +220,7 @@ class TierLoading:
 class Pending:
     """A request that is answered in a later step, and what was known when it was asked."""
 
-    session: int
+    connection: int
     message: m.Request
     due: float = inf
     """The deadline of the answer."""

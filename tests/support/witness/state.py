@@ -55,7 +55,7 @@ class ObservedState:
         self.behind = False
         """Whether the core has more to do now: it carries out what takes long in slices."""
         self.roles: dict[int, tuple[Instance, int]] = {}
-        """Session -> instance and rank."""
+        """Connection -> instance and rank."""
         self.instances: dict[str, Instance] = {}
         self.namespaces: dict[object, Namespace] = {}
         self.by_digest: dict[bytes, Namespace] = {}
@@ -65,7 +65,7 @@ class ObservedState:
         self.needless: set[RowKey] = set()
         """Tails of ``ready`` that another row made needless: the core may have freed them."""
         self.pending: dict[tuple[int, int], Pending] = {}
-        """(session, seq) -> a request that is not answered yet."""
+        """(connection, seq) -> a request that is not answered yet."""
         self.ops: dict[int, ToTier] = {}
         """Open tier operations."""
         self.loads: dict[int, TierLoading] = {}
@@ -129,10 +129,10 @@ class ObservedState:
         rows = [r for r in self.ready if r[:2] == (namespace, group) and self.surely_ready(r)]
         return max((in_common(self.blocks_of(row), blocks) for row in rows), default=0)
 
-    def namespace_of(self, session: int, message: m.Lookup | m.Prefetch) -> Namespace | None:
+    def namespace_of(self, connection: int, message: m.Lookup | m.Prefetch) -> Namespace | None:
         """The namespace that a request asks for."""
-        if session in self.roles:
-            return self.roles[session][0].namespace
+        if connection in self.roles:
+            return self.roles[connection][0].namespace
         return self.by_digest.get(getattr(message, "namespace", b""))
 
     def holders(self, row: RowKey) -> Iterator[bool]:

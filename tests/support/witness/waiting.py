@@ -21,19 +21,19 @@ class WaitingWitness:
     def __init__(self, state: ObservedState) -> None:
         self.state = state
 
-    def begin(self, session: int, message: m.Request) -> Pending:
+    def begin(self, connection: int, message: m.Request) -> Pending:
         """``message`` was not answered in its step."""
         state = self.state
-        if (session, message.seq) in state.pending:
+        if (connection, message.seq) in state.pending:
             raise BrokenLawError(f"law 11: {message} was not answered")
-        one = state.pending[session, message.seq] = Pending(session, message)
+        one = state.pending[connection, message.seq] = Pending(connection, message)
         if isinstance(message, m.Lookup | m.Prefetch):
             lookup_ms = state.config.timing.lookup_budget_ms
             default = lookup_ms if isinstance(message, m.Lookup) else 60_000.0
             one.due = state.now + min((message.budget_ms or default) / 1000, 300.0)
             if not one.due > state.now:
                 raise BrokenLawError(f"law 5: {message} leaves no time, yet waits")
-            one.namespace = state.namespace_of(session, message)
+            one.namespace = state.namespace_of(connection, message)
             if one.namespace is None:
                 raise BrokenLawError(f"{message} waits for tiers without a namespace")
             one.epoch = one.namespace.epoch
@@ -130,9 +130,9 @@ class WaitingWitness:
 
         return there
 
-    def forget(self, session: int) -> None:
-        """The session's requests need no answer any more."""
-        for at in [at for at in self.state.pending if at[0] == session]:
+    def forget(self, connection: int) -> None:
+        """The connection's requests need no answer any more."""
+        for at in [at for at in self.state.pending if at[0] == connection]:
             del self.state.pending[at]
 
     def late_answers(self, effects: list[Effect]) -> dict[int, Pending]:
@@ -169,7 +169,7 @@ class WaitingWitness:
             found = state.by_digest.get(message.namespace)
             namespaces = [] if found is None else [found]
         else:
-            own = state.roles[one.session][0].namespace
+            own = state.roles[one.connection][0].namespace
             namespaces = [] if own is None else [own]
         gone = [key for key in state.ready if key[0] in namespaces]
         one.rows = len(gone)

@@ -19,6 +19,7 @@ from kvass import messages as m
 from kvass.core import effects as fx
 from kvass.core.machine import CoreConfig
 from kvass.types import DEVICE_S, SCHEDULER
+from tests.support.witness.connections import ConnectionWitness
 from tests.support.witness.instances import InstanceWitness
 from tests.support.witness.reads import ReadWitness
 from tests.support.witness.records import (
@@ -29,7 +30,6 @@ from tests.support.witness.records import (
     Pending,
     Reservation,
 )
-from tests.support.witness.sessions import SessionWitness
 from tests.support.witness.state import Holds, ObservedState
 from tests.support.witness.tiers import TierWitness
 from tests.support.witness.waiting import WaitingWitness
@@ -47,14 +47,14 @@ class Witness:
         holds: Holds | None = None,
     ) -> None:
         state = self.state = ObservedState(config, roomy, archive, holds)
-        self.sessions = SessionWitness(config.limits, config.timing.hello_s)
+        self.connections = ConnectionWitness(config.limits, config.timing.hello_s)
         self.instances = InstanceWitness(state)
         self.writes = WriteWitness(state)
         self.waiting = WaitingWitness(state)
         self.reads = ReadWitness(state, self.waiting)
         self.tiers = TierWitness(state)
         self._answered: dict[type[m.FromClient], Callable[[int, Any, Any], None]] = {
-            m.Hello: self.sessions.greeted,
+            m.Hello: self.connections.greeted,
             m.Register: self._registered,
             m.Reserve: self.writes.reserve,
             m.Lookup: self.reads.lookup,
@@ -88,15 +88,15 @@ class Witness:
         elif isinstance(event, fx.TiersAre):
             self.tiers.changed(event)
         if isinstance(event, fx.Opened):
-            self.sessions.opened(event, effects, now)
+            self.connections.opened(event, effects, now)
         elif isinstance(event, fx.Tick):
-            self.sessions.ticked(effects, now, state.behind)
-        elif isinstance(event, fx.Received) and self.sessions.listens(event.connection):
+            self.connections.ticked(effects, now, state.behind)
+        elif isinstance(event, fx.Received) and self.connections.listens(event.connection):
             self._received(event, prompt)
-        elif isinstance(event, fx.Faulted) and self.sessions.listens(event.connection):
+        elif isinstance(event, fx.Faulted) and self.connections.listens(event.connection):
             ends = (e for e in effects if isinstance(e, fx.Close | fx.HalfClose))
             if event.connection not in {e.connection for e in ends}:
-                raise BrokenLawError("law 11: a malformed frame did not end its session")
+                raise BrokenLawError("law 11: a malformed frame did not end its connection")
         elif isinstance(event, fx.Lost):
             self._lost(event.connection, event.exiting)
         elif isinstance(event, fx.ProcessEnded):
@@ -114,7 +114,7 @@ class Witness:
             elif isinstance(effect, fx.ToTier):
                 self.tiers.began(effect, clear)
             elif i not in late:
-                self._to_session(event, effect)
+                self._to_connection(event, effect)
             elif late[i].due > now:
                 self._late_answer(late[i], effect)
         self.waiting.check_overdue()
@@ -122,16 +122,16 @@ class Witness:
     # ------------------------------------------------------------ messages
 
     def _received(self, event: fx.Received, effects: list[fx.Effect]) -> None:
-        session, message = event.connection, event.message
-        mine = [e.message for e in effects if isinstance(e, fx.Send) and e.connection == session]
+        connection, message = event.connection, event.message
+        mine = [e.message for e in effects if isinstance(e, fx.Send) and e.connection == connection]
         replies = [r for r in mine if not isinstance(r, m.Populated | m.Promoting)]
-        self._check_promoting(session, message, mine, waits=not replies)
+        self._check_promoting(connection, message, mine, waits=not replies)
         errors = [r for r in replies if isinstance(r, m.Error)]
         if isinstance(message, m.OneWay):
             if len(replies) != len(errors) or len(errors) > 1:
                 raise BrokenLawError(f"law 11: one-way {message} was answered by {replies}")
         elif not replies and isinstance(message, m.Lookup | m.Prefetch | m.Clear | m.Present):
-            one = self.waiting.begin(session, message)
+            one = self.waiting.begin(connection, message)
             if isinstance(message, m.Clear):
                 self.waiting.cleared(one)
             return
@@ -144,12 +144,12 @@ class Witness:
             if isinstance(message, m.Register):
                 self.instances.refused(message, errors[0])
         elif isinstance(message, m.OneWay):
-            self._said[type(message)](session, message)
+            self._said[type(message)](connection, message)
         elif type(message) in self._answered:
-            self._answered[type(message)](session, message, replies[0])
+            self._answered[type(message)](connection, message, replies[0])
 
     def _check_promoting(
-        self, session: int, message: m.AnyMessage, told: list[m.FromDaemon], waits: bool
+        self, connection: int, message: m.AnyMessage, told: list[m.FromDaemon], waits: bool
     ) -> None:
         """An asker hears, once, that tiers or writers are at work on what waits for them."""
         due = isinstance(message, m.Lookup | m.Prefetch | m.Present)
@@ -157,33 +157,33 @@ class Witness:
         if seqs != [message.seq] * len(seqs) or not (due and waits) <= len(seqs) <= due:
             raise BrokenLawError(f"law 11: Promoting went to {seqs}, asked was {message}")
 
-    def _registered(self, session: int, msg: m.Register, reply: m.Registered) -> None:
-        self.sessions.registered(session)
-        self.instances.register(session, msg, reply)
+    def _registered(self, connection: int, msg: m.Register, reply: m.Registered) -> None:
+        self.connections.registered(connection)
+        self.instances.register(connection, msg, reply)
 
     def _late_answer(self, one: Pending, effect: fx.Effect) -> None:
         """A request of an earlier step is answered."""
         assert isinstance(effect, fx.Send)
         asked, reply = one.message, effect.message
-        if self.state.pending.pop((one.session, asked.seq), None) is not one:
+        if self.state.pending.pop((one.connection, asked.seq), None) is not one:
             raise BrokenLawError(f"law 11: {asked} was answered again, or nobody waits: {reply}")
         if isinstance(asked, m.Clear):
             self.waiting.clear_answered(one, reply)
         elif isinstance(asked, m.Lookup) and isinstance(reply, m.Matched):
-            self.reads.lookup(one.session, asked, reply, one)
+            self.reads.lookup(one.connection, asked, reply, one)
         elif isinstance(asked, m.Prefetch) and isinstance(reply, m.Prefetched):
-            self.reads.prefetch(one.session, asked, reply, one)
+            self.reads.prefetch(one.connection, asked, reply, one)
         elif not (isinstance(asked, m.Present) and isinstance(reply, m.Presence)):
             raise BrokenLawError(f"law 11: {asked} was answered by {reply}")
 
-    def _clear(self, session: int, msg: m.Clear, reply: m.Cleared) -> None:
+    def _clear(self, connection: int, msg: m.Clear, reply: m.Cleared) -> None:
         """A clear was answered at once."""
-        one = Pending(session, msg)
+        one = Pending(connection, msg)
         self.waiting.cleared(one)
         self.waiting.clear_answered(one, reply)
 
-    def _handed_over(self, session: int, msg: m.HandedOver) -> None:
-        instance, rank = self.state.roles[session]
+    def _handed_over(self, connection: int, msg: m.HandedOver) -> None:
+        instance, rank = self.state.roles[connection]
         if rank != SCHEDULER:
             raise BrokenLawError("a worker handed over")
         for held in (
@@ -193,33 +193,35 @@ class Witness:
             if held is not None and held.instance is instance:
                 held.handed = True
 
-    # ------------------------------------------------------------ sessions
+    # ------------------------------------------------------------ connections
 
-    def _to_session(self, event: fx.Event, effect: fx.ToConnection) -> None:
-        session = effect.connection
-        if session not in self.sessions.sessions:
-            raise BrokenLawError(f"{effect} to a session that is gone")
+    def _to_connection(self, event: fx.Event, effect: fx.ToConnection) -> None:
+        connection = effect.connection
+        if connection not in self.connections.connections:
+            raise BrokenLawError(f"{effect} to a connection that is gone")
         if isinstance(effect, fx.Close | fx.HalfClose):
-            self._told_to_go(session)
+            self._told_to_go(connection)
         if isinstance(effect, fx.Close):
-            if owed := [*self._owed(session)]:
-                raise BrokenLawError(f"law 3: closed session {session}, which still owes {owed}")
-            self._lost(session)
+            if owed := [*self._owed(connection)]:
+                raise BrokenLawError(
+                    f"law 3: closed connection {connection}, which still owes {owed}"
+                )
+            self._lost(connection)
         elif isinstance(effect, fx.HalfClose):
-            self.sessions.sessions[session].half_closed = True
-        elif not self.sessions.listens(session):
-            raise BrokenLawError("sent to a session after half-closing it")
+            self.connections.connections[connection].half_closed = True
+        elif not self.connections.listens(connection):
+            raise BrokenLawError("sent to a connection after half-closing it")
         elif (
-            session != getattr(event, "connection", None)
+            connection != getattr(event, "connection", None)
             and not isinstance(effect.message, m.Populated)
-            and not self.sessions.may_end(session, event, effect.message)
+            and not self.connections.may_end(connection, event, effect.message)
         ):
-            raise BrokenLawError(f"law 11: {effect.message} went to a session that did not ask")
+            raise BrokenLawError(f"law 11: {effect.message} went to a connection that did not ask")
 
-    def _told_to_go(self, session: int) -> None:
+    def _told_to_go(self, connection: int) -> None:
         """Its last messages may be lost: a scheduler may have handed over all that it was given."""
-        self.waiting.forget(session)
-        instance, rank = self.state.roles.get(session, (None, 0))
+        self.waiting.forget(connection)
+        instance, rank = self.state.roles.get(connection, (None, 0))
         if instance is not None and rank == SCHEDULER:
             open_ones: list[Reservation | Lease] = [*self.state.reservations.values()]
             for held in (*open_ones, *self.state.leases.values()):
@@ -227,8 +229,8 @@ class Witness:
         elif instance is not None:
             self.instances.without(instance, rank)
 
-    def _owed(self, session: int) -> Iterator[str]:
-        instance, rank = self.state.roles.get(session, (None, 0))
+    def _owed(self, connection: int) -> Iterator[str]:
+        instance, rank = self.state.roles.get(connection, (None, 0))
         for w in self.state.reservations.values():
             if w.instance is instance and rank in w.owing:
                 yield f"commit {w.id}"
@@ -236,13 +238,15 @@ class Witness:
             if r.instance is instance and rank in r.owing and r.live(self.state.now):
                 yield f"release {r.id}"
 
-    def _lost(self, session: int, exiting: bool = False) -> None:
-        self.sessions.left(session)
-        self.waiting.forget(session)
-        instance, rank = self.state.roles.pop(session, (None, 0))
+    def _lost(self, connection: int, exiting: bool = False) -> None:
+        self.connections.left(connection)
+        self.waiting.forget(connection)
+        instance, rank = self.state.roles.pop(connection, (None, 0))
         if instance is not None:
             grace_s = self.state.config.timing.lost_engine_grace_s
-            self.writes.lost(session, instance, rank, inf if exiting else self.state.now + grace_s)
+            self.writes.lost(
+                connection, instance, rank, inf if exiting else self.state.now + grace_s
+            )
             self.reads.lost(instance, rank)
             self.instances.lost(instance, rank)
 

@@ -27,10 +27,10 @@ class WriteWitness:
     def __init__(self, state: ObservedState) -> None:
         self.state = state
 
-    def reserve(self, session: int, msg: m.Reserve, reply: m.Granted) -> None:
+    def reserve(self, connection: int, msg: m.Reserve, reply: m.Granted) -> None:
         """A ``Reserve`` was answered."""
         state = self.state
-        instance, _ = state.roles[session]
+        instance, _ = state.roles[connection]
         if len(reply.grants) != len(msg.items):
             raise BrokenLawError("a grant list that is not parallel to its items")
         easy = state.roomy or not (state.busy(state.now) or state.config.quotas)
@@ -73,7 +73,7 @@ class WriteWitness:
             epoch=namespace.epoch,
             clears=state.archive.clears[namespace.key],
             deadline=deadline,
-            owing=writers & instance.sessions.keys(),
+            owing=writers & instance.connections.keys(),
             rows=rows,
             bytes=sum(sum(namespace.shard_bytes[key[1]]) for key, _ in rows),
             blocks=blocks,
@@ -155,9 +155,9 @@ class WriteWitness:
 
     # ------------------------------------------------------------ the end of a reservation
 
-    def commit(self, session: int, msg: m.Commit) -> None:
+    def commit(self, connection: int, msg: m.Commit) -> None:
         """A rank says that it has written its part."""
-        instance, rank = self.state.roles[session]
+        instance, rank = self.state.roles[connection]
         w = self.state.reservations.get(msg.reservation)
         if w is None or w.instance is not instance or rank != msg.rank or rank not in w.owing:
             return
@@ -169,9 +169,9 @@ class WriteWitness:
         for key, place in w.rows:
             self.state.publish(key, w, place)
 
-    def abort(self, session: int, msg: m.Abort) -> None:
+    def abort(self, connection: int, msg: m.Abort) -> None:
         """A rank or the scheduler gives a reservation back."""
-        instance, rank = self.state.roles[session]
+        instance, rank = self.state.roles[connection]
         w = self.state.reservations.get(msg.reservation)
         if w is None or w.instance is not instance or rank != msg.rank:
             return
@@ -181,21 +181,21 @@ class WriteWitness:
             w.owing.discard(rank)
             w.failed = True
 
-    def lost(self, session: int, instance: Instance, rank: int, until: float) -> None:
-        """A session ended. Bytes of a lost writer may arrive until ``until``."""
+    def lost(self, connection: int, instance: Instance, rank: int, until: float) -> None:
+        """A connection ended. Bytes of a lost writer may arrive until ``until``."""
         for w in self.state.reservations.values():
             if w.instance is instance and rank == SCHEDULER and not w.handed:
                 w.cancel()
             elif w.instance is instance and rank in w.owing:
                 w.owing.discard(rank)
                 w.failed = True
-                w.dirty[session] = until
+                w.dirty[connection] = until
 
-    def process_ended(self, session: int, until: float) -> None:
-        """The process of a lost session has ended."""
+    def process_ended(self, connection: int, until: float) -> None:
+        """The process of a lost connection has ended."""
         for w in self.state.reservations.values():
-            if session in w.dirty:
-                w.dirty[session] = min(w.dirty[session], until)
+            if connection in w.dirty:
+                w.dirty[connection] = min(w.dirty[connection], until)
 
     def watched(self, watch: Watch) -> None:
         """The core watches a lost process for as long as its bytes may still arrive."""
