@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from kvass.client.lookups import Match
+from kvass.client.lookups import Found, Match
 from kvass.connectors.vllm import blend_planner
 from kvass.connectors.vllm.blend_pages import Placement
 from kvass.connectors.vllm.blend_planner import BlendPlanner
@@ -44,13 +44,13 @@ class Client(FakeClient):
         super().__init__()
         self.digests: dict[int, list[bytes]] = {}
 
-    def match(
+    def look_up(
         self, request: str, digests: bytes, width: int, first: int, *args: Any, **use: Any
-    ) -> Any:
-        match = super().match(request, digests, width, first, *args, **use)
-        if isinstance(match, Match):
+    ) -> Found:
+        found = super().look_up(request, digests, width, first, *args, **use)
+        if isinstance(match := found.match, Match):
             self.digests[match.lease] = split(digests, width)[match.first : match.chunks]
-        return match
+        return found
 
 
 class Memory:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kvass.client.lookups import PENDING, Found, Match, Pending
 from kvass.client.scheduler import Reserving
@@ -100,10 +101,6 @@ class FakeClient:
         self.ended.append((context.session, context.tenant))
         return True
 
-    def kept(self, request: str) -> int:
-        """What a test chose."""
-        return self.kept_chunks
-
     def look_up(
         self,
         request: str,
@@ -113,21 +110,18 @@ class FakeClient:
         context: RequestContext = NO_CONTEXT,
         blocks: object = None,
     ) -> Found:
-        """As the real one, with ``match``."""
-        match = self.match(request, digests, width, first, context, blocks)
-        boot = self.boot if self.connected else b""
-        return Found(match, self.ended_by(request), self.kept(request), boot)
-
-    def match(
-        self,
-        request: str,
-        digests: bytes,
-        width: int,
-        first: int,
-        context: RequestContext = NO_CONTEXT,
-        blocks: object = None,
-    ) -> Match | Pending | None:
         """The longest run of held rows from ``first``."""
+        found = self._find(request, split(digests, width), first, context)
+        boot = self.boot if self.connected else b""
+        return Found(found, self.ended_by(request), self.kept_chunks, boot)
+
+    def match(self, *lookup: Any) -> Match | Pending | None:
+        """What ``look_up`` finds."""
+        return self.look_up(*lookup).match
+
+    def _find(
+        self, request: str, hashes: Sequence[bytes], first: int, context: RequestContext
+    ) -> Match | Pending | None:
         held = self.held.get(request)
         if held is not None and held.first == first:
             return held
@@ -137,10 +131,10 @@ class FakeClient:
         if self.pending:
             self.pending -= 1
             return PENDING
-        chunks = self.longest(split(digests, width), first)
+        chunks = self.longest(hashes, first)
         if chunks == first:
             return None
-        match = Match(
+        self.held[request] = Match(
             lease=self._number(),
             boot=self.boot,
             first=first,
@@ -149,8 +143,11 @@ class FakeClient:
             deadline_s=1e12,
             slots=self.matched_slots(first, chunks),
         )
-        self.held[request] = match
-        return match
+        return self.held[request]
+
+    def ended_by(self, request: str) -> str:
+        """Of a match that is held, its end; else what the daemon would say."""
+        return "" if request in self.held else "absent"
 
     def longest(self, hashes: Sequence[bytes], first: int) -> int:
         """The chunk at which a match from ``first`` ends."""
@@ -162,10 +159,6 @@ class FakeClient:
     def matched_slots(self, first: int, chunks: int) -> tuple[Slots, ...]:
         """The slots of a match of chunks ``[first, chunks)``, by group."""
         return (slots_of(chunks - first),)
-
-    def ended_by(self, request: str) -> str:
-        """Of a match that is held, its end; else what the daemon would say."""
-        return "" if request in self.held else "absent"
 
     def note_lookups(self, notes: Sequence[LookupNote]) -> bool:
         """Keep the notes."""

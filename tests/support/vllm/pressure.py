@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvass.client.lookups import Found
 from kvass.core.matching.coverage import first_chunk, longest_hit
 from kvass.messages import Grant, ReserveItem
 from kvass.types import GroupLayout, Slots
@@ -89,9 +90,9 @@ class Restless(GroupClient):
         self.late = draw.choice([0, 0, 1, 3])
         self.silent = draw.random() < 0.1
 
-    def match(self, *args: Any, **kwargs: Any) -> Any:
+    def look_up(self, *args: Any, **kwargs: Any) -> Found:
         self.pending = int(self._draw.random() < 0.5)
-        return super().match(*args, **kwargs)
+        return super().look_up(*args, **kwargs)
 
 
 class Engine:
