@@ -10,6 +10,7 @@ import pytest
 
 from kvass.client.client import Client
 from kvass.client.health import troubles
+from kvass.engine import planner
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_traffic import listen
 from tests.support.vllm.ranks import CopyGate, StubModelEngine, making, until
@@ -49,9 +50,12 @@ def settled(daemon: Daemon, lookups: int) -> dict[str, Any]:
     return namespace(daemon)
 
 
-def test_lookups_of_requests_that_wait_for_blocks_count_once(daemon: Daemon) -> None:
+def test_lookups_of_requests_that_wait_for_blocks_count_once(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks for two requests, and 20 prompts of which 10 are stored. vLLM asks again in every step
-    in which the first one that waits gets no blocks."""
+    in which the first one that waits gets no blocks; the daemon is asked when some were freed."""
+    monkeypatch.setattr(planner, "ASK_AGAIN_S", 1e9)
     with making(StubModelEngine) as make:
         first, engine = make(daemon.socket, daemon), make(daemon.socket, daemon, blocks=90)
         for number in range(10):
