@@ -59,6 +59,7 @@ def no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "_measure_daemons", lambda *_: None)
 
 
+@pytest.mark.slow  # a benchmark's figures; what the tiers do is in tests/tiers
 @pytest.mark.usefixtures("no_daemon")
 def test_redis() -> None:
     server = RedisServer()
@@ -71,6 +72,7 @@ def test_redis() -> None:
     check(figures, {"redis_put_vs_client", "redis_get_vs_client"})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_daemon")
 def test_s3() -> None:
     server = S3Server()
@@ -83,6 +85,7 @@ def test_s3() -> None:
     check(figures, {"s3_put_vs_client", "s3_get_vs_client"})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_daemon")
 def test_mooncake() -> None:
     server = MooncakeServer()

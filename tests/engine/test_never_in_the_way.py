@@ -62,7 +62,7 @@ FREEZE_THEN_KILL = ((signal.SIGSTOP, 0.0), (signal.SIGKILL, 0.03))
 LOADING: Final = (
     Blow("killed before the lookup", ASK, "before", KILL, slow=True),
     Blow("killed during the lookup", ASK, "before", FREEZE_THEN_KILL),
-    Blow("killed after the lookup", ASK, "after", KILL, 512),
+    Blow("killed after the lookup", ASK, "after", KILL, 512, slow=True),
     Blow("killed before the load", LOAD, "before", KILL, 512, slow=True),
     Blow("killed during the load", LOAD, "after", KILL_LATER, 512),
     Blow("stopped before the lookup", ASK, "before", STOP),

@@ -21,8 +21,15 @@ pytestmark = pytest.mark.engine
 
 Make = Callable[[int], list[int]]
 
-EDGES: Final = (BLOCK, CHUNK, CHUNK + BLOCK, 2 * CHUNK, 3 * CHUNK)
-AROUND: Final = [edge + by for edge in EDGES for by in (-1, 0, 1)]
+
+def around(*edges: int) -> list[int]:
+    return [edge + by for edge in edges for by in (-1, 0, 1)]
+
+
+SIZES: Final = [1000, *around(BLOCK, CHUNK, 2 * CHUNK)]
+MORE: Final = [
+    pytest.param(size, marks=pytest.mark.slow) for size in around(CHUNK + BLOCK, 3 * CHUNK)
+]
 
 
 def hit(tokens: int) -> int:
@@ -30,7 +37,7 @@ def hit(tokens: int) -> int:
     return (tokens - 1) // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("size", [1000, *AROUND])
+@pytest.mark.parametrize("size", [*SIZES, *MORE])
 def test_cold_and_warm_in_a_second_process(
     a: EngineProcess, b: EngineProcess, judge: Judge, prompt: Make, size: int
 ) -> None:

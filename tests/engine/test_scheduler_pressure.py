@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import product
 from typing import Any, Literal
 
 import pytest
 
+from kvass.client.lookups import Found
 from kvass.engine import planner
 from kvass.engine.load_admission import LoadAdmission
 from tests.support.vllm.hybrid import GroupShape, make_hybrid_configs
@@ -21,27 +24,36 @@ RARE = ("failed", "preempted")
 LEAST_WORLDS, MOST_WORLDS = 4, 16
 
 
+def kinds() -> Iterator[Any]:
+    """Of engines. Two of each shape are not slow; which they are alternates."""
+    for number, shapes in enumerate(SHAPES):
+        for how, policy in product(("sync", "async"), ("fcfs", "priority")):
+            slow = ((how == "async") + (policy == "priority") + number) % 2
+            marks = [pytest.mark.slow] * slow
+            name = f"{shapes}-{how}-{policy}"
+            yield pytest.param(shapes, how == "async", policy, marks=marks, id=name)
+
+
+EVERY = pytest.mark.parametrize(("shapes", "asynchronous", "policy"), [*kinds()])
+
+
 @pytest.fixture(autouse=True)
 def every_step_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no request goes on because its last lookup was just now."""
     monkeypatch.setattr(planner, "ASK_AGAIN_S", 0.0)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_some_request_always_goes_on(
-    shapes: list[GroupShape], asynchronous: bool, policy: str
-) -> None:
+@EVERY
+def test_some_request_always_goes_on(shapes: str, asynchronous: bool, policy: str) -> None:
     """In half of the worlds an EAGLE model drafts. In half of them another connector loads, too. It
     never loads into windows: vLLM counts too few blocks for that, and kvass cannot hold it back.
     Worlds differ between processes, because strings have other hashes."""
-    seen, windows = Counter[str](), any(kind == "sliding_window" for kind, *_ in shapes)
+    seen, windows = Counter[str](), any(kind == "sliding_window" for kind, *_ in SHAPES[shapes])
     for seed in range(MOST_WORLDS):
         if seed >= LEAST_WORLDS and min(seen[name] for name in RARE) > 0:
             break
         others = 0 if windows else seed % 2
-        world = World(seed, asynchronous, policy, shapes, others, 2 * (seed // 2 % 2))
+        world = World(seed, asynchronous, policy, SHAPES[shapes], others, 2 * (seed // 2 % 2))
         try:
             world.run()
         except AssertionError as error:
@@ -139,13 +151,10 @@ def block(engine: Engine, shapes: str, prompt: int) -> None:
 
 SHAPED = pytest.mark.parametrize("shapes", SHAPES)
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["loaded", "failed"])
-@POLICIES
-@BOTH
-@SHAPED
+@EVERY
 def test_a_miss_after_a_pending_lookup_ahead_of_a_load(
     shapes: str, asynchronous: bool, policy: str, fails: bool
 ) -> None:
@@ -171,9 +180,7 @@ def test_a_standstill_is_seen(endless: str) -> None:
         engine.run()
 
 
-@POLICIES
-@BOTH
-@SHAPED
+@EVERY
 def test_full_hits_that_fill_the_pool_with_drafts(
     shapes: str, asynchronous: bool, policy: str
 ) -> None:
@@ -284,7 +291,7 @@ class Lapsing(GroupClient):
     then: Literal["hit", "miss", "pending"] = "hit"
     lapsed = 0
 
-    def match(self, request: str, *args: Any, **options: Any) -> Any:
+    def look_up(self, request: str, *args: Any, **options: Any) -> Found:
         """A new lookup."""
         if request in self.held:
             self.give_back(request)
@@ -292,7 +299,7 @@ class Lapsing(GroupClient):
             self.pending = int(self.then == "pending")
             if self.then == "miss":
                 self.rows.clear()
-        return super().match(request, *args, **options)
+        return super().look_up(request, *args, **options)
 
 
 @pytest.mark.parametrize("then", ["hit", "miss", "pending"])

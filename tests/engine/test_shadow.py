@@ -116,7 +116,7 @@ def is_noise(group: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(one, marks=pytest.mark.slow if one.name in ("mla", "states") else ())
+        pytest.param(one, marks=pytest.mark.slow if one.name != "windows" else ())
         for one in FAMILIES
     ],
     ids=lambda family: family.name,

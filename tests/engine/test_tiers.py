@@ -286,6 +286,7 @@ def test_two_daemons_share_a_store(
                 assert tier_of(daemon)["load_misses"] == 0
 
 
+@pytest.mark.slow  # of tiers it is in tests/support/reference, of such models in test_hybrid.py
 def test_a_model_with_windows_from_disk(disk: Path, tmp_path: Path) -> None:
     """gpt-oss: of each chunk a whole row and a window's, both from the tier."""
     options = {"tier": [url(disk)], **PATIENT}
