@@ -54,7 +54,11 @@ def memory_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if "kvass.testing.daemon" in sys.modules:
+        from tests.support.daemons import fork_daemons
+
+        fork_daemons(side_by_side.folder(session.config))
     gc.collect()
     gc.freeze()
 
@@ -68,23 +72,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # its folder is in one that all processes of the run share
-        config.stash[ROOM] = side_by_side.Room(Path(config.option.basetemp).parent)
+    if hasattr(config, "workerinput"):
+        config.stash[ROOM] = side_by_side.Room(side_by_side.folder(config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: side_by_side.rank(item.nodeid))
+        items.sort(key=lambda item: (side_by_side.rank(item.nodeid), is_alone(item)))
+
+
+def is_alone(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("alone") is not None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
     """Outside of the time that a test may take."""
     room = item.config.stash.get(ROOM, None)
     with ExitStack() as stack:
         if room is not None:
-            alone = item.get_closest_marker("alone") is not None
-            stack.enter_context(room.entered(alone=alone))
+            alone, stays = is_alone(item), is_alone(nextitem)
+            stack.enter_context(room.entered(alone=alone, stays=stays))
         if item.path.is_relative_to(ENGINES):
             # vLLM's scheduler has a library of torch preloaded into every later process.
             stack.enter_context(mock.patch.dict(os.environ))

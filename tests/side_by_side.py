@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+
+import pytest
+
+_FOLDER: Final = pytest.StashKey[Path]()
 
 SHARING: Final = tuple(
     f"tests/engine/test_{name}.py"
@@ -43,6 +48,18 @@ def group(nodeid: str) -> str:
     return "engines" if nodeid.startswith(SHARING) else nodeid.split("::", 1)[0]
 
 
+def folder(config: pytest.Config) -> Path:
+    """That all processes of the run share."""
+    if _FOLDER not in config.stash:
+        if hasattr(config, "workerinput"):  # its own is in it
+            config.stash[_FOLDER] = Path(config.option.basetemp).parent
+        else:
+            made = tempfile.TemporaryDirectory()
+            config.add_cleanup(made.cleanup)
+            config.stash[_FOLDER] = Path(made.name)
+    return config.stash[_FOLDER]
+
+
 def scheduler(config: Any, log: Any) -> Any:
     """xdist's scheduler of these groups."""
     from xdist.scheduler import LoadScopeScheduling  # not there where tests run without xdist
@@ -56,7 +73,8 @@ def scheduler(config: Any, log: Any) -> Any:
 
 
 class Room:
-    """Where tests run: together, or one alone. While one waits to be alone, no other enters.
+    """Where tests run: together, or one alone. While one waits to be alone, no other enters. A
+    process whose next test is to be alone, too, stays: else that one waits for others again.
 
     Locks of flock(2) end with their process. A forked child has them too, so they are released
     explicitly.
@@ -65,15 +83,20 @@ class Room:
     def __init__(self, folder: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT
         self._door, self._inside = (os.open(folder / x, flags) for x in ("door", "inside"))
+        self._stayed = False
 
     @contextmanager
-    def entered(self, *, alone: bool) -> Iterator[None]:
-        fcntl.flock(self._door, fcntl.LOCK_EX)
-        try:
-            fcntl.flock(self._inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        finally:
-            fcntl.flock(self._door, fcntl.LOCK_UN)
+    def entered(self, *, alone: bool, stays: bool = False) -> Iterator[None]:
+        """``stays``: the next test of this process is alone, too."""
+        if not self._stayed:
+            fcntl.flock(self._door, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(self._inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            finally:
+                fcntl.flock(self._door, fcntl.LOCK_UN)
+        self._stayed = alone and stays
         try:
             yield
         finally:
-            fcntl.flock(self._inside, fcntl.LOCK_UN)
+            if not self._stayed:
+                fcntl.flock(self._inside, fcntl.LOCK_UN)

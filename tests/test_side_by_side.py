@@ -58,6 +58,17 @@ def test_a_test_that_is_alone_is_alone(tmp_path: Path, pool: ThreadPoolExecutor)
     late.leave()
 
 
+def test_who_is_alone_twice_waits_once(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    room = Room(tmp_path)
+    with room.entered(alone=True, stays=True):
+        late = Visit(pool, tmp_path)
+    assert not late.inside.wait(SHORT_S)
+    with room.entered(alone=True):
+        pass
+    assert late.inside.wait(LONG_S)
+    late.leave()
+
+
 def test_a_test_that_fails_leaves(tmp_path: Path) -> None:
     with pytest.raises(KeyError), Room(tmp_path).entered(alone=True):
         raise KeyError

@@ -23,10 +23,11 @@ from kvass.arena import memory
 from kvass.messages import Hello, Welcome
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.wire.channel import Channel
+from tests import side_by_side
+from tests.support.template import Template
 from tests.support.vllm.judge import Judge
 from tests.support.vllm.models import TINY, build, write_lora
 from tests.support.vllm.process import ENVIRONMENT, Answer, EngineProcess, Prompt
-from tests.support.vllm.template import Template
 
 ROOT: Final = Path(__file__).parent.parent.parent
 CHUNK: Final = 256
@@ -44,7 +45,9 @@ LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_lora_rank": 8, "max_lor
 def pytest_configure(config: pytest.Config) -> None:
     if where := config.getoption("pages"):
         EngineProcess.all_on_gpu = where == "gpu"
-    EngineProcess.template = Template({**os.environ, **ENVIRONMENT, **UNCOMPILED})
+    place = side_by_side.folder(config) / "vllm.sock"
+    environment = {**os.environ, **ENVIRONMENT, **UNCOMPILED}
+    EngineProcess.template = Template(place, environment, "tests.support.vllm.preloaded")
 
 
 def store(engine: EngineProcess, tokens: list[int], max_tokens: int = 1, **fields: Any) -> Answer:

@@ -6,8 +6,7 @@ import ast
 import functools
 import os
 import re
-import subprocess
-import sys
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from kvass.connectors.vllm.groups import page_formats
 from kvass.connectors.vllm.kv_caches import read_memory
 from kvass.engine import identity
 from kvass.types import GroupLayout
+from tests.support.vllm.process import EngineProcess
 from tests.support.vllm.scheduler import before, inert_reason, make_configs, read_setup
 
 
@@ -128,35 +128,26 @@ def test_where_a_configuration_lay_is_no_part_of_it() -> None:
     assert one.identity == two.identity
 
 
-ELSEWHERE = """
-from kvass.connectors.vllm import configuration, groups, logs
-from kvass.engine.boundary import log
-from tests.support.vllm.scheduler import make_configs
-config, caches = make_configs()
-ours = dict(configuration.read_setup(config, caches).identity)
-import vllm.logger
-if hasattr(vllm.logger, "configure_logging"):  # 0.30 does it when it is imported
-    from vllm.config.logging import LoggingConfig
-    vllm.logger.configure_logging(LoggingConfig())
-logs.log_as_vllm()
-log.info("all is well")
-print(sorted((ours | groups.page_formats(caches)).items()))
-"""
-
-
 def test_in_another_process_the_identity_is_the_same_and_lines_look_like_vllms() -> None:
     """One with another seed of ``hash()``, and without the handlers that pytest has here."""
     env = {**os.environ, "PYTHONHASHSEED": "7", "VLLM_LOGGING_LEVEL": "INFO"}
-    run = [sys.executable, "-c", ELSEWHERE]
-    out = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300, check=True)
+    assert EngineProcess.template is not None
+    with tempfile.TemporaryFile() as log:
+        fork = EngineProcess.template.fork(["tests.support.vllm.elsewhere"], env, log.fileno())
+        with fork.stdin, fork.stdout:
+            said = fork.stdout.read().decode()
+        log.seek(0)
+        logged = log.read().decode()
+    assert fork.wait() == 0, logged
     config, caches = make_configs()
     here = read_setup(config, caches)
-    there = dict(ast.literal_eval(out.stdout.splitlines()[-1]))
+    seed, there = ast.literal_eval(said.splitlines()[-1])
     ours = dict(here.identity) | page_formats(caches)
     if "PYTHONHASHSEED" not in os.environ:  # that it is part of the hash is meant
+        assert seed != hash("a seed")
         assert there.pop("hash") != ours.pop("hash")
     assert there == ours
-    (line,) = [line for line in (out.stdout + out.stderr).splitlines() if "all is well" in line]
+    (line,) = [line for line in (said + logged).splitlines() if "all is well" in line]
     assert re.search(r"INFO \d\d-\d\d \d\d:.*all is well", line), line
 
 

@@ -16,10 +16,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvass.client.client import Client
 
@@ -32,6 +32,9 @@ GRACE_S = 1.0
 
 class Daemon:
     """Daemon processes, one after the other, on one socket path. See ``running_daemon``."""
+
+    popen: ClassVar[Callable[..., subprocess.Popen[str]]] = subprocess.Popen
+    """Starts each process."""
 
     def __init__(
         self, folder: Path, options: dict[str, Any], program: Sequence[str] = KVASS
@@ -56,7 +59,7 @@ class Daemon:
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVASS_")}
         env.pop("LD_PRELOAD", None)  # vLLM on a CPU sets it in the process that imported it
         with self._log.open("a") as log:
-            self._process = subprocess.Popen(
+            self._process = self.popen(
                 [sys.executable, *self._program, "serve", *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from kvass import Client
-from tests.support.vllm.template import Forked, Template
+from tests.support.template import Forked, Template
 
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "HF_HUB_OFFLINE": "1",

@@ -1,13 +1,15 @@
-"""A process that has imported vLLM and forks: what is forked needs no import, 6 s of a core each.
+"""Processes that have imported what many programs need, and fork: a fork needs no import.
 
-Every fork is a Python program of its own, as ``python -m`` runs it, with pipes, an environment and
-a process id of its own. Forks of one template share the seed of Python's ``hash()``; processes that
-do not are in ``tests/engine/test_recipes.py`` (a server) and ``test_scheduler_identity.py``.
+Of vLLM an import takes 6 s of a core, of kvass 0.2 s, and tests start hundreds of daemons. Every
+fork is a Python program of its own, as ``python -m`` runs it, with pipes, an environment, a current
+folder and a process id of its own. Forks of one template share the seed of Python's ``hash()``;
+processes that do not are in ``tests/engine/test_recipes.py`` (a server).
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import importlib
 import json
@@ -21,17 +23,9 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import IO, Any, Final, NoReturn
+from pathlib import Path
+from typing import IO, Final, NoReturn
 
-PRELOADED: Final = (
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "compressed_tensors",
-)
-"""Nothing of kvass, which notes when its process started: weights must be older than that."""
 _STARTED_S: Final = 600.0
 _LONGEST_REQUEST: Final = 1 << 17
 
@@ -48,7 +42,7 @@ class Forked:
         """Its exit status. :raises subprocess.TimeoutExpired: if it runs on."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a fork of vLLM", timeout or 0)
+                raise subprocess.TimeoutExpired("a fork", timeout or 0)
             self.returncode = int(os.read(self._status, 16))
             os.close(self._status)
         return self.returncode
@@ -67,29 +61,44 @@ class Forked:
 
 
 class Template:
-    """Forks for any thread; it starts with the first one. ``environment``: of its imports."""
+    """Forks for any thread of all processes that name this ``place``, a socket; it starts with the
+    first fork, and ends with the last of these processes. It imports ``modules``, in the
+    ``environment``."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
+    def __init__(self, place: Path, environment: Mapping[str, str], *modules: str) -> None:
+        self._place, self._environment, self._modules = place, environment, modules
         self._one = threading.Lock()
 
     @cached_property
     def _control(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(_STARTED_S)
-        with theirs:
+        control = _new_socket()
+        control.settimeout(_STARTED_S)
+        with self._place.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                control.connect(str(self._place))
+            except OSError:  # there is none, or there is none any more
+                self._place.unlink(missing_ok=True)
+                self._start()
+                control.connect(str(self._place))
+        return control
+
+    def _start(self) -> None:
+        with _new_socket() as listener:
+            listener.bind(str(self._place))
+            listener.listen()
+            command = [sys.executable, "-m", __name__, str(listener.fileno()), *self._modules]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.vllm.template", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                command,
+                pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=self._environment,
             )
-        return ours  # when it is closed, the template ends
 
     def fork(self, command: Sequence[str], env: Mapping[str, str], stderr: int) -> Forked:
         """Run ``command``, a module and its arguments, in a fork; stdin and stdout are pipes."""
         (stdin, to_it), (from_it, its), (status, told) = os.pipe(), os.pipe(), os.pipe()
-        request = json.dumps([command, dict(env)]).encode()
+        request = json.dumps([command, dict(env), os.getcwd()]).encode()
         with self._one:
             try:
                 socket.send_fds(self._control, [request], [stdin, its, stderr, told])
@@ -102,22 +111,33 @@ class Template:
         return Forked(int(pid), os.fdopen(to_it, "wb"), os.fdopen(from_it, "rb"), status)
 
 
-def _serve(control: socket.socket) -> list[str]:
-    """Fork until the parent has ended. Returns in a fork, with its module and arguments."""
-    for module in PRELOADED:
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _serve(listener: socket.socket, modules: Sequence[str]) -> list[str]:
+    """Fork until all who connected have ended. Returns in a fork, with its module and arguments."""
+    for module in modules:
         importlib.import_module(module)
-    # vLLM looks at a model's class in a process that imports vLLM for it, 8 s of a core, unless an
-    # earlier one left what it saw in the home folder. The fork will import that class anyway.
-    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    registry._run_in_subprocess = lambda look: look()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks' parents
+    open_ones = [listener]
     while True:
-        request, fds, _, _ = socket.recv_fds(control, _LONGEST_REQUEST, 4)
+        (one, *_), _, _ = select.select(open_ones, [], [])
+        if one is listener:
+            open_ones.append(listener.accept()[0])
+            continue
+        request, fds, _, _ = socket.recv_fds(one, _LONGEST_REQUEST, 4)
         if not request:
-            os._exit(0)
-        if os.fork() == 0:
-            return _forked(control, request, fds)
+            open_ones.remove(one)
+            one.close()
+            if open_ones == [listener]:
+                os._exit(0)
+        elif os.fork() == 0:
+            for other in open_ones:
+                if other is not one:
+                    other.close()
+            return _forked(one, request, fds)
         for fd in fds:
             os.close(fd)
 
@@ -138,8 +158,12 @@ def _forked(control: socket.socket, request: bytes, fds: Sequence[int]) -> list[
     for number, fd in enumerate(streams):
         os.dup2(fd, number)
         os.close(fd)
+    # What these were before may have been files, and pipes cannot seek.
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     command: list[str]
-    command, environment = json.loads(request)
+    command, environment, folder = json.loads(request)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     return command
@@ -164,5 +188,5 @@ def _end(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     _end(_run(sys.argv[0]))
