@@ -181,7 +181,7 @@ def test_a_match_that_ends_inside_the_engines_own_hit_says_why(
 
     why: list[str] = []
     explainer = world.connector._planner._asking._explain
-    monkeypatch.setattr(client, "match", found)
+    monkeypatch.setattr(client, "find", found)
     monkeypatch.setattr(client, "ended_by", lambda name: "evicted" if name in client.held else "")
     monkeypatch.setattr(explainer, "answered", lambda _, answer, __: why.append(answer.why))
     world.add("b", range(100), max_tokens=1)

@@ -361,7 +361,7 @@ def test_a_defect_while_planning_a_load_fails_it(monkeypatch: pytest.MonkeyPatch
 
 def test_a_defect_while_matching_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     client, world = stored()
-    monkeypatch.setattr(client, "match", lambda *_: 1 / 0)
+    monkeypatch.setattr(client, "find", lambda *_: 1 / 0)
     world.tolerant = True
     world.add("b", PROMPT)
     output, _ = world.schedule()

@@ -111,7 +111,7 @@ class FakeClient:
         blocks: object = None,
     ) -> Found:
         """The longest run of held rows from ``first``."""
-        found = self._find(request, split(digests, width), first, context)
+        found = self.find(request, split(digests, width), first, context)
         boot = self.boot if self.connected else b""
         return Found(found, self.ended_by(request), self.kept_chunks, boot)
 
@@ -119,9 +119,10 @@ class FakeClient:
         """What ``look_up`` finds."""
         return self.look_up(*lookup).match
 
-    def _find(
+    def find(
         self, request: str, hashes: Sequence[bytes], first: int, context: RequestContext
     ) -> Match | Pending | None:
+        """What a lookup finds; the test may have another one."""
         held = self.held.get(request)
         if held is not None and held.first == first:
             return held
