@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from examples.demo_questions import NEW_TOKENS, Questions, questions
+from examples.demo_questions import L1, NEW_TOKENS, Questions, questions
 from kvass.testing.daemon import running_daemon
 from tests.support.vllm.process import Answer, EngineProcess
 
@@ -69,7 +69,7 @@ def introduced() -> Questions:
 def play(asked: Questions, folder: Path, stack: ExitStack) -> list[Row]:
     """Start everything, run the prompts; the table's rows."""
     with step("starting the daemon"):
-        daemon = stack.enter_context(running_daemon(folder, l1_size="512MiB"))
+        daemon = stack.enter_context(running_daemon(folder, l1_size=L1))
     print(f"    {daemon.ready}")
     with step("starting two engine processes (half a minute)"):
         socket = Path(daemon.socket)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from examples.demo import Row, introduced, rows_of, step, told
-from examples.demo_questions import NEW_TOKENS, Questions
+from examples.demo_questions import L1, NEW_TOKENS, Questions
 from kvass._version import TESTED_SGLANG
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.sglang.server import ANSWER_S, Server
@@ -44,7 +44,7 @@ def main() -> int:
 def play(asked: Questions, folder: Path, stack: ExitStack) -> list[Row]:
     """Start everything, run the prompts; the table's rows."""
     with step("starting the daemon"):
-        daemon = stack.enter_context(running_daemon(folder, l1_size="512MiB"))
+        daemon = stack.enter_context(running_daemon(folder, l1_size=L1))
     print(f"    {daemon.ready}")
     env = {"KVASS": daemon.socket, "KVASS_FIXED_WEIGHTS": "yes"}
     with step("starting two servers (a minute)"):
