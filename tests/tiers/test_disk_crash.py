@@ -215,6 +215,28 @@ def test_reads_that_fail_are_misses_and_the_records_are_given_up(
     assert all(hits(tier, keys))
 
 
+def test_one_bad_sector_is_one_miss(open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_disk(4 << 20)
+    keys = keys_of(10)
+    assert all(fill(tier, keys))
+    bad, preadv = list[int](), os.preadv
+
+    def read(fd: int, buffers: Any, at: int) -> int:
+        if at == (bad or [at])[0]:
+            bad[:] = [at]
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", read)
+    assert hits(tier, keys[3:4]) == [False], "no trouble of the disk"
+    assert tier.report()["read_errors"] == 1
+    assert tier.report()["refusals"] == {"Input/output error": 1}
+    assert sum(hits(tier, keys)) == 9
+    bad[:] = [-1]  # a disk replaces a bad sector when it is written
+    assert all(fill(tier, keys))
+    assert all(hits(tier, keys))
+
+
 def test_a_lack_of_memory_to_read_into_gives_no_record_up(
     open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,10 @@ class SegmentFile:
             raise
         return old
 
+    def read_description(self, page: Buffer) -> None:
+        """Read the segment's first page from the disk. Raises ``OSError`` if that fails."""
+        os.preadv(self._fd, [page.data], 0)
+
     def unlink(self) -> None:
         """Remove the files. Their space is freed at ``close``, because they stay open until
         then."""

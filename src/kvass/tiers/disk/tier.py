@@ -25,12 +25,13 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from kvass.errors import ConfigError
+from kvass.errors import ConfigError, ItemRefused
 from kvass.folder import Folder
 from kvass.tiers.base import Buffer, Shards
 from kvass.tiers.codec import (
@@ -73,6 +74,8 @@ _COUNTS: Final = (
     "read_errors",
     "write_errors",
 )
+_TO_PROVE: Final = 3
+"""Segments of which one must be readable, or the disk has failed."""
 _CHECK_S: Final = 1.0
 """Seconds between two checks that this process still owns the folder."""
 _GROW_AGAIN_S: Final = 10.0
@@ -239,10 +242,24 @@ class DiskTier(RecordTier):
             finally:
                 self._remove_dead()
 
-    def _prove(self, depth: Depth, since: float) -> None:
+    def check_store(self, whole: bool = True) -> None:
         """The folder is ours as long as nobody replaces it, so nothing is written: a disk that has
         become read-only still serves loads."""
+        with self._call():
+            self._check_folder()
+
+    def _prove(self, depth: Depth, since: float) -> None:
+        """Also read from the disk itself, since records could not be read."""
         self._check_folder()
+        with self._lock:
+            files = [segment.file for segment in islice(self._index.segments.values(), _TO_PROVE)]
+        for left, file in enumerate(files, 1 - len(files)):
+            try:
+                file.read_description(self._memory.page)
+                return
+            except OSError:  # or it was removed meanwhile
+                if not left:
+                    raise
 
     def _check_folder(self) -> None:
         """Raise ``OSError`` if this process does not own the folder any more."""
@@ -272,6 +289,7 @@ class DiskTier(RecordTier):
                 "lacking_bytes": self._lacking,
                 **(self._budget.report() if self._budget else {}),
                 **self._counts,
+                **super().report(),
             }
 
     # ------------------------------------------------------------ one record
@@ -286,6 +304,8 @@ class DiskTier(RecordTier):
         fault = "read_errors"
         try:
             fault = self._read(place, key, into)
+        except OSError as error:
+            raise ItemRefused(f"{self.name}: {error.strerror}") from None
         finally:
             bad = None
             with self._lock:
