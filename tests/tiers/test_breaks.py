@@ -15,7 +15,11 @@ MUTANTS = parse(Path(__file__).with_name("breaks.txt").read_text())
 
 
 def notice(mutant: Mutant, test: str) -> str:
-    """The test that fails; empty if none does. Breaks this process."""
+    """The test that fails; empty if none does. Breaks this process. ``test`` is in ``tests/tiers``,
+    or begins with ``daemon/``: then it is about a tier's process."""
+    if test.startswith("daemon/"):
+        break_package(mutant, "kvass.daemon.tier_process")
+        return unit_tests(f"tests/{test}")
     break_package(mutant, "kvass.tiers")
     return unit_tests(f"tests/tiers/{test}")
 
