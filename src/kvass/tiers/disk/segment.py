@@ -49,14 +49,12 @@ _TENANT_AT: Final = 64
 """Offset of the tenant in the page. An older kvass does not read it, and uses every segment for all
 tenants."""
 _ENTRY: Final = struct.Struct("<QQQ")
+_WORDS: Final = struct.Struct("<QQ")
 MOST_FIRST: Final = 1 << 61
 """The most that the first sequence number of a process may be. It is a clock's time in nanoseconds,
 until 2043."""
 _MOST: Final = 1 << 62
 """No process comes so far, wherever it began: a higher sequence number is damage."""
-_MIX: Final = np.array(
-    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xFF51AFD7ED558CCD], np.uint64
-)
 
 # Upper bound of a file system's metadata: two extents of 16 bytes per slot (a write in the middle
 # of an unwritten extent splits it), in half-filled tree nodes, and the inodes.
@@ -239,31 +237,30 @@ class SegmentFile:
 
     def set_entry(self, slot: int, fingerprint: int, sequence: int) -> None:
         """Write the table's entry of ``slot``. Fingerprint 0 and sequence 0: the slot is free."""
-        words = np.array([[fingerprint], [sequence], [slot]], np.uint64)
-        check = int(self._checks(*words)[0]) if fingerprint else 0
-        raw = _ENTRY.pack(fingerprint, sequence, check)
+        raw = _WORDS.pack(fingerprint, sequence)
+        raw += _CHECK.pack(self._entry_check(slot, raw) if fingerprint else 0)
         _write(self._table_fd, raw, PAGE + slot * _ENTRY.size)
 
     def entries(self) -> tuple[U64Array, I64Array, int]:
         """Read the fingerprint and the sequence number of each slot, and count the entries that are
         damaged. These are returned as free slots."""
         size = self.slots * _ENTRY.size
-        words = np.frombuffer(os.pread(self._table_fd, size, PAGE).ljust(size, b"\0"), "<u8")
-        fingerprints, sequences, checks = words.reshape(self.slots, 3).T
-        whole = checks == self._checks(fingerprints, sequences, np.arange(self.slots, dtype="<u8"))
-        whole &= sequences < _MOST
-        whole |= (checks == 0) & (sequences < MOST_FIRST)
+        raw = os.pread(self._table_fd, size, PAGE).ljust(size, b"\0")
+        fingerprints, sequences, checks = np.frombuffer(raw, "<u8").reshape(self.slots, 3).T
+        right = np.zeros(self.slots, np.uint64)
+        for slot in np.flatnonzero(checks).tolist():
+            at = slot * _ENTRY.size
+            right[slot] = self._entry_check(slot, raw[at : at + _WORDS.size])
+        whole = checks == right
+        whole &= sequences < np.where(checks == 0, MOST_FIRST, _MOST)
         whole &= fingerprints >> 60 == 0
         damaged = int(np.count_nonzero(~whole))
         sound = np.where(whole, sequences, 0).astype(np.int64)
         return np.where(whole, fingerprints, 0), sound, damaged
 
-    def _checks(self, fingerprints: U64Array, sequences: U64Array, slots: U64Array) -> U64Array:
-        """The checksums of entries, never 0."""
-        mixed: U64Array = fingerprints * _MIX[0] ^ sequences * _MIX[1]
-        mixed ^= (slots | np.uint64(self.number << 32)) * _MIX[2]
-        mixed = (mixed ^ mixed >> np.uint64(29)) * _MIX[3]
-        return (mixed ^ mixed >> np.uint64(32)) | np.uint64(1)
+    def _entry_check(self, slot: int, words: bytes) -> int:
+        """The checksum of an entry, never 0."""
+        return xxhash.xxh3_64_intdigest(words, self.number << 32 | slot) | 1
 
     def _go_direct(self) -> None:
         """Reopen the file with O_DIRECT, if the file system can read single pages with it."""
