@@ -105,10 +105,10 @@ test test-all: $(READY)
 
 # What is tested with every vLLM: its schedulers, and, where there is a build for a CPU, real engines.
 SCHEDULERS := $(addprefix tests/engine/test_,contract.py copy_operation.py) $(wildcard tests/engine/test_scheduler_*.py) \
-  $(addprefix tests/engine/test_,ranks_scheduler.py fields.py hook_order.py plugin.py tiles.py \
+  $(addprefix tests/engine/test_,ranks_scheduler.py fields.py hook_order.py layouts.py plugin.py tiles.py \
     adapters_model.py lora_digest.py)
-ENGINES := $(addprefix tests/engine/test_,right.py pairs.py eagle.py hybrid.py lora.py beside_another.py) \
-  -k "not gemma3 and not qwen3"
+ENGINES := $(addprefix tests/engine/test_,right.py pairs.py eagle.py hybrid.py lora.py beside_another.py \
+  changed_weights.py shadow.py) -k "not gemma3 and not qwen3"
 VERSIONS = $(shell $(BIN)/python -c 'from kvass._version import *; import vllm._version as v; \
   print(*sorted(TESTED_VLLM - {v.version}))')
 
@@ -116,6 +116,7 @@ test-versions: $(READY)
 	@bash requirements/overlays.sh $(VENV) $(VERSIONS)
 	@failed=; for version in $(VERSIONS); do echo "== vLLM $$version"; \
 	  export VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(VENV)/overlays/$$version; \
+	  read -r parts _ 2>/dev/null < $$PYTHONPATH/compiled-parts-of && echo "its Python, with the compiled parts of $$parts"; \
 	  $(BIN)/python -m pytest -n $(WORKERS) -q $(SCHEDULERS) || failed+=" $$version"; \
 	  [[ -e $$PYTHONPATH/vllm/_C.abi3.so ]] || { echo "no build for a CPU: no engines"; continue; }; \
 	  $(BIN)/python -m pytest -n $(WORKERS) -q $(ENGINES) || failed+=" $$version (engines)"; \

@@ -7,6 +7,7 @@ a copy of that block in every layer, in all of the memory.
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from kvass.transfer.batch import Region
 from kvass.transfer.descriptors import plan_runs
 from kvass.transfer.host import HostMover
 from kvass.types import GroupLayout
-from tests.support.vllm.scheduler import make_configs
+from tests.support.vllm.scheduler import before, make_configs
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 BLOCK, CHUNK, BLOCKS = 16, 48, 20
@@ -60,13 +61,14 @@ def groups(model: str) -> list[Any]:
 def allocate(model: str, layout: str) -> tuple[Any, Any, list[dict[str, Any]]]:
     """vLLM's configuration, the memory, and twice its views of that: of it, and of a copy."""
     import torch
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.kv_cache_interface import KVCacheLayout, create_kv_cache_views
 
+    home = "kv_cache_utils" if before("0.33.0") else "kv_cache_planning"
+    planning = import_module(f"vllm.v1.core.{home}")
     config, _ = make_configs()
     config.cache_config.kv_cache_layout = layout
     config.cache_config.num_gpu_blocks_override = BLOCKS
-    caches = get_kv_cache_config_from_groups(config, groups(model), 1 << 24)
+    caches = planning.get_kv_cache_config_from_groups(config, groups(model), 1 << 24)
     caches.hash_block_size, caches.cache_hit_alignment_tokens = BLOCK, BLOCK
     specs = {
         name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)

@@ -44,7 +44,8 @@ def test_engines_of_two_versions_share_nothing(
     with running_daemon(tmp_path, lookup_budget_ms=10_000) as daemon:
         socket = Path(daemon.socket)
         own = start(f"own beside {overlay.name}", socket=socket)
-        other = start(overlay.name, socket=socket, environment={"PYTHONPATH": path})
+        environment = {"PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu"}
+        other = start(overlay.name, socket=socket, environment=environment)
         cold = [store(own.wait_ready(), tokens, 8)]
         rows = daemon.wait_until(reservations=0)["rows"]
         cold += other.wait_ready().store(Prompt(tokens, 8))
