@@ -8,6 +8,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvass.connectors.vllm.adapt import VllmBlockPool, VllmRequest, VllmStep
 from kvass.engine import offers, stores
@@ -16,7 +18,7 @@ from kvass.engine.held_blocks import HUNG_S, POOL_SHARE
 from kvass.engine.offers import OfferMaker
 from kvass.engine.stores import StorePlanner
 from tests.support.vllm.fake_client import FakeClient, split
-from tests.support.vllm.scheduler import BLOCK, CHUNK, SchedulerHarness, rig
+from tests.support.vllm.scheduler import BLOCK, CHUNK, SchedulerHarness, multi_connector, rig
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
@@ -50,6 +52,22 @@ def test_a_prompt_is_stored_in_the_step_that_computes_it(asynchronous: bool) -> 
     assert store.blocks == (tuple(table[:6]),)
     assert store.step == work.step == 1
     assert client.handed == [store.reservation], "handed over before schedule() returned"
+
+
+@pytest.mark.parametrize("options", [{}, multi_connector({}, 1)], ids=["alone", "in another one"])
+def test_blocks_are_held_in_a_vllm_that_binds_no_block_pool(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """An open change of vLLM removes ``bind_gpu_block_pool`` (vllm 53067). In all tested versions
+    vLLM calls ``bind_kv_cache_manager``, which is what leads there."""
+    for kind in (KVConnectorBase_V1, MultiConnector):
+        monkeypatch.delattr(kind, "bind_gpu_block_pool")
+    monkeypatch.setattr(KVConnectorBase_V1, "bind_kv_cache_manager", lambda self, manager: None)
+    _, world = rig(**options)
+    world.add("a", range(100))
+    world.schedule()
+    blocks = world.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    assert [world.pool.blocks[i].ref_cnt for i in blocks] == [2] * 6 + [1]
 
 
 def test_only_a_step_that_computes_nothing_waits_for_its_grant() -> None:

@@ -191,9 +191,10 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         """False: vLLM need not wait for stores. A dropped store only causes a later miss."""
         return False
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Make the planner. vLLM calls this once the scheduler's block pool exists, and before
         anything that concerns a request."""
+        super().bind_kv_cache_manager(kv_cache_manager)
 
         def before_reset() -> None:
             self._run(self._planner, None, self._free_blocks)
@@ -202,7 +203,7 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._run(self._planner, None, Planner.was_emptied)
 
         def planner(setup: VllmSetup) -> Planner:
-            pool = adapt.VllmBlockPool(gpu_block_pool, before_reset, after_reset)
+            pool = adapt.VllmBlockPool(kv_cache_manager.block_pool, before_reset, after_reset)
             return Planner(setup, pool, self._event_maker, self._observers, watched=self._watched)
 
         if self._setup is not None:

@@ -32,7 +32,7 @@ save_kv_layer start_load_kv update_state_after_alloc wait_for_layer_load wait_fo
     KVConnectorBase_V1.build_kv_connector_stats(cls, data=None)
     KVConnectorBase_V1.build_prom_metrics(cls, vllm_config, metric_types, labelnames, \
 per_engine_labelvalues)
-    KVConnectorBase_V1.bind_gpu_block_pool(self, gpu_block_pool)
+    KVConnectorBase_V1.bind_kv_cache_manager(self, kv_cache_manager)
     KVConnectorBase_V1.on_new_request(self, request)
     KVConnectorBase_V1.get_num_new_matched_tokens(self, request, num_computed_tokens)
     KVConnectorBase_V1.update_state_after_alloc(self, request, blocks, num_external_tokens)
@@ -144,6 +144,7 @@ v1/executor/multiproc_executor.py
     MultiprocExecutor
 v1/core/kv_cache_manager.py
     KVCacheBlocks.get_block_ids(self, allow_none=False, *, group_ids=None)
+    KVCacheManager.block_pool
 v1/core/sched/scheduler.py
     Scheduler.get_request_counts(self)
 v1/core/sched/output.py
