@@ -19,6 +19,8 @@ FUNCTIONS = {
 WALKS = re.compile(r"\b(currentframe|_getframe|f_back|f_locals|extract_stack)\b")
 
 
+PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+PARTS = re.compile(r"\nNo hook: (.+?)\.\nContract: (``.+?``).*?\nWithout: (.+)\.$", re.S)
 METHODS = {term.name.split(".")[-1] for term in contract.terms() if term.rest.startswith("(")}
 
 
@@ -42,6 +44,23 @@ def test_each_says_why_by_what_contract_and_what_is_without_it(name: str) -> Non
     named = re.findall(r"``([\w.]+)``", line)
     assert named or line.startswith("none; blend")
     assert all(one in names or any(n.startswith(f"{one}.") for n in names) for one in named)
+
+
+def test_the_documentation_says_what_is_without_each() -> None:
+    """If this fails, the rows below belong into the page."""
+    rows = []
+    for found in map(PARTS.search, FUNCTIONS.values()):
+        if found is not None:  # what blend takes has no contract
+            why, name, without = [" ".join(p.split()).replace("``", "`") for p in found.groups()]
+            rows.append(f"| {name} | {why} | {without} |\n")
+    assert len(rows) > 12
+    assert "".join(rows) in PAGE, "\n" + "".join(rows)
+
+
+def test_the_documentation_says_since_when_there_is_what_came_later() -> None:
+    written = re.findall(r"^\| (`.+`) \| 0\.(3\d) \| .+ \|$", PAGE, re.MULTILINE)
+    found = {(name, (0, int(n))) for names, n in written for name in re.findall("`(.+?)`", names)}
+    assert found == {(term.name, term.since) for term in contract.terms() if term.since}
 
 
 def test_no_other_file_looks_at_its_callers_or_replaces_a_method() -> None:

@@ -84,7 +84,8 @@ def config_in_making() -> Any:
 
     No hook: the class is asked for without the configuration.
     Contract: ``VllmConfig.model_config``.
-    Without: as without ``engine_args``.
+    Without: an engine counts from the start of its process. If its model was saved in that
+    process, it runs uncached.
     """
     return next((found for _, found in _callers("vllm.config.vllm", "VllmConfig")), None)
 
@@ -162,7 +163,7 @@ def replace_create_engine_config(make: Callable[[Any, Callable[[], Any]], Any]) 
     replaced.
 
     No hook: a plug-in cannot change the arguments of an engine.
-    Contract: ``EngineArgs.create_engine_config`` with its parameters.
+    Contract: ``EngineArgs.create_engine_config``, with its parameters.
     Without: the variable ``KVASS`` has no effect.
     """
     from vllm.engine.arg_utils import EngineArgs
