@@ -11,11 +11,11 @@ import vllm._custom_ops  # noqa: F401  (it loads the compiled parts)
 
 from kvass._version import TESTED_VLLM
 from tests.support.vllm import compiled
-from tests.support.vllm.compiled import Call, misfits, why_not
+from tests.support.vllm.compiled import OperationCall, misfits, why_not
 from tests.support.vllm.fake_vllm import installed, version_of
 
 ROOT = Path(__file__).parent.parent.parent
-NORM = Call("_C::rms_norm", "ops.py:1", (4, ()), of_cpu=False)
+NORM = OperationCall("_C::rms_norm", "ops.py:1", (4, ()), of_cpu=False)
 BEFORE = "def cpu_norm(*all):\n    _C.rms_norm(out, x, weight, 1e-5)\n    _C.gone(x)\n"
 
 
@@ -44,8 +44,8 @@ def package(folder: Path, text: str) -> Path:
 )
 def test_what_they_do_not_serve_is_found(tmp_path: Path, new: str, found: str) -> None:
     """What did not fit before is for GPUs, or is not built."""
-    folders = [package(tmp_path / "new", new), package(tmp_path / "before", BEFORE)]
-    said = misfits(*(folder / "vllm" for folder in folders))
+    folders = package(tmp_path / "new", new), package(tmp_path / "before", BEFORE)
+    said = misfits(folders[0] / "vllm", folders[1] / "vllm")
     assert len(said) == bool(found)
     assert all(line.startswith(found) for line in said)
 

@@ -28,7 +28,7 @@ IMPORTED: Final = ("vllm._custom_ops", *PRELOADED, "vllm.entrypoints.openai.api_
 _MARK: Final = "torch.ops._"
 
 
-class Call(NamedTuple):
+class OperationCall(NamedTuple):
     """A call of a compiled operation. ``place``: its file and line. ``given``: the number of its
     arguments without a name, and the names of the others; None if they are only known when it
     runs. ``of_cpu``: the file, the function around it or the operation has ``cpu`` in its name."""
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     of_cpu: bool
 
 
-def calls(package: Path) -> Iterator[Call]:
+def calls(package: Path) -> Iterator[OperationCall]:
     """The calls in all files of ``package``."""
     for file in sorted(package.rglob("*.py")):
         text = file.read_text(errors="replace")
@@ -48,7 +48,7 @@ def calls(package: Path) -> Iterator[Call]:
             yield from _calls(ast.parse(text), inner, of_cpu="cpu" in inner)
 
 
-def _calls(node: ast.AST, file: str, *, of_cpu: bool) -> Iterator[Call]:
+def _calls(node: ast.AST, file: str, *, of_cpu: bool) -> Iterator[OperationCall]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         of_cpu |= "cpu" in node.name.lower()
     if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).startswith(_MARK):
@@ -57,7 +57,7 @@ def _calls(node: ast.AST, file: str, *, of_cpu: bool) -> Iterator[Call]:
         known = "**" not in words and not any(isinstance(one, ast.Starred) for one in node.args)
         given = (len(node.args), words) if known else None
         of_cpu_too = of_cpu or "cpu" in operation
-        yield Call(f"{library}::{operation}", f"{file}:{node.lineno}", given, of_cpu_too)
+        yield OperationCall(f"{library}::{operation}", f"{file}:{node.lineno}", given, of_cpu_too)
     for child in ast.iter_child_nodes(node):
         yield from _calls(child, file, of_cpu=of_cpu)
 
@@ -85,7 +85,8 @@ def misfits(new: Path, before: Path, but: Collection[str] = ()) -> list[str]:
 def _schemas(operation: str) -> list[Any]:
     import torch
 
-    return torch._C._jit_get_schemas_for_operator(operation)
+    found: list[Any] = torch._C._jit_get_schemas_for_operator(operation)
+    return found
 
 
 def _takes(schema: Any, positional: int, words: tuple[str, ...]) -> bool:
