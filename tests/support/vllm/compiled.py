@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tests.support.vllm.fake_vllm import version_of
-from tests.support.vllm.template import PRELOADED
 
-IMPORTED: Final = ("vllm._custom_ops", *PRELOADED, "vllm.entrypoints.openai.api_server")
+IMPORTED: Final = (
+    "vllm._custom_ops",
+    "tests.support.vllm.preloaded",
+    "vllm.entrypoints.openai.api_server",
+)
 _MARK: Final = "torch.ops._"
 
 
