@@ -22,7 +22,8 @@ NEW_TOKENS: Final = 24
 """Of each answer. It goes on behind its end: all of them are compared."""
 L1: Final = "1GiB"
 """An engine may write a quarter of it at once, and the text's KV is 200 MB."""
-TEXTS: Final = ("LICENSE", "docs/faq.md", "docs/concepts.md")
+TEXTS: Final = ("LICENSE", "examples/text_about_kvass.txt")
+"""Texts that do not change: the model is small, and its answers depend on every word."""
 SYSTEM: Final = (
     "You answer questions about the text. Give the sentence of the text that answers the question."
 )

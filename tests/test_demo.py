@@ -14,8 +14,6 @@ from examples.demo_upgrade import upgrade
 from tests.support import real_model
 from tests.support.vllm.process import Answer
 
-needs_model = pytest.mark.skipif(real_model.real_model() is None, reason="no pretrained model")
-
 
 def answer(external: int, tokens: tuple[int, ...] = (5, 6)) -> Answer:
     return Answer(list(tokens), [-1.0, -1.0], 0, external, 0.5 if external else 2.0, 3.0)
@@ -73,10 +71,10 @@ def test_without_the_pretrained_model_it_asks_random_tokens_and_says_so(
     ]
 
 
-@needs_model
 def test_the_pretrained_model_is_asked_two_questions_about_one_text_that_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    real_model.needed()
     asked = introduced()
     one, other = asked.prompts
     assert asked.shared >= 3500
@@ -87,9 +85,8 @@ def test_the_pretrained_model_is_asked_two_questions_about_one_text_that_fits(
     assert f"{asked.asked[1]}\n  It is a cache.\n" in shown
 
 
-@needs_model
 def test_a_chat_is_what_the_models_template_makes() -> None:
-    template = (real_model.FOLDER / "chat_template.jinja").read_text()
+    template = (real_model.needed() / "chat_template.jinja").read_text()
     turns = [("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "Q 2")]
     messages = [{"role": role, "content": content} for role, content in turns]
     made = jinja2.Template(template).render(messages=messages, add_generation_prompt=True)

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
+from examples.demo_questions import TEXTS
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.conftest import ROOT, Starter
 from tests.support import real_model
@@ -23,10 +24,7 @@ from tests.support.vllm.judge import SAME, apart
 from tests.support.vllm.process import Answer, EngineProcess, Prompt, Settings
 from tests.support.waiting import eventually
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(real_model.real_model() is None, reason="no pretrained model"),
-]
+pytestmark = pytest.mark.engine
 
 LOG: Final = logging.getLogger(__name__)
 ARGS: Final[dict[str, Any]] = {"max_model_len": 6144, "num_gpu_blocks_override": 320}
@@ -48,7 +46,7 @@ TURNS: Final = (
 
 @pytest.fixture(scope="module")
 def words() -> Words:
-    return Words(real_model.FOLDER)
+    return Words(real_model.needed())
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +64,7 @@ def large(daemon: Daemon, start: Starter) -> EngineProcess:
     """Computes 2,048 tokens in a step."""
     args = {**ARGS, "max_num_batched_tokens": 2048}
     socket = Path(daemon.socket)
-    return start("text-large", folder_of=real_model.FOLDER, socket=socket, args=args)
+    return start("text-large", folder_of=real_model.needed(), socket=socket, args=args)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,7 @@ def small(daemon: Daemon, start: Starter, large: EngineProcess) -> EngineProcess
     """Computes 512 tokens in a step."""
     args = {**ARGS, "max_num_batched_tokens": 512}
     socket = Path(daemon.socket)
-    return start("text-small", folder_of=real_model.FOLDER, socket=socket, args=args)
+    return start("text-small", folder_of=real_model.needed(), socket=socket, args=args)
 
 
 def cold(engine: EngineProcess, tokens: list[int]) -> Answer:
@@ -146,7 +144,7 @@ def read(name: str, start: int = 0, size: int = 100_000) -> str:
 def cases() -> dict[str, Case]:
     passages = [read(f"docs/{name}.md", 1000, 1500) for name in ("faq", "tiers", "laws", "gpu")]
     found = "\n\n".join(passages)
-    licence = "\n".join(read(name) for name in ("LICENSE", "docs/faq.md", "docs/concepts.md"))
+    licence = "\n".join(read(name) for name in TEXTS)
     code = read("src/kvass/blend/plan.py", 0, 7000)
     system = "You answer questions about the texts."
     return {

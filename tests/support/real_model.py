@@ -21,6 +21,13 @@ def real_model() -> Path | None:
     return FOLDER if (FOLDER / ".made-from").is_file() else None
 
 
+def needed() -> Path:
+    """Its folder. A test that needs it fails where there is none."""
+    folder = real_model()
+    assert folder is not None, "no pretrained model: make setup says why"
+    return folder
+
+
 class Words:
     """Texts as its tokens, and back."""
 
