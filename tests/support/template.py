@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Final, NoReturn
+from typing import IO, Any, Final, NoReturn
 
 _STARTED_S: Final = 600.0
 _LONGEST_REQUEST: Final = 1 << 17
@@ -123,13 +123,17 @@ def _serve(listener: socket.socket, modules: Sequence[str]) -> list[str]:
         importlib.import_module(module)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks' parents
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all
     open_ones = [listener]
     while True:
         (one, *_), _, _ = select.select(open_ones, [], [])
         if one is listener:
             open_ones.append(listener.accept()[0])
             continue
-        request, fds, _, _ = socket.recv_fds(one, _LONGEST_REQUEST, 4)
+        try:
+            request, fds, _, _ = socket.recv_fds(one, _LONGEST_REQUEST, 4)
+        except ConnectionResetError:  # who was killed has not read all that it was told
+            request, fds = b"", []
         if not request:
             open_ones.remove(one)
             one.close()
@@ -139,13 +143,16 @@ def _serve(listener: socket.socket, modules: Sequence[str]) -> list[str]:
             for other in open_ones:
                 if other is not one:
                     other.close()
-            return _forked(one, request, fds)
+            return _forked(one, request, fds, interrupt)
         for fd in fds:
             os.close(fd)
 
 
-def _forked(control: socket.socket, request: bytes, fds: Sequence[int]) -> list[str]:
-    """Fork once more; the parent stays, to tell the process id, and the exit status at the end."""
+def _forked(
+    control: socket.socket, request: bytes, fds: Sequence[int], interrupt: Any
+) -> list[str]:
+    """Fork once more; the parent stays, to tell the process id, and the exit status at the end.
+    ``interrupt``: what the fork does with SIGINT."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     *streams, told = fds
     if pid := os.fork():
@@ -155,6 +162,7 @@ def _forked(control: socket.socket, request: bytes, fds: Sequence[int]) -> list[
         control.close()
         os.write(told, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
+    signal.signal(signal.SIGINT, interrupt)
     control.close()
     os.close(told)
     for number, fd in enumerate(streams):
@@ -176,7 +184,10 @@ def _run(module: str) -> int:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as exited:
-        return exited.code if isinstance(exited.code, int) else int(exited.code is not None)
+        if exited.code is None or isinstance(exited.code, int):
+            return exited.code or 0
+        sys.stderr.write(f"{exited.code}\n")
+        return 1
     return 0
 
 
