@@ -37,5 +37,5 @@ if made; then
   mv "$new/model" smollm2
 else
   tail -n 3 "$new/log" >&2 2>/dev/null || true
-  echo "no pretrained model: the demos use random weights" >&2
+  echo "no pretrained model: the demos use random weights; to try again: bash requirements/model.sh .venv" >&2
 fi

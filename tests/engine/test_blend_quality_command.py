@@ -77,6 +77,11 @@ def test_a_command_prints_the_table_and_says_what_is_missing_in_a_line(
     assert control.startswith("| no segments | 0.0 % |")
     for more, said in [
         (["2", "--documents", str(empty)], "is no folder with files"),
+        (["2"], "name a folder with texts"),
+        (["2", *where, str(documents / "0.txt")], "name a folder with texts"),
+        (["2", *where, "--dtype", "float31"], "float31"),
+        (["2", *where, "--attention", "flash_attention_2"], "(choose from 'sdpa', 'eager')"),
+        (["200", *where], "and the model reads"),
         (["50", *where], "segments of 32 tokens"),
         (["0", *where], "give 1 or more"),
         (["2", *where, "--blend", "last_k:3"], "blend 'last_k:3'"),

@@ -65,6 +65,7 @@ def test_what_cannot_be_added_is_one_line(
         ([str(empty), "--model", str(folder)], "it is empty"),
         ([str(tmp_path / "none.txt"), "--model", str(folder)], "No such file"),
         ([str(there), "--model", str(tmp_path)], f"--model {tmp_path}: "),
+        (["--model", str(tmp_path), str(there)], f"--model {tmp_path}: "),
         ([str(there)], "--model"),
     ]:
         assert main(["blend", "add", *arguments, "--socket", str(tmp_path / "none")]) == 2

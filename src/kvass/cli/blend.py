@@ -45,11 +45,12 @@ def run(argv: list[str]) -> int:
     flag(
         "--attention",
         default="sdpa",
+        choices=["sdpa", "eager"],
         metavar="NAME",
         help="attention: sdpa or eager (default: sdpa)",
     )
     _add_flags(parser)
-    own = vars(parser.parse_args(argv))
+    own = vars(parser.parse_intermixed_args(argv))
     options = {name: own.pop(name) for name in CONNECTION}
     if own["action"] == "quality":
         return _quality(own)
@@ -99,9 +100,10 @@ def _quality(own: dict[str, Any]) -> int:
     shape = [own[n] for n in ("prompts", "segments", "segment_tokens", "answer_tokens")]
     if min(shape) < 1:
         raise ConfigError("prompts, segments and tokens: give 1 or more of each")
-    folder = Path(own["documents"] or "")
-    texts = {str(f): _read(f) for f in sorted(folder.glob("*")) if f.is_file()}
-    if not own["documents"] or not texts:
+    if own["files"] or own["documents"] is None:
+        raise ConfigError("kvass blend quality: name a folder with texts by --documents, no files")
+    texts = {str(f): _read(f) for f in sorted(Path(own["documents"]).glob("*")) if f.is_file()}
+    if not texts:
         raise ConfigError(f"--documents {own['documents']}: it is no folder with files")
     try:  # as above
         from kvass.connectors.transformers import quality

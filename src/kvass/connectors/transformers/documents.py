@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvass.connectors.transformers.connector import connect
 from kvass.errors import ConfigError, Unavailable
+from kvass.wire.framing import one_line
 
 PATIENCE_S = 5.0
 """How long to wait for the daemon."""
@@ -20,8 +21,8 @@ def load(path: str, loading: Mapping[str, Any]) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, **loading).eval()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # noqa: BLE001 - whatever files or absent packages lead to
+        raise ConfigError(f"--model {path}: {one_line(' '.join(str(error).split()))}") from None
     return tokenizer, model
 
 

@@ -87,6 +87,7 @@ def measure(
     named = {OPENING: OPENING, **texts}
     ids = {n: tokenizer(t, add_special_tokens=False).input_ids for n, t in named.items()}
     trial = Trial(model, ids.pop(OPENING), ids)
+    trial.check(shape)
     lines = {name: QualityLine() for name in (FULL, *blends, WITHOUT)}
     draw = random.Random(seed)
     for _ in range(shape.prompts):
@@ -104,6 +105,18 @@ class Trial:
     def __init__(self, model: Any, opening: list[int], texts: Mapping[str, list[int]]) -> None:
         self._model, self._opening, self._texts = model, opening, texts
         self._blender = Blender(model)
+
+    def check(self, shape: Shape) -> None:
+        """Raises ``ConfigError`` for prompts that are longer than the model can read."""
+        tokens = len(self._opening) + shape.segments * shape.segment_tokens
+        tokens += QUESTION_TOKENS + shape.answer_tokens
+        config = self._model.config.get_text_config(decoder=True)
+        most = getattr(config, "max_position_embeddings", tokens)
+        if tokens > most:
+            raise ConfigError(
+                f"a prompt with its answer has {tokens} tokens, and the model reads {most}: give "
+                "fewer or shorter segments"
+            )
 
     def case(self, shape: Shape, draw: random.Random) -> Case:
         """Another prompt, by full prefill."""
