@@ -34,7 +34,7 @@ def parser_of(command: str) -> Parser:
     def found(self: Parser, *_: object) -> NoReturn:
         raise _Found(self)
 
-    with mock.patch.object(Parser, "parse_args", found):
+    with mock.patch.object(Parser, "parse_known_args", found):
         try:
             import_module(f"kvass.cli.{command}").run([])
         except _Found as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from kvass.testing.daemon import Daemon, running_daemon
 from kvass.types import RankLayout
 from tests.support.wire.raw_session import LAYOUT, RawSession
 
+ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
 
 
@@ -93,6 +95,10 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
         lines = list(report(fields | {"forgotten": gone}))
         assert lines[2].startswith("hit rate 75.0 % of 3,072 tokens since start, 75.0 % of 1,024")
         assert lines[3] == "saved    2,304 tokens since start; 1m3s of prefill", "what is known"
+        page = (ROOT / "docs" / "wrong-tokens.md").read_text()
+        for line in lines[1:4]:
+            (written,) = re.findall(rf"^{line[:9]}.*$", page, re.M)
+            assert re.findall("[a-z]{3,}", written) == re.findall("[a-z]{3,}", line)
         assert lines[4].startswith("loads    20 of 31 failed since start, 0 in the last minute")
         assert fields["counters"]["lapsed_leases"] == 0, "zeros are there"
         _, lines = said(daemon, capsys, "top", "--times", "2", "--every", "0.1")

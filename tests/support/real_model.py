@@ -24,7 +24,7 @@ def real_model() -> Path | None:
 def needed() -> Path:
     """Its folder. A test that needs it fails where there is none."""
     folder = real_model()
-    assert folder is not None, "no pretrained model: make setup says why"
+    assert folder is not None, "no pretrained model: bash requirements/model.sh .venv says why"
     return folder
 
 

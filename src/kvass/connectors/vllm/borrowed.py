@@ -73,7 +73,7 @@ def engine_args() -> Any:
 
     No hook: vLLM does not say when it begins to make an engine.
     Contract: ``EngineArgs.create_engine_config``.
-    Without: an engine counts from the start of its process. If its model was saved in that
+    Without: an engine counts as made when its process began. If its model was saved in that
     process, it runs uncached.
     """
     return next((found for _, found in _callers("vllm.engine.arg_utils", "EngineArgs")), None)
@@ -84,7 +84,7 @@ def config_in_making() -> Any:
 
     No hook: the class is asked for without the configuration.
     Contract: ``VllmConfig.model_config``.
-    Without: an engine counts from the start of its process. If its model was saved in that
+    Without: an engine counts as made when its process began. If its model was saved in that
     process, it runs uncached.
     """
     return next((found for _, found in _callers("vllm.config.vllm", "VllmConfig")), None)
