@@ -67,7 +67,7 @@ _MOST_BYTES: Final = (1 << 31) - PAGE
 """The largest record, including its header."""
 _COUNTS: Final = (
     "evicted",  # records or whole segments that were evicted to make room
-    "damaged",  # loads whose record did not match its header, key or checksum
+    "damaged",  # records that did not match their header, key or checksum; entries of tables
     "mismatched",  # loads whose record had shards of other lengths than the buffers
     "full",  # stores for which no slot could be freed
     "too_large",  # stores of records that do not fit even into an empty tier
@@ -173,6 +173,7 @@ class DiskTier(RecordTier):
         if damaged:
             line = "%s: its tables have damaged entries: %d; the records of these are not found"
             _log.warning(line, self.name, damaged)
+            self._counts["damaged"] += damaged
         return max((file.number for file in opened), default=0)
 
     # ------------------------------------------------------------ batches
