@@ -9,7 +9,19 @@ import pytest
 from kvass.core.effects import TierClear, TierEpoch
 from kvass.daemon.tier_process.executor import CHECK_S, FIRST_PAUSE_S
 from kvass.errors import ItemRefused, TierDown
-from tests.daemon.tier_rig import PAGE, SPACE, Rig, Trouble, key, load, probe, rig, store
+from tests.daemon.tier_rig import (
+    PAGE,
+    SPACE,
+    WAIT_S,
+    Gate,
+    Rig,
+    Trouble,
+    key,
+    load,
+    probe,
+    rig,
+    store,
+)
 from tests.support.tiers.memory import MemoryTier
 from tests.support.waiting import eventually
 
@@ -18,13 +30,14 @@ class ProvingTier(MemoryTier):
     """``checks``: the checks so far, whether each was with a write. ``stranger``: what is wrong
     with who answers."""
 
-    def __init__(self, trouble: Trouble | None = None) -> None:
+    def __init__(self, trouble: Trouble | Gate | None = None) -> None:
         super().__init__(trouble or Trouble(None))
         self.checks: list[bool] = []
         self.stranger = ""
         self.records[key(1)] = [b"\1" * PAGE, b"\2" * PAGE]
 
     def check_store(self, whole: bool) -> None:
+        self.hook("check")
         self.checks.append(whole)
         if self.stranger:
             raise TierDown(self.stranger)
@@ -85,6 +98,24 @@ def test_a_kind_of_work_that_failed_is_tried_again_only_at_the_store_itself() ->
         assert eventually(lambda: served(made, 30)[0])
         assert served(made, 40) == [True, True, True]
         assert made.reported(up=True)
+
+
+def test_a_check_that_takes_long_is_overdue_and_is_not_asked_for_twice() -> None:
+    gate = Gate("check")
+    tier = ProvingTier(gate)
+    with rig(tier, slow_s=30.0) as made:
+        made.clock.now += CHECK_S
+        assert gate.entered.acquire(timeout=WAIT_S)
+        for _ in range(4):
+            made.clock.now += CHECK_S
+            assert made.reported(queued=1)
+            assert served(made, 0) == [True, True, True], "as long as it may be well"
+        made.clock.now += 30.0
+        assert made.reported(up=False, trouble="a call has been running for more than 30 s")
+        assert served(made, 10) == [False, False, False]
+        gate.open.set()
+        assert made.reported(up=True)
+        assert served(made, 20) == [True, True, True]
 
 
 def test_a_refusal_of_one_request_is_its_end_and_no_trouble_of_the_tier() -> None:

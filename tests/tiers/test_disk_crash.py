@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvass.errors import TierDown
+from kvass.errors import ItemRefused, TierDown
 from kvass.testing.tier_suite import data_of, fetch, same
 from kvass.tiers.base import Buffer
 from kvass.tiers.disk import DiskTier, reading
@@ -138,7 +138,7 @@ class Faults:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.error: dict[str, int] = {}
-        for name in ("pwritev", "preadv", "pwrite", "posix_fallocate"):
+        for name in ("pwritev", "preadv", "pwrite", "posix_fallocate", "fsync"):
             patch.setattr(os, name, self._wrap(name, getattr(os, name)))
 
     def _wrap(self, name: str, real: Any) -> Any:
@@ -188,6 +188,9 @@ def test_writes_that_fail_are_said_and_forgotten(
     faults.error["pwritev"] = faults.error["pwrite"] = number
     with pytest.raises(TierDown, match=os.strerror(number)):
         fill(tier, keys[3:])
+    faults.error["fsync"] = number
+    with pytest.raises(ItemRefused, match=os.strerror(number)):
+        tier.set_note("epoch", b"7")
     assert all(hits(tier, keys[:5]))  # it can still be read
     tier.delete(keys[:1])
     assert hits(tier, keys) == [False] + [True] * 4 + [False] * 5

@@ -120,8 +120,25 @@ def test_a_backend_that_takes_no_writes_is_down_for_stores_alone() -> None:
     assert type(caught.value) is TierDown
     tier.check_store()
     tier.writing = TierDown("no answer")
-    with pytest.raises(TierDown, match="no answer"):
-        tier.check_store()
+    for wrong in ({}, {proof.NAME: b"a page"}):
+        tier.notes = wrong
+        with pytest.raises(TierDown, match="no answer"):
+            tier.check_store()
+    tier.notes = {proof.NAME: proof._made()}
+    tier.check_store()  # it answers, and what it has is right
+
+
+def test_a_note_that_cannot_be_set_says_nothing_of_reading() -> None:
+    """An epoch that nobody has noted yet is one namespace's; probes of others go on."""
+    tier = Outcomes()
+    tier.check_store()
+    for tier.writing in (ItemRefused("full"), TierDown("full")):
+        with pytest.raises(ItemRefused, match="full"):
+            tier.set_note("epoch", b"7")
+    tier.reading = TierDown("no answer")
+    with pytest.raises(TierDown, match="no answer") as caught:
+        tier.set_note("epoch", b"7")
+    assert type(caught.value) is TierDown
 
 
 def test_what_cannot_be_read_is_absent_until_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:

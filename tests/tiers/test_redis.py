@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import pytest
 
-from kvass.errors import TierDown
+from kvass.errors import ItemRefused, TierDown
 from kvass.testing.tier_suite import eventually
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.base import MAX_NOTE_BYTES
@@ -102,6 +102,10 @@ DEMOTED: dict[str, tuple[tuple[str, ...], Callable[[Tier], object]]] = {
     "READONLY|read only": (("REPLICAOF", "127.0.0.1", "1"), lambda tier: fill(tier, KEYS)),
     "MASTERDOWN|Link with MASTER": (("REPLICAOF", "127.0.0.1", "1"), lambda tier: hits(tier, KEYS)),
     "NOREPLICAS": (("CONFIG", "SET", "min-replicas-to-write", "1"), lambda tier: fill(tier, KEYS)),
+    "READONLY|read.only": (
+        ("REPLICAOF", "127.0.0.1", "1"),
+        lambda tier: tier.set_note("epoch", b"7"),
+    ),
 }
 """What a server says that others have replaced; what makes it say so; and to whom."""
 
@@ -208,6 +212,42 @@ def test_a_full_server_refuses_and_serves(start: Start) -> None:
     server.client().config_set("maxmemory-policy", "allkeys-lru")
     assert all(fill(tier, keys_of(100, "newer")))
     assert sum(hits(tier, keys_of(100, "newer"))) > 0
+    tier.close()
+
+
+NO_WRITES: dict[str, tuple[str, ...]] = {
+    "memory": ("CONFIG", "SET", "maxmemory", "1kb"),
+    "read only": ("REPLICAOF", "127.0.0.1", "1"),
+    "NOREPLICAS": ("CONFIG", "SET", "min-replicas-to-write", "1"),
+}
+
+
+@pytest.mark.parametrize("why", NO_WRITES)
+def test_a_server_that_takes_no_writes_is_read(start: Start, why: str) -> None:
+    """With and without a note of an earlier check: a kvass of before it had checks wrote none."""
+    server = start(RedisServer)
+    tier = open_tier(f"redis:{server.address}")
+    assert isinstance(tier, RedisTier)
+    tier.set_note("epoch", b"7")
+    tier.check_store()
+    assert all(fill(tier, KEYS))
+    server.client().execute_command(*NO_WRITES[why])
+    for _ in range(2):
+        tier.check_store()
+        tier.check_store(whole=False)
+        assert tier.note("epoch") == b"7"
+        assert tier.note("none") is None
+        assert all(tier.probe(KEYS))
+        assert all(hits(tier, KEYS))
+        with pytest.raises(ItemRefused, match=why):
+            tier.set_note("epoch", b"8")
+        with pytest.raises(TierDown, match=why) as caught:
+            fill(tier, KEYS)
+        assert not isinstance(caught.value, ItemRefused)
+        if why == "memory":
+            server.client().delete("kvass:n:check")
+    if why == "memory":
+        tier.clear()
     tier.close()
 
 

@@ -29,7 +29,7 @@ _WORDS: Final = 60
 
 Depth: TypeAlias = Literal["read", "try", "write"]
 """``read``: the note is read; it is written if it is not right. ``try``: it is also written, if
-that is allowed. ``write``: it must be possible to write it."""
+that is possible. ``write``: it must be. A store that is full or read-only serves loads."""
 
 
 class Proof:
@@ -75,8 +75,9 @@ class Proof:
             return
         try:
             self._put(NAME, _made())
-        except ItemRefused:
-            if depth == "write" or not (before is None or _is_right(before)):
+        except TierDown as error:
+            absent = before is None and isinstance(error, ItemRefused)
+            if depth == "write" or not (absent or _is_right(before)):
                 raise
             return  # reading is well: its answer was the store's own
         after = self._get(NAME)

@@ -22,6 +22,7 @@ from kvass.tiers.base import MAX_NOTE_BYTES, Shards, check_batch, check_note
 from kvass.tiers.codec import Closing, Header, Open, Opening, Seal
 from kvass.tiers.proof import Depth, Proof
 from kvass.tiers.refusals import Refusals
+from kvass.tiers.worker_pool import as_down
 from kvass.types import DEFAULT_TENANT
 
 Outcome: TypeAlias = bool | TierDown
@@ -157,8 +158,12 @@ class RecordTier(ABC):
 
     def set_note(self, name: str, value: bytes) -> None:
         check_note(name, value)
-        with self._call() as since, self._one(since, "write"):
-            self._put_note(name, value)
+        with self._call() as since, self._one(since):
+            try:
+                self._put_note(name, value)
+            except (TierDown, OSError) as error:  # one that takes no writes can still be read
+                self._renew()
+                raise ItemRefused(str(as_down(self.name, error))) from None
             self._prove("read", time.monotonic())
 
     def check_store(self, whole: bool = True) -> None:

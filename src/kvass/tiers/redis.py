@@ -162,7 +162,10 @@ class RedisTier(RecordTier):
 
     def _put_note(self, name: str, value: bytes) -> None:
         """Set a note. It never expires, even if records do."""
-        self._ask_one("SET", self._note_name(name), value)
+        try:
+            self._ask_one("SET", self._note_name(name), value)
+        except _AnyRefused as error:  # it is full or read-only: what it has can be read
+            raise ItemRefused(str(error)) from None
 
     def _renew(self) -> None:
         with self._connecting:

@@ -250,8 +250,9 @@ class Executor:
 
     def _check_due(self, now: float) -> bool:
         """Whether it is time for a check of the store. The caller holds the lock."""
-        down = self._works["check"].health.state is not HealthState.UP
-        return self._proves and (down or now >= self._check_at)
+        work = self._works["check"]
+        due = work.health.state is not HealthState.UP or now >= self._check_at
+        return self._proves and due and not work.queue  # a slow store gets no more than it answers
 
     def _report(self, overdue: bool) -> None:
         """Log that the tier went down or is back. Post the tier's report if it has changed."""
