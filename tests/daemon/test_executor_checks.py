@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from kvass.core.effects import TierClear, TierEpoch
+from kvass.core.tiers.epochs import LOOK_AGAIN_S
 from kvass.daemon.tier_process.executor import CHECK_S, FIRST_PAUSE_S
 from kvass.errors import ItemRefused, TierDown
 from tests.daemon.tier_rig import (
@@ -131,6 +132,17 @@ def test_a_refusal_of_one_request_is_its_end_and_no_trouble_of_the_tier() -> Non
         trouble.error = None
         assert made.ask(TierEpoch(0, 20, SPACE, fresh=1)).epoch is not None
         assert made.reported(up=True, trouble="", errors=2, refused=0)
+
+
+def test_an_epoch_that_nobody_asks_for_any_more_is_no_trouble() -> None:
+    tier = ProvingTier(Trouble(ItemRefused("read-only"), "set_note"))
+    with rig(tier) as made:
+        for _ in range(2):
+            assert made.ask(TierEpoch(0, 1, SPACE, fresh=1)).epoch is None
+            made.clock.now += LOOK_AGAIN_S
+            assert made.reported(trouble="an epoch cannot be noted: read-only")
+        made.clock.now += LOOK_AGAIN_S
+        assert made.reported(up=True, trouble="")
 
 
 def test_a_refusal_that_ends_a_batch_is_trouble() -> None:

@@ -33,6 +33,7 @@ from typing import Any, Final
 import msgspec
 
 from kvass.core.effects import Emptied, FromTier, TierEpoch, TierReport, ToTier
+from kvass.core.tiers.epochs import LOOK_AGAIN_S
 from kvass.daemon.tier_process.health import Health, HealthState
 from kvass.daemon.tier_process.operations import StoreCheck, how, perform
 from kvass.daemon.tier_process.reports import LINE_CHARS, reportable
@@ -103,8 +104,9 @@ class Executor:
         """Thread -> the time at which its call of the tier began, if it is ``bounded``."""
         self._errors = self._refused = 0
         self._trouble = ""
-        self._unnoted: dict[bytes, str] = {}
-        """Namespace -> why its epoch cannot be read or noted, although the tier is up."""
+        self._unnoted: dict[bytes, tuple[float, str]] = {}
+        """Namespace -> when its epoch could not be read or noted, although the tier is up, and
+        why."""
         self._logged: set[type[BaseException]] = set()
         self._closed = False
         self._proves = isinstance(tier, ProvingTier)
@@ -185,7 +187,8 @@ class Executor:
             if isinstance(effect, TierEpoch):
                 self._unnoted.pop(effect.namespace, None)
                 if error is not None and up:
-                    self._unnoted[effect.namespace] = f"an epoch cannot be noted: {trouble}"
+                    why = f"an epoch cannot be noted: {trouble}"
+                    self._unnoted[effect.namespace] = self._clock(), why
             changed = work.health.end(begun, up, self._clock())
             proving = self._works["check"].health
             if not up and unproven and proving.state is HealthState.UP:
@@ -260,7 +263,12 @@ class Executor:
         with self._lock:
             healthy = all(work.health.state is HealthState.UP for work in self._works.values())
             up = healthy and not overdue
-            trouble = next(iter(self._unnoted.values()), "") if up else self._trouble
+            gone = (
+                self._clock() - 2 * LOOK_AGAIN_S
+            )  # the core asks no more for a namespace that left
+            self._unnoted = {ns: one for ns, one in self._unnoted.items() if one[0] > gone}
+            _, unnoted = next(iter(self._unnoted.values()), (gone, ""))
+            trouble = unnoted if up else self._trouble
             if overdue:
                 trouble = f"a call has been running for more than {self._slow_s:g} s"
             fields |= {
