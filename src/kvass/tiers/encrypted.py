@@ -5,9 +5,9 @@ miss.
 
 Records are stored under the name that the first key of the file gives them, and sought under those
 of all its keys. Notes are not encrypted: the epochs of namespaces, and which keys have stored
-records here. ``kvass clear --tier`` forgets the latter. They are read at the first check or probe,
-which a tier's process makes at its start, and whenever the first key changes. So a wrong file is
-seen before anything is stored.
+records here. ``kvass clear --tier`` forgets the latter. They are read at the first check of the
+store, which a tier's process makes at its start, and at the next one after the first key changed.
+So a wrong file is seen before anything is stored.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
-from kvass.errors import TierDown
+from kvass.errors import ItemRefused, TierDown
 from kvass.tiers.base import Shards, check_batch
 from kvass.tiers.encryption import ID_BYTES, Encryption
 from kvass.tiers.key_file import KeyFile
@@ -43,7 +44,6 @@ class EncryptedTier:
 
     def probe(self, keys: Sequence[bytes]) -> list[bool]:
         check_batch(keys)
-        self._look_for_keys()
         return self._with_each_key(keys, lambda names, _: self._tier.probe(names))
 
     def load(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[bool]:
@@ -81,7 +81,8 @@ class EncryptedTier:
     def check_store(self, whole: bool = True) -> None:
         """See ``RecordTier.check_store``."""
         self._tier.check_store(whole)
-        self._look_for_keys()
+        with suppress(ItemRefused):  # the store is well, and this is asked again at the next check
+            self._look_for_keys()
 
     def close(self) -> None:
         self._tier.close()
