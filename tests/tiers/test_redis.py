@@ -200,6 +200,23 @@ def test_a_clear_without_the_right_to_list_says_so(start: Start) -> None:
     tier.close()
 
 
+def test_a_clear_that_may_delete_some_says_so(start: Start) -> None:
+    server = start(RedisServer)
+    mine = "~kvass:n:*", "~kvass:r:*1"
+    client: Any = server.client()
+    client.execute_command("ACL", "SETUSER", "me", "on", ">s3cret", "+@all", *mine)
+    tier = open_tier(f"redis:{server.address}?username=me&password=s3cret")
+    writer = open_tier(f"redis:{server.address}")
+    assert all(fill(writer, KEYS))
+    with pytest.raises(ItemRefused, match="permission"):
+        tier.clear()
+    assert sum(hits(writer, KEYS)) >= 9
+    writer.clear()
+    assert not any(writer.probe(KEYS))
+    tier.close()
+    writer.close()
+
+
 def test_a_full_server_refuses_and_serves(start: Start) -> None:
     server = start(RedisServer, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     tier = open_tier(f"redis:{server.address}")

@@ -150,7 +150,9 @@ class RedisTier(RecordTier):
         try:
             found = client.scan_iter(match=prefix + b"[rp]:*", count=_SCAN)
             while some := list(islice(found, _SCAN)):
-                answers(self._unlink(some))
+                for outcome in self._unlink(some):
+                    if isinstance(outcome, TierDown):  # one that stays is no clear
+                        raise outcome
         except _TROUBLE as error:
             raise self._down(error) from error
 
