@@ -48,6 +48,7 @@ class Prompt:
     adapter: Adapter | None = None
     salt: str = ""
     most_stored_tokens: int | None = None
+    most_loaded_tokens: int | None = None
     context: RequestContext = NO_CONTEXT
     ends_session: bool = False
     waits_with_blocks: bool = False

@@ -26,6 +26,7 @@ from kvass.connectors.vllm import (
 from kvass.connectors.vllm.blend_connector import BlendConnector
 from kvass.connectors.vllm.blend_oracle import KeptSegments
 from kvass.connectors.vllm.entry import KvassConnector
+from kvass.connectors.vllm.hints import MOST_LOADED
 from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
 from kvass.messages import Segment, Segments
@@ -273,3 +274,16 @@ def test_prompt_embeddings_are_neither_indexed_nor_searched(
     world.add("b", [0] * (3 * CHUNK) + [*DOCUMENT, 7])
     world.run(client)
     assert (segments.index, segments.searched) == (indexed, searched)
+
+
+@pytest.mark.parametrize(("params", "searches"), [({MOST_LOADED: 500}, []), (None, ["b"])])
+def test_a_request_that_limits_what_is_loaded_gets_no_segments(
+    blending: tuple[FakeClient, SchedulerHarness, FakeSegments],
+    params: dict[str, Any] | None,
+    searches: list[str],
+) -> None:
+    _, world, segments = blending
+    segments.searched.clear()
+    world.add("b", [0, *DOCUMENT, 7], params=params)
+    world.step()
+    assert segments.searched == searches

@@ -9,13 +9,16 @@ from unittest import mock
 import pytest
 
 from kvass.connectors.vllm.hints import (
+    MOST_LOADED,
     MOST_TOKENS,
     NO_HINTS,
     REPORT,
     SESSION,
+    SKIP_LOAD,
     SKIP_SAVE,
     TENANT,
     TTL,
+    VLLM_MOST_LOADED,
     Hints,
     read_hints,
 )
@@ -115,6 +118,14 @@ def test_a_bad_value_is_ignored_counted_and_logged_once(
         ({MOST_TOKENS: True}, Hints(bad=(MOST_TOKENS,))),
         ({MOST_TOKENS: 1.5}, Hints(bad=(MOST_TOKENS,))),
         ({SKIP_SAVE: "yes"}, Hints(bad=(SKIP_SAVE,))),
+        ({VLLM_MOST_LOADED: 7}, Hints(most_loaded=7)),
+        ({VLLM_MOST_LOADED: 7, MOST_LOADED: 9}, Hints(most_loaded=9)),
+        ({VLLM_MOST_LOADED: 7, MOST_LOADED: 0}, Hints(most_loaded=0)),
+        ({VLLM_MOST_LOADED: 7, SKIP_LOAD: True}, Hints(most_loaded=0)),
+        ({VLLM_MOST_LOADED: 7, SKIP_LOAD: False}, Hints(most_loaded=7)),
+        ({VLLM_MOST_LOADED: 7, MOST_LOADED: "9"}, Hints(most_loaded=7, bad=(MOST_LOADED,))),
+        ({VLLM_MOST_LOADED: False}, Hints(bad=(VLLM_MOST_LOADED,))),
+        ({MOST_LOADED: -1, SKIP_LOAD: "yes"}, Hints(bad=(MOST_LOADED, SKIP_LOAD))),
         ({REPORT: True}, Hints(report=True)),
         ({REPORT: "yes", TENANT: ""}, Hints(bad=(REPORT,))),
         ({TTL: "5m"}, Hints(keep_s=300)),

@@ -44,6 +44,7 @@ REASONS: Final[dict[str, str]] = {
     "adapter_unknown": "The weights of the request's LoRA adapter were not known.",
     "not_read": "The request does not read caches.",
     "loads_off": "This engine loads nothing from kvass.",
+    "load_limit": "The request allows no more tokens to be loaded.",
     "too_short": "The prompt is too short: no block or chunk of it can match.",
     "no_hashes": "Hashes do not say all of the prompt's content: another one may have the same.",
     "own_hit": "The engine's own cache had everything that can match.",
@@ -69,7 +70,7 @@ CAUSES: Final[dict[str, str]] = {
 TOLD: Final = frozenset(
     {
         *("", "own_hit"),  # a hit shows in the latency, too
-        *("too_short", "too_long", "no_hashes", "not_read"),
+        *("too_short", "too_long", "no_hashes", "not_read", "load_limit"),
         *("no_daemon", "no_answer", "refused", "not_sent", "clearing", "ranks_missing"),
         *("weights_unnamed", "weights_changed", "loads_off"),
     }

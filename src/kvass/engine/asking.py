@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -17,15 +17,20 @@ from kvass.engine.request_state import LoadState, RequestState
 from kvass.engine.setup import EngineSetup
 from kvass.messages import RequestContext
 
+LOAD_LIMIT: Final = "load_limit"
+"""The reason that is told of a request that allows no more to be loaded (docs/explain.md)."""
+
 
 class Question(NamedTuple):
     """The lookup of the first ``chunks`` chunks of a request. The engine's own cache has ``local``
-    tokens, and a hit has ``end`` tokens at most. ``named``: the LoRA adapter of the request."""
+    tokens, and a hit has ``end`` tokens at most. ``named``: the LoRA adapter of the request.
+    ``why``: why no more is asked; empty if nothing more could match."""
 
     local: int
     end: int
     chunks: int
     named: NamedAdapter | None
+    why: str = ""
 
 
 class Asking:
@@ -58,7 +63,8 @@ class Asking:
         if not state.request.reads_cache:
             return "not_read"
         request, chunks = state.request, self._limits.chunks(state.request)
-        end = self._limits.end(request, chunks)
+        last = self._limits.end(request, chunks)
+        chunks, end = self._limits.allowed(request, local, chunks, last)
         named: NamedAdapter | NoSalt | None = NoSalt.UNKNOWN
         if self._client.connected and end > local:
             adapter = request.adapter
@@ -67,15 +73,18 @@ class Asking:
             return None
         if isinstance(named, NoSalt):
             self._client.give_back(request.name)
-            return self._nothing_to_ask(state, local, end)
-        return Question(local, end, chunks, named)
+            return self._nothing_to_ask(state, local, last, end)
+        return Question(local, end, chunks, named, LOAD_LIMIT if end < last else "")
 
-    def _nothing_to_ask(self, state: RequestState, local: int, end: int) -> str:
-        """Why there is no daemon to ask or nothing to ask it for."""
+    def _nothing_to_ask(self, state: RequestState, local: int, last: int, end: int) -> str:
+        """Why there is no daemon to ask or nothing to ask it for. A hit could have ``last`` tokens
+        at most, and ``end`` of them are allowed."""
         if self._limits.without_hashes(state.request):
             return "no_hashes"
-        if end <= local:
+        if last <= local:
             return "own_hit" if local else "too_short"
+        if end <= local:
+            return LOAD_LIMIT
         if not self._client.connected:
             return "no_daemon" if self._setup.named else "weights_unnamed"
         return "adapter_unknown"
@@ -83,6 +92,9 @@ class Asking:
     def ask(self, state: RequestState, question: Question) -> Found:
         """Ask the daemon, or for its answer if it was asked."""
         request, named, local = state.request, question.named, question.local
+        if question.end < state.asked_end:  # the engine's own hit got shorter: a match is too long
+            self._client.give_back(request.name)
+        state.asked_end = question.end
         salt, first = b"" if named is None else named.salt, local // self._setup.chunk_tokens
         hashes, width = state.digests(question.chunks, salt)
         width = width or len(request.block_hashes(0, 1)[0])

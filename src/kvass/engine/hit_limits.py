@@ -32,6 +32,15 @@ class HitLimits:
         below_last = (request.known_tokens - 1) // self.tokens(0, 1)
         return self.tokens(0, min(request.hashed_blocks, below_last))
 
+    def allowed(self, request: Request, local: int, chunks: int, end: int) -> tuple[int, int]:
+        """``chunks`` and ``end``, cut to what the request allows to be loaded after ``local``
+        tokens: to a block if hits may end inside a chunk, else to a chunk."""
+        if (most := request.most_loaded_tokens) is None:
+            return chunks, end
+        each, upto = self._setup.chunk_tokens, local + most
+        unit = self.tokens(0, 1) if self.inside_chunks else each
+        return min(chunks, upto // each + self._setup.spare), min(end, upto // unit * unit)
+
     def blocks(self, state: RequestState, salt: bytes, local: int, end: int, chunk: int) -> bytes:
         """The hashes of the first blocks of ``chunk``, up to token ``end`` of the request. Empty
         if the engine's own cache has all these tokens."""

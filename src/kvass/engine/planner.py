@@ -221,8 +221,8 @@ class Planner:
             hit = self._hit(match, local, end if most is None else min(end, most))
             if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
                 self.client.give_back(state.request.name)
-        asked, now_s = end - local, time.monotonic()
-        answer = Answer(local, local + hit, named, asked, found.why, tiers, found.boot, now_s)
+        asked, why, now_s = end - local, found.why or question.why, time.monotonic()
+        answer = Answer(local, local + hit, named, asked, why, tiers, found.boot, now_s)
         first = state.answered(answer)
         for each in self._observers:
             each.answered(state, answer, first)

@@ -71,6 +71,11 @@ class Request(Protocol):
         """How many of its first tokens may be stored; None: all. It does not change."""
 
     @property
+    def most_loaded_tokens(self) -> int | None:
+        """How many tokens may be loaded after those in the engine's own cache; None: all. It does
+        not change."""
+
+    @property
     def computed_tokens(self) -> int:
         """How many tokens have KV, or KV that is being loaded. The step that is being planned does
         not count. Draft tokens may count; they have no hash yet."""

@@ -174,6 +174,8 @@ class RequestState:
     """The number of the first step that computed tokens of the request; 0: none has."""
     first_stored: int | None = None
     """The first chunk of which the daemon granted this request a row to store; None: none."""
+    asked_end: int = 0
+    """Up to which token it was looked up last."""
     hint: tuple[str, int] | None = None
     """``if_absent`` and ``absent_chunk`` of its lookups; None: they are not determined yet."""
     noted: str = ""

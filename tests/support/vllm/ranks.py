@@ -371,9 +371,10 @@ class StubModelEngine:
             self.daemon.wait_until(reservations=0)
         return request
 
-    def load(self, name: str, tokens: Iterable[int]) -> Any:
-        """Add a request, and step until it computes; returns it and the tokens it began with."""
-        request = self.world.add(name, tokens)
+    def load(self, name: str, tokens: Iterable[int], **fields: Any) -> Any:
+        """Add a request, and step until it computes; returns it and the tokens it began with.
+        ``fields``: as for ``SchedulerHarness.add``."""
+        request = self.world.add(name, tokens, **fields)
         self.found.pop(name, None)
         until(lambda: self.step() and name in self.found, "the request's first tokens")
         return request, self.found[name]

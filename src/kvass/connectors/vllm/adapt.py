@@ -180,6 +180,10 @@ class VllmRequest:
         return prompt if most is None else min(most, prompt)
 
     @property
+    def most_loaded_tokens(self) -> int | None:
+        return self.hints.most_loaded
+
+    @property
     def computed_tokens(self) -> int:
         return int(self._request.num_computed_tokens)
 

@@ -108,8 +108,8 @@ class BlendPlanner:
     # ------------------------------------------------------------ requests
 
     def track(self, request: VllmRequest) -> None:
-        """Begin to track a new request."""
-        if (space := _space(request)) is not None:
+        """Begin to track a new request. One that limits what is loaded gets no segments."""
+        if (space := _space(request)) is not None and request.most_loaded_tokens is None:
             tokens = np.asarray(request.vllm.prompt_token_ids, "<u4")
             self._requests[request.name] = BlendRequest(request, space, tokens)
 

@@ -1,7 +1,7 @@
 """The hints of a request: the keys of its ``kv_transfer_params`` that kvass reads.
 
-Law of this file: a hint changes what is stored, for how long and who pays for it, never what a key
-stands for. A bad value counts as absent.
+Law of this file: a hint changes how much is loaded, what is stored, for how long and who pays for
+it, never what a key stands for. A bad value counts as absent.
 
 ``kv_transfer_params`` is a field of vLLM's HTTP requests (completions, chat completions, responses,
 messages), and of ``SamplingParams.extra_args`` in Python.
@@ -26,6 +26,12 @@ MOST_TOKENS: Final = "max_offload_tokens"
 key."""
 SKIP_SAVE: Final = "lmcache.skip_save"
 """LMCache's key: ``true`` stores nothing."""
+MOST_LOADED: Final = "kvass.max_load_tokens"
+"""How many tokens may be loaded: an integer, 0 or more. It wins over the next key."""
+VLLM_MOST_LOADED: Final = "max_load_tokens"
+"""The key that newer versions of vLLM's own offloading have for it."""
+SKIP_LOAD: Final = "lmcache.skip_load"
+"""LMCache's key: ``true`` loads nothing."""
 
 SESSION: Final = "kvass.session"
 """Names the request's session, the client's: a text. It wins over vLLM's ``session_id``."""
@@ -42,13 +48,15 @@ FLAGS: Final = (None, True, False)
 
 class Hints(msgspec.Struct, frozen=True):
     """What a request asks for. ``tenant``: empty without one. ``most_tokens``: how many first
-    tokens may be stored; None: all. ``report``: whether the answer says what kvass did.
+    tokens may be stored; None: all. ``most_loaded``: how many tokens may be loaded; None: all.
+    ``report``: whether the answer says what kvass did.
     ``session``: the session's name; empty without one. ``ends``: the session ends with the request.
     ``keep_s``: for how long its rows are retained; 0: they are not.
     ``bad``: the keys whose values were ignored."""
 
     tenant: str = ""
     most_tokens: int | None = None
+    most_loaded: int | None = None
     report: bool = False
     session: str = ""
     ends: bool = False
@@ -63,15 +71,15 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
     """The hints in ``kv_transfer_params``."""
     if not params:
         return NO_HINTS
-    bad = []
-    tenant, most, skip, report = map(params.get, (TENANT, MOST_TOKENS, SKIP_SAVE, REPORT))
+    bad: list[str] = []
+    tenant, report = params.get(TENANT), params.get(REPORT)
     if not (tenant is None or (isinstance(tenant, str) and is_tenant_name(tenant or "default"))):
         bad.append(TENANT)
         tenant = "other" if isinstance(tenant, str) else ""
-    if not (most is None or (type(most) is int and most >= 0)):
-        bad.append(MOST_TOKENS)
-        most = None
-    bad += [key for key, flag in ((SKIP_SAVE, skip), (REPORT, report)) if flag not in FLAGS]
+    most = _most(params, (MOST_TOKENS,), SKIP_SAVE, bad)
+    loaded = _most(params, (MOST_LOADED, VLLM_MOST_LOADED), SKIP_LOAD, bad)
+    if report not in FLAGS:
+        bad.append(REPORT)
     session, ttl = params.get(SESSION), params.get(TTL)
     if not (session is None or (isinstance(session, str) and 0 < len(session) <= MOST_NAME)):
         bad.append(SESSION)
@@ -79,10 +87,29 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
     seconds = ttl_seconds(ttl)
     if seconds is None and ttl is not None:
         bad.append(TTL)
-    most = 0 if skip is True else most
     return Hints(
-        tenant or "", most, report is True, session or "", seconds == 0, seconds or 0.0, tuple(bad)
+        tenant=tenant or "",
+        most_tokens=most,
+        most_loaded=loaded,
+        report=report is True,
+        session=session or "",
+        ends=seconds == 0,
+        keep_s=seconds or 0.0,
+        bad=tuple(bad),
     )
+
+
+def _most(
+    params: Mapping[str, Any], keys: tuple[str, ...], none: str, bad: list[str]
+) -> int | None:
+    """How many tokens the first of ``keys`` allows that has a value; 0 if the flag ``none`` is set.
+    None: all. Adds to ``bad`` the keys whose values are ignored."""
+    counts = [(key, params[key]) for key in keys if params.get(key) is not None]
+    good = [value for _, value in counts if type(value) is int and value >= 0]
+    bad += [key for key, value in counts if type(value) is not int or value < 0]
+    if (flag := params.get(none)) not in FLAGS:
+        bad.append(none)
+    return 0 if flag is True else next(iter(good), None)
 
 
 def request_context(request: Any, hints: Hints) -> RequestContext:

@@ -107,7 +107,9 @@ class EngineLog:
         """The result of a request's last lookup was reported. ``why``: of its misses. In shadow
         mode nothing is loaded, and the entry says what would have been."""
         waiting = self._waiting.pop(request, None)
-        if why == "load_failed_here":
+        if why == "load_limit" and waiting is not None:
+            waiting.why = why
+        elif why == "load_failed_here":
             self.load_failed(request)
         elif why == "not_loaded" and waiting is not None and not self.shadow:
             waiting.why, waiting.hit_tokens, waiting.end_token = why, 0, waiting.local_tokens
