@@ -69,7 +69,7 @@ def test_a_command_prints_the_table_and_says_what_is_missing_in_a_line(
     command = ["blend", "quality", "--model", str(folder), "--segment-tokens", "32"]
     command += ["--answer-tokens", "4", "--prompts", "1", "--segments"]
     where = ["--documents", str(documents)]
-    assert main([*command, "2", *where, "--blend", "first_k:8"]) == 0
+    assert main([*command, "2", *where, "--blend", "first_k:8", "--device", "cpu"]) == 0
     *_, head, _, full, first, control = capsys.readouterr().out.splitlines()
     assert head.startswith("| computed again | share of the segments | KL, answer |")
     assert full.startswith("| full prefill | 100.0 % | 0.000 | 0.000 | 100.0 % |")
@@ -80,6 +80,7 @@ def test_a_command_prints_the_table_and_says_what_is_missing_in_a_line(
         (["2"], "name a folder with texts"),
         (["2", *where, str(documents / "0.txt")], "name a folder with texts"),
         (["2", *where, "--dtype", "float31"], "float31"),
+        (["2", *where, "--device", "abacus"], "abacus"),
         (["2", *where, "--attention", "flash_attention_2"], "(choose from 'sdpa', 'eager')"),
         (["200", *where], "and the model reads"),
         (["50", *where], "segments of 32 tokens"),

@@ -22,6 +22,7 @@ def fork_daemons(folder: Path) -> None:
     def started(command: Sequence[str], *, env: dict[str, str], stderr: Any, **more: Any) -> Any:
         if tuple(command[1:3]) != KVASS:
             return subprocess.Popen(command, env=env, stderr=stderr, **more)
+        env = {"OPENBLAS_NUM_THREADS": "1", **env}  # kvass set it when the template imported it
         forked: Any = template.fork(command[2:], env, stderr.fileno())
         forked.stdin.close()
         forked.stdout = io.TextIOWrapper(forked.stdout)

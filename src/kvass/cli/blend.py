@@ -42,6 +42,7 @@ def run(argv: list[str]) -> int:
         metavar="TYPE",
         help="data type, as for from_pretrained (default: auto)",
     )
+    flag("--device", default="cpu", metavar="NAME", help="of torch: cpu, cuda (default: cpu)")
     flag(
         "--attention",
         default="sdpa",
@@ -118,7 +119,8 @@ def _quality(own: dict[str, Any]) -> int:
 
 
 def _loading(own: dict[str, Any]) -> dict[str, Any]:
-    return {"dtype": own["dtype"], "attn_implementation": own["attention"]}
+    names = {"device": "device", "dtype": "dtype", "attention": "attn_implementation"}
+    return {name: own[flag] for flag, name in names.items()}
 
 
 def _read(file: Path) -> str:

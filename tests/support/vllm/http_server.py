@@ -30,9 +30,10 @@ def forked(command: Sequence[str], log: Path, environment: Mapping[str, str]) ->
     try:
         yield
     finally:
-        with suppress(ProcessLookupError):  # it ended before it had a group
+        with suppress(ProcessLookupError):  # it has no group yet, or has ended
             os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        server.send_signal(signal.SIGKILL)
+        server.wait(10)
         server.stdin.close()
         server.stdout.close()
 

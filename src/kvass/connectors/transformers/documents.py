@@ -16,11 +16,13 @@ PATIENCE_S = 5.0
 
 
 def load(path: str, loading: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The tokenizer and the model at ``path``. ``loading``: for ``from_pretrained``. Raises
-    ``ConfigError`` if they cannot be loaded."""
+    """The tokenizer and the model at ``path``. ``loading``: for ``from_pretrained``, and
+    ``device``, by default the CPU. Raises ``ConfigError`` if they cannot be loaded."""
+    options = {"device": "cpu", **loading}
+    device = options.pop("device")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, **loading).eval()
+        model = AutoModelForCausalLM.from_pretrained(path, **options).eval().to(device)
     except Exception as error:  # noqa: BLE001 - whatever files or absent packages lead to
         raise ConfigError(f"--model {path}: {one_line(' '.join(str(error).split()))}") from None
     return tokenizer, model
@@ -32,7 +34,7 @@ def add(
     """Load the model and the tokenizer at ``path`` and store ``texts``, by name. Yields of each its
     name, how many of its tokens can be found, and how many it has.
 
-    ``loading``: for ``from_pretrained``; ``terms``: for ``connect``. Raises ``ConfigError`` for a
+    ``loading``: as of ``load``; ``terms``: for ``connect``. Raises ``ConfigError`` for a
     model that cannot be loaded, ``Unavailable`` if there is no daemon.
     """
     tokenizer, model = load(path, loading)
