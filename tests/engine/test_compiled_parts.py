@@ -69,6 +69,10 @@ def test_one_line_says_why_they_do_not_fit(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(compiled, "IMPORTED", ("vllm._custom_ops", "orjson_of_nobody"))
     missing = "ModuleNotFoundError: No module named 'orjson_of_nobody'"
     assert why_not(own, before) == said + missing
+    (tmp_path / "asks_early.py").write_text("import torch\ntorch.ops._C.gone_for_good\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(compiled, "IMPORTED", ("asks_early",))
+    assert why_not(own, before).startswith(f"{said}AttributeError: ")
 
 
 def test_the_documentation_says_which_versions_run_with_compiled_parts_of_others() -> None:
