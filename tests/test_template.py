@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.template import Forked, Template
+from tests.support.waiting import eventually
 
 SAYS = """
 import os, sys
@@ -77,11 +79,31 @@ def test_an_interrupt_of_all_ends_only_what_it_would_end_without_a_template(
     assert one.poll() is None
     other = fork(template)
     other.stdout.readline()
-    other.send_signal(signal.SIGINT)
-    assert other.wait(10) == -signal.SIGINT
+
+    def interrupted() -> bool:  # Python may take the first one and then begin to read
+        other.send_signal(signal.SIGINT)
+        return other.poll() is not None
+
+    assert eventually(interrupted)
+    assert other.wait() == -signal.SIGINT
     other.stdin.close()
     other.stdout.close()
     assert told(one) == 0
+
+
+class Hangs(io.BytesIO):
+    def read(self, _: int | None = -1) -> bytes:
+        raise TimeoutError
+
+
+def test_a_test_that_takes_too_long_leaves_no_fork(template: Template) -> None:
+    one = fork(template)
+    one.stdout.close()
+    one.stdout, held = Hangs(), os.dup(one.stdin.fileno())  # or it would end by itself
+    with pytest.raises(TimeoutError):
+        one.ran()
+    assert one.wait(10) == -signal.SIGKILL
+    os.close(held)
 
 
 def test_what_a_program_ends_with_is_said(template: Template) -> None:

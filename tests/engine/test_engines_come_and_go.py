@@ -133,10 +133,8 @@ def run(module: str, folder: Path, *args: str, **environment: str) -> str:
     env = {**os.environ, **ENVIRONMENT, **environment}
     with (folder / "log").open("wb") as log:
         command = [f"tests.support.vllm.{module}", *args]
-        done = EngineProcess.template.fork(command, env, log.fileno())
-    with done.stdin, done.stdout:
-        output = done.stdout.read().decode()
-    assert done.wait() == 0, (folder / "log").read_text()
+        status, output = EngineProcess.template.fork(command, env, log.fileno()).ran()
+    assert status == 0, (folder / "log").read_text()
     return output
 
 

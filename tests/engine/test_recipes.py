@@ -223,7 +223,4 @@ def run(recipe: str, daemon: Daemon, *args: str) -> tuple[int, str]:
     """Its exit status and what it printed."""
     assert EngineProcess.template is not None
     command = [f"examples.{recipe}", "--socket", daemon.socket, *args]
-    done = EngineProcess.template.fork(command, os.environ, stderr=2)
-    with done.stdin, done.stdout:
-        output = done.stdout.read().decode()
-    return done.wait(), output
+    return EngineProcess.template.fork(command, os.environ, stderr=2).ran()

@@ -77,9 +77,9 @@ def test_what_it_needs() -> None:
 def test_the_connector_without_blend_imports_nothing_of_it() -> None:
     assert EngineProcess.template is not None
     run = EngineProcess.template.fork(["tests.support.vllm.blend_imports"], os.environ, stderr=2)
-    with run.stdin, run.stdout:
-        without, control = run.stdout.read().decode().splitlines()[-2:]
-    assert run.wait() == 0
+    status, said = run.ran()
+    assert status == 0
+    without, control = said.splitlines()[-2:]
     assert without == "[]"
     assert "kvass.blend.plan" in control
 

@@ -134,11 +134,10 @@ def test_in_another_process_the_identity_is_the_same_and_lines_look_like_vllms()
     assert EngineProcess.template is not None
     with tempfile.TemporaryFile() as log:
         fork = EngineProcess.template.fork(["tests.support.vllm.elsewhere"], env, log.fileno())
-        with fork.stdin, fork.stdout:
-            said = fork.stdout.read().decode()
+        status, said = fork.ran()
         log.seek(0)
         logged = log.read().decode()
-    assert fork.wait() == 0, logged
+    assert status == 0, logged
     config, caches = make_configs()
     here = read_setup(config, caches)
     seed, there = ast.literal_eval(said.splitlines()[-1])

@@ -55,6 +55,15 @@ class Forked:
         except subprocess.TimeoutExpired:
             return None
 
+    def ran(self) -> tuple[int, str]:
+        """Its exit status and what it printed. It has ended then, also if the test has not."""
+        try:
+            with self.stdin, self.stdout:
+                said = self.stdout.read().decode()
+            return self.wait(), said
+        finally:
+            self.send_signal(signal.SIGKILL)
+
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
         if self.poll() is None:
