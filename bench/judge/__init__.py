@@ -5,6 +5,7 @@ From the root of the repository:
     make judge                     everything; .cache/judge/judge.md, .json, and the logs
     make judge SHORT=1             one round: does each row come?
     make judge ONLY=random         some workloads; ROUNDS=5
+    make judge ONLY=chats          answers of the pretrained model, with drafts
     make judge PAGE=docs/judge.md  writes the page there too
     python -m bench.judge --render .cache/judge/judge.json   the page again, of that run
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ import msgspec
 from bench.engine import BLOCK, rotated
 from bench.judge import aiperf
 from bench.judge.contenders import BLOCKS, CONTENDERS, COUNTERS, Contender
-from bench.judge.model import model
+from bench.judge.model import PRETRAINED, model
 from bench.judge.workloads import WORKLOADS, Place, Workload
 from bench.peers import report
 from bench.peers.__main__ import machine, python, versions
@@ -72,21 +72,41 @@ def judge(only: str | None, rounds: int, to: Path) -> Judged:
         raise ConfigError(f"--only {only}: they are {', '.join(one.name for one in WORKLOADS)}")
     began_s = time.monotonic()
     about = versions() | {"AIPerf": aiperf.version()}
-    judged = Judged(Results(machine(), about, 0, now()))
+    judged = Judged(Results(machine(), about, rounds, now()))
     rows = {one.name: rows_of(judged.results, one) for one in chosen}
+
+    def save() -> None:
+        judged.results.minutes = (time.monotonic() - began_s) / 60
+        to.write_bytes(msgspec.json.format(msgspec.json.encode(judged), indent=1))
+
     with ExitStack() as ending:
         folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="kvass-judge-")))
         ending.callback(keep_logs, folder, to.parent / "logs")
         plan = Plan(python(), folder, folder, rounds)
-        everything = [row for some in rows.values() for row in some]
-        contenders = started(judged, plan, everything, ending)
-        for number in range(rounds):
-            for workload in chosen:
-                judge_round(judged, plan, contenders, workload, number, rows[workload.name])
-                judged.results.rounds = number + 1
-                judged.results.minutes = (time.monotonic() - began_s) / 60
-                to.write_bytes(msgspec.json.format(msgspec.json.encode(judged), indent=1))
+        for name in dict.fromkeys(one.model for one in chosen):
+            mine = [one for one in chosen if one.model == name]
+            judge_model(judged, plan, mine, rows, save)
+    if not any(row.samples for row in judged.results.rows):
+        raise Unavailable(f"nothing was measured: {judged.results.rows[0].trouble}")
     return judged
+
+
+def judge_model(
+    judged: Judged,
+    plan: Plan,
+    workloads: Sequence[Workload],
+    rows: Mapping[str, Sequence[Row]],
+    save: Callable[[], None],
+) -> None:
+    """All rounds of workloads of one model."""
+    with ExitStack() as ending:
+        every = [row for one in workloads for row in rows[one.name]]
+        contenders = started(judged, plan, workloads[0].model, every, ending)
+        for number in range(plan.rounds if contenders else 0):
+            for workload in workloads:
+                judge_round(judged, plan, contenders, workload, number, rows[workload.name])
+                save()
+        save()
 
 
 def keep_logs(folder: Path, to: Path) -> None:
@@ -128,32 +148,32 @@ def rows_of(results: Results, workload: Workload) -> list[Row]:
 
 
 def started(
-    judged: Judged, plan: Plan, rows: Sequence[Row], ending: ExitStack
+    judged: Judged, plan: Plan, weights: str, rows: Sequence[Row], ending: ExitStack
 ) -> dict[str, Contender]:
-    """The contenders that start; the others have their reason in all rows. Raises
-    ``Unavailable`` if there is none."""
-    whole, launched = model(plan.folder), dict[str, Contender]()
+    """The contenders that start; the others have their reason in all rows."""
+    launched = dict[str, Contender]()
     for name in CONTENDERS:
-        say(f"the start of {name}")
+        say(f"the start of {name}, {weights}")
         with attempt(name, *rows):
-            cache = None
+            whole, cache = model(weights, plan.folder), None
             if name in SERVED:
                 cache = plan.server(name, L1_BYTES)
                 ending.callback(cache.close)
                 cache.start()
                 judged.commands[f"{name}'s server"] = shortened(cache.command(), plan)
-            contender = Contender(name, whole, plan.folder, plan.python, cache)
+            log, drafts = plan.folder / f"vllm-{whole.name}-{name}.log", weights == PRETRAINED
+            contender = Contender(name, whole, log, plan.python, cache, drafts=drafts)
             ending.callback(contender.close)
             contender.launch()
-            judged.commands[f"vLLM's server, {name}"] = shortened(contender.command, plan)
+            judged.commands[f"vLLM's server, {name}, {weights}"] = shortened(
+                contender.command, plan
+            )
             launched[name] = contender
     found = {}
     for name, contender in launched.items():
         with attempt(name, *rows):
             contender.wait_ready()
             found[name] = contender
-    if not found:
-        raise Unavailable(f"no server started: {next(iter(rows[0].trouble.values()))}")
     return found
 
 
@@ -163,9 +183,7 @@ def ask(
     """The figures of one round, and its command. Raises ``Unavailable``."""
     folder = plan.folder / f"{workload.name}-{contender.name}-{number}"
     folder.mkdir()
-    place = Place(
-        plan.python, contender.url, plan.folder / "model", folder, number, aiperf.interpreter()
-    )
+    place = Place(plan.python, contender.url, contender.model, folder, number, aiperf.interpreter())
     command, before = workload.command(place), contender.found()
     environment = os.environ | {
         "PYTHONHASHSEED": str(number),
@@ -207,19 +225,21 @@ def markdown(judged: Judged) -> str:
         "machine": "\n".join(f"- {name}: {what}" for name, what in about.items()),
         "own": f"{BLOCKS * BLOCK:,}",
         "commands": "\n".join(f"# {name}\n{text}" for name, text in judged.commands.items()),
-        **{f"table {one.name}": table(results.rows, one.name) for one in WORKLOADS},
+        **{f"table {one.name}": table(results.rows, one) for one in WORKLOADS},
     }
     return re.sub(r"\{([\w -]+)\}", lambda found: values[found[1]], PAGE.read_text())
 
 
-def table(rows: Sequence[Row], workload: str) -> str:
-    """The table, and of how many rounds it is: a run that was ended early has fewer."""
-    mine = [row for row in rows if row.part == workload]
+def table(rows: Sequence[Row], workload: Workload) -> str:
+    """The table, of which model it is, and of how many rounds: a run that was ended early has
+    fewer."""
+    mine = [row for row in rows if row.part == workload.name]
     counts = [len(samples) for row in mine for samples in row.samples.values()]
-    text = report.table(mine, workload)
+    text = report.table(mine, workload.name)
     if not counts:
         return text if any(row.trouble for row in mine) else "Not measured."
-    return f"{text}\n\nRounds: {min(counts)}.{FEW * (min(counts) < ROUNDS)}"
+    few = FEW * (min(counts) < ROUNDS)
+    return f"{text}\n\nModel: {workload.model}. Rounds: {min(counts)}.{few}"
 
 
 def _parser() -> argparse.ArgumentParser:

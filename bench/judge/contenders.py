@@ -1,4 +1,4 @@
-"""A vLLM server (OpenAI's API) for each contender, all of one model with saved random weights."""
+"""A vLLM server (OpenAI's API) for each contender, all of one model."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ OPTIONS: Final[dict[str, Any]] = ARGS | {
     "max_num_seqs": 8,
     "enforce_eager": True,
 }
+DRAFTS: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+"""The drafter where words matter: what came after the same tokens before. It has no weights."""
 START_S: Final = 600.0
 ASK_S: Final = 120.0
 COUNTERS: Final = {
@@ -41,18 +43,19 @@ COUNTERS: Final = {
 
 
 class Contender:
-    """``cache``: the server beside it, which runs."""
+    """``cache``: the server beside it, which runs. ``drafts``: with an n-gram drafter."""
 
     def __init__(
-        self, name: str, model: Path, folder: Path, python: str, cache: Server | None
+        self, name: str, model: Path, log: Path, python: str, cache: Server | None, *, drafts: bool
     ) -> None:
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
-        self.name, self._cache = name, cache
-        self._log = folder / f"vllm-{name}.log"
+        self.name, self.model, self._cache, self._log = name, model, cache, log
         options = OPTIONS | {"model": model, "host": "127.0.0.1", "port": port, "seed": 0}
         if transfer := connector(name, cache):
             options["kv_transfer_config"] = json.dumps(transfer)
+        if drafts:
+            options["speculative_config"] = json.dumps(DRAFTS)
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
         flags = [flag.removesuffix("=True") for flag in flags]
         self.command = [python, "-m", "vllm.entrypoints.openai.api_server", *flags]

@@ -1,4 +1,5 @@
-"""The model of all contenders: ``bench.engine``'s, with a tokenizer that all benchmarks can use.
+"""The models of the contenders: ``bench.engine``'s, with a tokenizer that all benchmarks can use;
+and a pretrained one, where words matter.
 
 A word of the vocabulary is a token, with the space before it, and so is each character of any
 other word. So random words have as many tokens as they are, and English text, as AIPerf's, has
@@ -17,7 +18,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from bench.engine import MODELS, SHAPE
+from kvass.errors import Unavailable
+from tests.support.real_model import real_model
 from tests.support.vllm.models import build
+
+RANDOM: Final = "200 million random weights"
+PRETRAINED: Final = "SmolLM2-135M-Instruct, pretrained"
 
 SPECIAL: Final = ("<pad>", "<s>", "</s>", "<unk>")
 SPACE: Final = "Ġ"
@@ -39,9 +45,16 @@ CONFIG: Final = {
 }
 
 
-def model(folder: Path) -> Path:
-    """The weights are links to the saved ones."""
-    whole = folder / "model"
+def model(name: str, folder: Path) -> Path:
+    """A link, or links to the saved weights. Raises ``Unavailable``."""
+    whole = folder / ("pretrained" if name == PRETRAINED else "model")
+    if whole.exists():
+        return whole
+    if name == PRETRAINED:
+        if (real := real_model()) is None:
+            raise Unavailable("no pretrained model: make setup says why")
+        whole.symlink_to(real)
+        return whole
     whole.mkdir()
     for file in build(MODELS, SHAPE).iterdir():
         (whole / file.name).symlink_to(file)

@@ -1,4 +1,4 @@
-"""The workloads: the command of each, and the figures in the result that it writes.
+"""The workloads: the command of each, its model, and the figures in the result that it writes.
 
 Sizes fit two cores. A round has its own seed, so it finds nothing of the round before. Most texts
 of ``lmcache bench engine`` have none; there the model's chat template puts a number before them.
@@ -14,7 +14,10 @@ from typing import Any, Final
 import msgspec
 
 from bench.judge.aiperf import MISSING
+from bench.judge.model import PRETRAINED, RANDOM
+from examples.demo_questions import ROOT, SYSTEM, TEXTS
 from kvass.errors import Unavailable
+from tests.support.real_model import chat
 
 VLLM: Final = {
     "request_throughput": "req/s",
@@ -26,6 +29,13 @@ VLLM: Final = {
     "median_tpot_ms": "ms",
 }
 """What ``vllm bench serve`` calls its figures, and their units."""
+DRAFTED: Final = VLLM | {
+    "total_output_tokens": "tok",
+    "spec_decode_acceptance_length": "tok",
+    "spec_decode_num_drafts": "",
+}
+"""The same where answers end by themselves, and servers draft. An acceptance length is a token more
+than a draft has accepted tokens."""
 LMCACHE: Final = {
     "input_throughput": "tok/s",
     "mean_ttft_ms": "ms",
@@ -49,6 +59,11 @@ CHUNK: Final = 128
 APART_S: Final = 1.25
 AGENTS: Final = 5
 STEPS: Final = 4
+PASSAGES: Final = 5
+PASSAGE: Final = 3000
+"""Characters, 600 to 900 tokens. All of them do not fit into vLLM's own cache. The dataset
+``sharegpt`` leaves out prompts of more than 1,024 tokens."""
+ASKED: Final = ("What is this text about?", "Which sentence is the most important?")
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -74,6 +89,8 @@ class Workload(msgspec.Struct, frozen=True):
     read: Callable[[dict[str, Any]], dict[str, float]]
     offline: bool = True
     """``HF_HUB_OFFLINE``. With it AIPerf 0.13 takes a folder for a name, and fails."""
+    model: str = RANDOM
+    """Of its servers."""
 
     def figures(self, folder: Path) -> dict[str, float]:
         """Of the result in ``folder``. Raises ``Unavailable``."""
@@ -102,17 +119,44 @@ def trace(folder: Path) -> Path:
     return path
 
 
+def chats(place: Place) -> Path:
+    """Questions about passages of real texts, about another passage each time."""
+    text = "\n".join((ROOT / name).read_text() for name in TEXTS)
+    passages = [text[at : at + PASSAGE] for at in range(0, PASSAGES * PASSAGE, PASSAGE)]
+    prompts = [
+        chat(f"{place.number}. {SYSTEM}", f"{passage}\n\n{asked}")
+        for asked in ASKED
+        for passage in passages
+    ]
+    path = place.folder / "chats.json"
+    answer = {"value": ""}  # its length would be that of the answer
+    path.write_text(json.dumps([{"conversations": [{"value": one}, answer]} for one in prompts]))
+    return path
+
+
+def _chats(place: Place) -> list[str]:
+    options: list[object] = ["--dataset-path", chats(place), "--disable-shuffle"]
+    options += ["--num-prompts", PASSAGES * len(ASKED), "--sharegpt-output-len", 64]
+    options += ["--temperature", 0, "--max-concurrency", 1]
+    return _serve(place, "sharegpt", *options)
+
+
 def _vllm(name: str, *own: object) -> Workload:
     def command(place: Place) -> list[str]:
-        options: list[object] = ["--base-url", place.url, "--model", place.model]
-        options += ["--dataset-name", name, *own, "--ignore-eos", "--seed", place.number]
-        options += ["--disable-tqdm", "--save-result", "--result-dir", place.folder]
-        options += ["--result-filename", "result.json"]
+        options = [*own, "--ignore-eos"]
         if name == "timed_trace":
             options += ["--dataset-path", trace(place.folder)]
-        return [place.python, "-m", "bench.judge.client", *map(str, options)]
+        return _serve(place, name, *options)
 
     return Workload(name, VLLM, command, "result.json", _of_vllm)
+
+
+def _serve(place: Place, dataset: str, *own: object) -> list[str]:
+    options: list[object] = ["--base-url", place.url, "--model", place.model]
+    options += ["--dataset-name", dataset, *own, "--seed", place.number]
+    options += ["--disable-tqdm", "--save-result", "--result-dir", place.folder]
+    options += ["--result-filename", "result.json"]
+    return [place.python, "-m", "bench.judge.client", *map(str, options)]
 
 
 def _of_vllm(result: dict[str, Any]) -> dict[str, float]:
@@ -208,4 +252,5 @@ WORKLOADS: Final[Sequence[Workload]] = (
         *("--ldp-num-inflight-requests", 1, "--ldp-max-output-length", 16),
     ),
     Workload("agents", AIPERF, _agents, "profile_export_aiperf.json", _of_aiperf, offline=False),
+    Workload("chats", DRAFTED, _chats, "result.json", _of_vllm, model=PRETRAINED),
 )

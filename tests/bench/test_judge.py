@@ -5,21 +5,34 @@ What these programs and vLLM's servers write is made here; ``make judge`` starts
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.judge import __main__ as command
+from bench.judge import model
 from bench.judge.__main__ import Judged, markdown, rows_of, shortened
-from bench.judge.workloads import AGENTS, STEPS, WORKLOADS, Place, Workload
+from bench.judge.contenders import CONTENDERS, Contender
+from bench.judge.workloads import (
+    AGENTS,
+    PASSAGE,
+    PASSAGES,
+    STEPS,
+    WORKLOADS,
+    Place,
+    Workload,
+    chats,
+)
 from bench.peers.engineless import Plan
 from bench.peers.results import Results
 from kvass.errors import ConfigError, Unavailable
+from tests.support.real_model import Words, needed
 
-VLLM, LMCACHE, AIPERF = (
+VLLM, LMCACHE, AIPERF, CHATS = (
     next(one for one in WORKLOADS if one.name == name)
-    for name in ("prefix_repetition", "long-doc-qa", "agents")
+    for name in ("prefix_repetition", "long-doc-qa", "agents", "chats")
 )
 
 
@@ -70,6 +83,7 @@ def test_the_page_has_who_leads_and_the_commands() -> None:
     assert "| 170 (160 to 400) | 80 (60 to 99) |" in page
     assert "| **kvass** 2.12x" in page
     assert "# prefix_repetition\npython -m bench.judge.client --seed 0\n" in page
+    assert "\n\nModel: 200 million random weights. Rounds: 3.\n" in page
 
 
 def test_all_contenders_get_the_same_command_but_for_the_server(tmp_path: Path) -> None:
@@ -88,6 +102,59 @@ def test_all_contenders_get_the_same_command_but_for_the_server(tmp_path: Path) 
         text = shortened(one, plan)
         assert text.startswith("/opt/python3 -m " if workload is AIPERF else "python -m ")
         assert str(tmp_path) not in text
+
+
+def test_the_second_question_about_a_passage_finds_it_and_the_next_round_finds_nothing(
+    tmp_path: Path,
+) -> None:
+    prompts = []
+    for number in (0, 1):
+        place = Place("python", "http://one", tmp_path, tmp_path, number, None)
+        words = CHATS.command(place)
+        assert "--ignore-eos" not in words, "answers end by themselves"
+        assert words[words.index("--temperature") + 1] == "0"
+        entries = json.loads(Path(words[words.index("--dataset-path") + 1]).read_text())
+        prompts.append([entry["conversations"][0]["value"] for entry in entries])
+        assert words[words.index("--num-prompts") + 1] == str(len(entries))
+    for one, other in zip(prompts[0], prompts[0][PASSAGES:], strict=False):
+        assert one != other
+        assert shared(one, other) > PASSAGE
+    assert max(shared(one, other) for one, other in zip(*prompts, strict=True)) < 32
+    for number, one in enumerate(prompts[0][:PASSAGES]):
+        assert all(shared(one, other) < 256 for other in prompts[0][number + 1 : PASSAGES])
+
+
+def shared(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def test_no_chat_is_too_long_for_the_dataset(tmp_path: Path) -> None:
+    words = Words(needed())
+    place = Place("python", "http://one", tmp_path, tmp_path, 0, None)
+    for entry in json.loads(chats(place).read_text()):
+        assert len(words.tokens(entry["conversations"][0]["value"])) <= 1024
+
+
+def test_servers_draft_where_answers_are_of_a_pretrained_model(tmp_path: Path) -> None:
+    for drafts in (False, True):
+        one = Contender("none", tmp_path, tmp_path / "log", "python", None, drafts=drafts)
+        assert any("ngram" in word for word in one.command) == drafts
+
+
+def test_without_the_pretrained_model_its_rows_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "real_model", lambda: None)
+    judged = Judged(Results({}, {}, 1, ""))
+    rows, plan = rows_of(judged.results, CHATS), Plan("python", tmp_path, tmp_path, 1)
+    with ExitStack() as ending:
+        assert not command.started(judged, plan, CHATS.model, rows, ending)
+    for row in rows:
+        assert list(row.trouble) == list(CONTENDERS)
+        assert "no pretrained model: make setup says why" in row.trouble["kvass"]
+    assert "no pretrained model" in markdown(judged)
 
 
 def test_a_workload_that_is_not_there_is_an_error(tmp_path: Path) -> None:
