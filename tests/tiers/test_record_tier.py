@@ -217,6 +217,17 @@ def test_a_proof_is_what_was_written_now() -> None:
         tier.check_store()
 
 
+@pytest.mark.parametrize("before", [None, proof._made()], ids=["none", "old"])
+def test_an_answer_of_a_replica_may_be_late(before: bytes | None) -> None:
+    """As behind a proxy that reads from replicas. The first look is before the write."""
+    late, written = iter([before, before]), list[bytes]()
+
+    def put(name: str, value: bytes) -> None:
+        written.append(value)
+
+    proof.Proof("late", lambda _: next(late, b"".join(written)), put).prove("write", since=0.0)
+
+
 def test_what_a_stranger_says_of_a_note_or_a_clear_is_not_believed() -> None:
     tier = Outcomes()
     tier.set_note("epoch", b"7")

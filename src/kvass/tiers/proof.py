@@ -22,8 +22,8 @@ NAME: Final = "check"
 _BEGIN: Final = b"kvass check "
 _RANDOM_BYTES: Final = 16
 _AGAIN_S: Final = (0.02, 0.05, 0.2)
-"""Seconds before an absent note is read again: another daemon may be replacing it, and Mooncake
-removes it first."""
+"""Seconds before an absent or old note is read again: another daemon may be replacing it, which
+Mooncake removes first, or a replica answers."""
 _WORDS: Final = 60
 """Characters of a wrong answer that are shown."""
 
@@ -81,10 +81,11 @@ class Proof:
                 raise
             return  # reading is well: its answer was the store's own
         after = self._get(NAME)
-        for pause_s in _AGAIN_S if after is None else ():
-            time.sleep(pause_s)
-            if (after := self._get(NAME)) is not None:
+        for pause_s in _AGAIN_S:
+            if after is not None and not (after == before and _is_right(after)):
                 break
+            time.sleep(pause_s)
+            after = self._get(NAME)
         if after == before or not _is_right(after):
             said = "nothing" if after is None else repr(first_words(after))
             text = f"{self._name}: what was written is not read back, but {said}: is it the store?"
