@@ -32,8 +32,11 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def template(place: Path) -> Iterator[Template]:
+    # A job in the background ignores it, and so would all that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     one = Template(place, {**os.environ, "PYTHONPATH": f"{place.parent}:{Path.cwd()}"}, "json")
     yield one
+    signal.signal(signal.SIGINT, before)
     one._control.close()
     assert one._process.wait(10) == 0
 
