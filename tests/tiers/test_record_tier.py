@@ -226,6 +226,8 @@ def test_an_answer_of_a_replica_may_be_late(before: bytes | None) -> None:
         written.append(value)
 
     proof.Proof("late", lambda _: next(late, b"".join(written)), put).prove("write", since=0.0)
+    assert len(written) == 1
+    assert list(late) == [], "it was read again"
 
 
 def test_what_a_stranger_says_of_a_note_or_a_clear_is_not_believed() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvass.connectors.transformers.connector import connect
@@ -15,6 +16,20 @@ PATIENCE_S = 5.0
 """How long to wait for the daemon."""
 
 
+_UNLOADABLE: Final = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    AssertionError,
+    SafetensorError,
+)
+"""What files, options, absent packages and devices that torch was not built for lead to."""
+
+
 def load(path: str, loading: Mapping[str, Any]) -> tuple[Any, Any]:
     """The tokenizer and the model at ``path``. ``loading``: for ``from_pretrained``, and
     ``device``, by default the CPU. Raises ``ConfigError`` if they cannot be loaded."""
@@ -23,7 +38,7 @@ def load(path: str, loading: Mapping[str, Any]) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, **options).eval().to(device)
-    except Exception as error:  # noqa: BLE001 - whatever files or absent packages lead to
+    except _UNLOADABLE as error:
         raise ConfigError(f"--model {path}: {one_line(' '.join(str(error).split()))}") from None
     return tokenizer, model
 
