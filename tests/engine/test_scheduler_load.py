@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvass.connectors.vllm.adapt import StepReport
 from kvass.engine import planner
+from kvass.engine.copy_speed import Copied
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import (
     CHUNK,
@@ -213,6 +215,15 @@ def test_a_load_that_another_connector_failed_is_the_requests_last() -> None:
 
 
 # ---------------------------------------------------------------- ends at every stage
+
+
+def test_what_the_ranks_copied_reaches_the_scheduler() -> None:
+    slow, fast = Copied(1 << 20, 0.5, (64,)), Copied(1 << 20, 0.1, (64,))
+    both = StepReport(copied={0: slow}).aggregate(StepReport(copied={1: fast}))
+    assert both.copied == {0: slow, 1: fast}
+    _client, world = stored()
+    world.step(copied={0: slow})
+    assert world.planner.copy_speed.bytes_s == 2 << 20
 
 
 def pending(client: FakeClient, world: SchedulerHarness) -> None:

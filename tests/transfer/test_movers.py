@@ -304,6 +304,23 @@ def test_loads_go_first_and_wait_for_one_row_only(on_host: HostRig) -> None:
     assert on_host.rows == [1, 11, 12, 2, 3]
 
 
+def test_the_time_of_copying_is_that_of_the_rows_without_the_wait(on_host: HostRig) -> None:
+    on_host.hold()
+    on_host.submit("load", 1, 2, 3)
+    assert eventually(on_host.begun)
+    on_host.submit("load", 4, 5, 6)
+
+    def tick(_: Done) -> None:
+        on_host.now += 10.0
+
+    on_host.now += 1.0
+    on_host.mover.submit(on_host.job("load", 7, on_done=tick))
+    on_host.let_go()
+    assert on_host.mover.drain(10)
+    took = {done.job.name: done.copying_s for done in on_host.mover.poll()}
+    assert took == {(1, 2, 3): 1.0, (7,): 0.0, (4, 5, 6): 0.0}
+
+
 def test_a_short_load_overtakes_a_long_one_that_no_one_starves(on_host: HostRig) -> None:
     """Of short loads arriving all the time, only those go first that came before the long one's
     own number of bytes had moved."""

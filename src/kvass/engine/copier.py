@@ -33,6 +33,7 @@ import numpy as np
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.engine import tracing
 from kvass.engine.boundary import Boundary, log
+from kvass.engine.copy_speed import Copied
 from kvass.engine.held_adapters import HeldAdapters, News
 from kvass.engine.memory import KVMemory, MakeMover, open_mover
 from kvass.engine.setup import EngineSetup
@@ -65,12 +66,14 @@ _lost: Final[list[object]] = []
 class RankReport(NamedTuple):
     """What a rank reports. ``steps``: the steps (``StepWork.step``) whose last store ended.
     ``adapters``: by rank, what it holds under each LoRA adapter id that changed. ``compared``: the
-    checks that ended. ``wrong``: the copies that verification found wrong."""
+    checks that ended. ``wrong``: the copies that verification found wrong. ``copied``: by rank, the
+    loads that ended well."""
 
     steps: list[int]
     adapters: dict[int, News]
     compared: list[Compared]
     wrong: list[str]
+    copied: dict[int, Copied]
 
 
 class Copier:
@@ -101,6 +104,8 @@ class Copier:
         self._verifier: Verifier | None = None
         self._wrong: list[str] = []
         """What verification found wrong and no report has, one line for each copy."""
+        self._loaded = 0, 0.0
+        """The bytes of the loads that ended well and that no report has, and ``Done.copying_s``."""
         self._planes: tuple[GroupPlanes, ...] = ()
         self._owners: tuple[object, ...] = ()
         self._finished: set[str] = set()
@@ -236,12 +241,25 @@ class Copier:
         if not self._computed:
             return None
         report = RankReport(
-            self._ended_steps, self._boundary.run({}, self._news), self._compared, self._wrong
+            self._ended_steps,
+            self._boundary.run({}, self._news),
+            self._compared,
+            self._wrong,
+            self._boundary.run({}, self._take_copied),
         )
         if not any(report):
             return None
         self._ended_steps, self._compared, self._wrong = [], [], []
         return report
+
+    def _take_copied(self) -> dict[int, Copied]:
+        """What was loaded since the last call, by rank."""
+        if not self._loaded[0] or self._verifier is None:
+            return {}
+        loaded, self._loaded = self._loaded, (0, 0.0)
+        sizes = tuple(planes.block_bytes for planes in self._planes)
+        verified = self._verifier.loads_verified(self._planes)
+        return {self._strategy.rank: Copied(*loaded, sizes, verified)}
 
     def _news(self) -> dict[int, News]:
         if self._held is None:
@@ -443,7 +461,10 @@ class Copier:
             self._count_down(copy.step)
         else:
             self._finished.add(copy.request)
-            if not done.ok:
+            if done.ok:
+                had, took_s = self._loaded
+                self._loaded = had + done.job.bytes, took_s + done.copying_s
+            else:
                 self._failed.add(copy.request)
         if not done.ok:
             self._boundary.count(

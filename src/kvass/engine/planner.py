@@ -24,6 +24,7 @@ from kvass.engine.adapters import Adapters
 from kvass.engine.asking import Asking, Question
 from kvass.engine.boundary import log
 from kvass.engine.changes import OwnCache, WeightChanges
+from kvass.engine.copy_speed import CopySpeed
 from kvass.engine.explain import Explainer
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
@@ -89,6 +90,7 @@ class Planner:
         self.off = False
         """Whether a copy was wrong, so that the engine runs uncached until it ends."""
         self._speed = PrefillSpeed()
+        self.copy_speed = CopySpeed(setup.strategy.ranks)
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
         self._head_of_line = HeadOfLine() if setup.one_queue else None
         self._admission = LoadAdmission(setup, self._requests, pool)

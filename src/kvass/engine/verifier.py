@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
@@ -75,6 +75,11 @@ class Verifier:
         while self._counted:
             counts[self._counted.popleft()] += 1
         return counts
+
+    def loads_verified(self, planes: Iterable[GroupPlanes]) -> bool:
+        """Whether the first loads of each of these groups were verified, or it was tried in vain.
+        A later one is verified only by chance."""
+        return not any(self._is_first("load", one.group) for one in planes if one.planes)
 
     # ------------------------------------------------------------ the copy thread
 

@@ -94,12 +94,13 @@ class Job:
 @dataclass(frozen=True, slots=True, eq=False)
 class Done:
     """How a job ended. ``seconds``: from ``submit`` to the last byte. ``error`` is one line if it
-    failed."""
+    failed. ``copying_s``: how long one thread would have copied; on a device, ``seconds``."""
 
     job: Job
     outcome: Outcome
     seconds: float = 0.0
     error: str = ""
+    copying_s: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -182,11 +183,18 @@ class Mover(ABC):
             thread.start()
             self._thread = thread
 
-    def _settle(self, job: Job, since: float, outcome: Outcome, error: str = "") -> None:
+    def _settle(
+        self,
+        job: Job,
+        since: float,
+        outcome: Outcome,
+        error: str = "",
+        copying_s: float | None = None,
+    ) -> None:
         seconds = self._clock() - since
         if outcome == "done" and job.verify is not None:
             outcome, error = self._verified(job, job.verify)
-        done = Done(job, outcome, seconds, error)
+        done = Done(job, outcome, seconds, error, seconds if copying_s is None else copying_s)
         if job.on_done is not None:
             try:
                 job.on_done(done)

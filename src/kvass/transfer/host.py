@@ -140,7 +140,8 @@ class _Task:
     """A queued job: the rows that no thread has begun to copy, and its place in the queue.
 
     ``copying`` counts the rows that are being copied. ``end`` is the outcome of the job, if it is
-    known before all rows are copied. The job ends when no row is being copied.
+    known before all rows are copied. The job ends when no row is being copied. ``copying_s``: how
+    long its rows took, one after the other.
     """
 
     def __init__(self, job: Job, since: float, moved_bytes: int) -> None:
@@ -148,6 +149,7 @@ class _Task:
         self.since = since
         self.rows = deque((p.planes, row) for p in job.plans for row in p.rows)
         self.copying = 0
+        self.copying_s = 0.0
         self.end: tuple[Outcome, str] | None = None
         # The bytes that the mover would have copied at the end of this job, if no other job came.
         # A smaller job that comes soon has a lower number, one that comes later does not.
@@ -233,7 +235,7 @@ class HostMover(Mover):
             self._move(task, *row)
         else:
             outcome, error = self._end_of(task)
-            self._settle(task.job, task.since, outcome, error)
+            self._settle(task.job, task.since, outcome, error, task.copying_s)
         return True
 
     def _next(self, helps: bool) -> _Task | None:
@@ -255,9 +257,12 @@ class HostMover(Mover):
         return ("done" if self._clock() < task.job.deadline_s else "late"), ""
 
     def _move(self, task: _Task, planes: GroupPlanes, row: RowCopy) -> None:
+        began_s = self._clock()
         end = self._copy(task.job, planes, row)
+        took_s = self._clock() - began_s
         with self._changed:
             task.copying -= 1
+            task.copying_s += took_s
             if end is None:
                 self._moved_bytes += planes.block_bytes * len(row.blocks)
             else:

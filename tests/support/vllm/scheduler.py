@@ -370,11 +370,12 @@ class SchedulerHarness:
         adapters: Mapping[int, Any] | None = None,
         compared: Sequence[Any] = (),
         wrong: Sequence[str] = (),
+        copied: Mapping[int, Any] | None = None,
     ) -> None:
         """Give the scheduler the model's answer to ``output`` (``tokens`` for each request that
         samples, or by request) and the workers' reports: steps whose stores are settled (by one
         rank, or by so many), loads that ended or failed, adapters (None: those of ``lora``), what
-        shadow mode ``compared``, and which copies are ``wrong``."""
+        shadow mode ``compared``, which copies are ``wrong``, and what ranks ``copied``."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvass.connectors.vllm.adapt import StepReport
@@ -393,8 +394,9 @@ class SchedulerHarness:
         self.open_steps = [step for step in self.open_steps if step not in steps]
         ended = set(received) | set(failed)
         report: Any = None
-        if steps or adapters or compared or wrong:
-            report = StepReport(steps, dict(adapters), list(compared), list(wrong))
+        if steps or adapters or compared or wrong or copied:
+            figures = dict(copied or {})
+            report = StepReport(steps, dict(adapters), list(compared), list(wrong), figures)
         if self._multi:
             of_others[self._ours] = report
         if self._multi and any(of_others):

@@ -50,6 +50,7 @@ from vllm.v1.request import RequestStatus
 from kvass.connectors.vllm import borrowed, content
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.hints import read_hints, request_context
+from kvass.engine.copy_speed import Copied
 from kvass.engine.held_adapters import News
 from kvass.engine.protocols import Adapter
 from kvass.engine.step_work import Compared, StepWork
@@ -86,13 +87,15 @@ class StepReport(KVConnectorWorkerMetadata):
 
     ``steps[s]``: the number of ranks that have ended all stores of step ``s``. ``adapters``: for
     each rank, the LoRA adapters that it holds since its last report. ``compared``: the results of
-    shadow mode. ``wrong``: copies that were verified and are wrong.
+    shadow mode. ``wrong``: copies that were verified and are wrong. ``copied``: what each rank
+    loaded.
     """
 
     steps: dict[int, int] = field(default_factory=dict)
     adapters: dict[int, News] = field(default_factory=dict)
     compared: list[Compared] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    copied: dict[int, Copied] = field(default_factory=dict)
 
     def aggregate(self, other: StepReport) -> StepReport:
         """The sum of this report and ``other``."""
@@ -102,6 +105,7 @@ class StepReport(KVConnectorWorkerMetadata):
             self.adapters | other.adapters,
             self.compared + other.compared,
             self.wrong + other.wrong,
+            self.copied | other.copied,
         )
 
 

@@ -35,6 +35,7 @@ from kvass.connectors.vllm.operations import vllm_operations
 from kvass.connectors.vllm.stats import PromMetrics, Stats
 from kvass.engine.boundary import Boundary, log, log_off
 from kvass.engine.copier import Copier
+from kvass.engine.copy_speed import Copied
 from kvass.engine.memory import MakeMover, open_mover
 from kvass.engine.observers import Observer
 from kvass.engine.planner import Planner
@@ -277,6 +278,8 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._run(self._planner, None, Planner.adapters_held, report.adapters)
         if report is not None and report.wrong:
             self._run(self._planner, None, Planner.copied_wrong, report.wrong)
+        if report is not None and report.copied:
+            self._run(self._planner, None, copied, report.copied)
         if report is not None or failed or ended:
             steps = report.steps if report is not None else {}
             self._run(self._planner, None, Planner.reported, steps, failed, ended)
@@ -417,6 +420,11 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._rest.close()
         self._run(self._planner, None, Planner.close)
         self._run(self._copier, None, Copier.close)
+
+
+def copied(planner: Planner, loads: Mapping[int, Copied]) -> None:
+    """Take in what the ranks loaded."""
+    planner.copy_speed.reported(loads)
 
 
 def plan(planner: Planner, scheduler_output: Any, work: StepMetadata) -> None:

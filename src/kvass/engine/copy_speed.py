@@ -1,0 +1,98 @@
+"""How fast an engine's ranks copy rows from L1, as its scheduler knows it.
+
+Each rank reports what its loads took (``Copied``). All ranks copy their part of a load, so the
+slowest one decides.
+
+The estimate errs on the low side: it is the median of a rank's last loads, but no more than its
+last one. So a load that took long counts at once, and one that was slow by chance only until the
+next. A small load takes a time that hardly depends on its bytes, so it counts only while no larger
+one is known, or if it took ``SLOW_S`` longer than expected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Final, NamedTuple
+
+SAMPLES: Final = 9
+"""How many of the last loads of a rank the estimate uses."""
+SMALL_BYTES: Final = 256 << 10
+"""A load of fewer bytes is small."""
+SLOW_S: Final = 0.001
+
+
+class Copied(NamedTuple):
+    """The loads of one rank that were copied since its last report. ``seconds``: how long one
+    thread copies that many ``bytes``. ``block_bytes``: of one block, by layer group. ``verified``:
+    the first loads of each group were verified (``verifier.py``)."""
+
+    bytes: int
+    seconds: float
+    block_bytes: tuple[int, ...] = ()
+    verified: bool = False
+
+
+class CopySpeed:
+    """The speed of an engine of ``ranks`` ranks. Used from its scheduler's thread only."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._of: dict[int, _Rank] = {}
+
+    def reported(self, copied: Mapping[int, Copied]) -> None:
+        """Ranks reported what they copied."""
+        for rank, figures in copied.items():
+            self._of.setdefault(rank, _Rank()).add(figures)
+
+    @property
+    def known(self) -> bool:
+        """Whether each rank has copied something."""
+        return len(self._of) == self._ranks
+
+    @property
+    def verified(self) -> bool:
+        """Whether the first loads of each rank were verified."""
+        return self.known and all(rank.last.verified for rank in self._of.values())
+
+    @property
+    def bytes_s(self) -> float:
+        """Bytes per second of the slowest rank; 0: unknown."""
+        return min(rank.bytes_s for rank in self._of.values()) if self.known else 0.0
+
+    def seconds(self, blocks: Sequence[int]) -> float | None:
+        """How long the slowest rank copies ``blocks[g]`` blocks of each layer group ``g``. None:
+        unknown."""
+        if not self.known:
+            return None
+        return max(rank.seconds(blocks) for rank in self._of.values())
+
+
+class _Rank:
+    """What one rank has copied."""
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=SAMPLES)
+        self._small = True
+        """Whether all loads so far were small."""
+        self.last = Copied(0, 0.0)
+
+    def add(self, copied: Copied) -> None:
+        self.last = copied
+        rate = copied.bytes / max(copied.seconds, 1e-9)
+        if copied.bytes >= SMALL_BYTES:
+            if self._small:
+                self._rates.clear()
+            self._small = False
+        elif not self._small and copied.seconds < copied.bytes / self.bytes_s + SLOW_S:
+            return
+        self._rates.append(rate)
+
+    @property
+    def bytes_s(self) -> float:
+        return min(median(self._rates), self._rates[-1])
+
+    def seconds(self, blocks: Sequence[int]) -> float:
+        sizes = zip(blocks, self.last.block_bytes, strict=True)
+        return sum(count * size for count, size in sizes) / self.bytes_s
