@@ -29,19 +29,21 @@ from tests.support.waiting import eventually
 
 class ProvingTier(MemoryTier):
     """``checks``: the checks so far, whether each was with a write. ``stranger``: what is wrong
-    with who answers."""
+    with who answers. ``writes``: whether it may be written to."""
 
     def __init__(self, trouble: Trouble | Gate | None = None) -> None:
         super().__init__(trouble or Trouble(None))
         self.checks: list[bool] = []
         self.stranger = ""
+        self.writes = True
         self.records[key(1)] = [b"\1" * PAGE, b"\2" * PAGE]
 
-    def check_store(self, whole: bool) -> None:
+    def check_store(self, whole: bool) -> bool:
         self.hook("check")
         self.checks.append(whole)
         if self.stranger:
             raise TierDown(self.stranger)
+        return whole and self.writes
 
 
 def served(made: Rig, op: int) -> list[bool]:
@@ -99,6 +101,28 @@ def test_a_kind_of_work_that_failed_is_tried_again_only_at_the_store_itself() ->
         assert eventually(lambda: served(made, 30)[0])
         assert served(made, 40) == [True, True, True]
         assert made.reported(up=True)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("kind", ["probe", "load", "store"])
+def test_trouble_that_nobody_asks_about_ends_with_a_check(kind: str, writes: bool) -> None:
+    """The engine has left, or its rows have: what failed last would be told for ever."""
+    trouble = Trouble(TierDown("gone"), kind)
+    tier = ProvingTier(trouble)
+    with rig(tier) as made:
+        assert served(made, 0)[2] == (kind == "load"), "a store probes first"
+        trouble.error, tier.writes = None, writes
+        later(made, tier, CHECK_S)
+        assert made.reported(up=False, trouble="gone"), "somebody may still try again"
+        later(made, tier, CHECK_S)
+        assert tier.checks == [False, True]
+        read_only = kind != "load" and not writes
+        assert made.reported(up=not read_only, trouble="gone" if read_only else "")
+        later(made, tier, CHECK_S)
+        assert tier.checks[2:] == [False], "a store that takes no writes is not asked each time"
+        made.clock.now += CHECK_S
+        assert served(made, 10) == [True, True, True]
+        assert made.reported(up=True, trouble="")
 
 
 def test_a_check_that_takes_long_is_overdue_and_is_not_asked_for_twice() -> None:

@@ -118,14 +118,14 @@ def test_a_backend_that_takes_no_writes_is_down_for_stores_alone() -> None:
     with pytest.raises(TierDown, match="read-only") as caught:
         fill(tier, KEYS)
     assert type(caught.value) is TierDown
-    tier.check_store()
+    assert not tier.check_store(), "nothing was written"
     tier.writing = TierDown("no answer")
     for wrong in ({}, {proof.NAME: b"a page"}):
         tier.notes = wrong
         with pytest.raises(TierDown, match="no answer"):
             tier.check_store()
     tier.notes = {proof.NAME: proof._made()}
-    tier.check_store()  # it answers, and what it has is right
+    assert not tier.check_store()  # it answers, and what it has is right
 
 
 def test_a_note_that_cannot_be_set_says_nothing_of_reading() -> None:
@@ -197,11 +197,11 @@ def test_reasons_and_records_that_are_remembered_are_bounded(
 
 def test_a_proof_is_what_was_written_now() -> None:
     tier = Outcomes()
-    tier.check_store()
+    assert tier.check_store()
     first = tier.notes[proof.NAME]
-    tier.check_store(whole=False)
+    assert not tier.check_store(whole=False)
     assert tier.notes[proof.NAME] == first, "one small read"
-    tier.check_store()
+    assert tier.check_store()
     assert tier.notes[proof.NAME] != first
     for wrong in (b"", b"<html>", first[:-1], first[1:], first + b"0", first.upper(), first * 99):
         tier.notes[proof.NAME] = wrong

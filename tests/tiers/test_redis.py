@@ -194,9 +194,25 @@ def test_a_clear_without_the_right_to_list_says_so(start: Start) -> None:
     client.execute_command("ACL SETUSER me on >s3cret ~* +@all -scan -keys")
     tier = open_tier(f"redis:{server.address}?username=me&password=s3cret")
     assert works(tier)
-    with pytest.raises(TierDown, match=r"permission.*scan"):
+    with pytest.raises(ItemRefused, match=r"permission.*scan"):  # stores go on
         tier.clear()
     assert all(hits(tier, KEYS))
+    tier.close()
+
+
+@pytest.mark.parametrize("command", ["strlen", "getrange", "exists"])
+def test_a_command_that_may_not_be_given_is_said(start: Start, command: str) -> None:
+    """By the check: a probe of which all is refused is a miss, and every row is stored again."""
+    server = start(RedisServer)
+    client: Any = server.client()
+    client.execute_command(f"ACL SETUSER me on >s3cret ~* +@all -{command}")
+    tier = open_tier(f"redis:{server.address}?username=me&password=s3cret")
+    assert isinstance(tier, RedisTier)
+    asks: list[Callable[[], object]] = [tier.check_store, lambda: tier.note("epoch")]
+    asks += [lambda: tier.probe(KEYS)] if command == "strlen" else []
+    for ask in asks:
+        with pytest.raises(TierDown, match=f"permission.*{command}"):
+            ask()
     tier.close()
 
 

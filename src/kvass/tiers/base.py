@@ -120,9 +120,10 @@ class DividedTier(Protocol):
 class ProvingTier(Protocol):
     """The additional method of a ``Tier`` whose store is elsewhere, where others may answer."""
 
-    def check_store(self, whole: bool) -> None:
+    def check_store(self, whole: bool) -> bool:
         """Raise ``TierDown`` unless what answers is proven to be the store, by what it keeps.
-        ``whole``: also write to it, if that is allowed. Otherwise this is one small request."""
+        ``whole``: also write to it, if that is allowed. Otherwise this is one small request.
+        Returns whether it was written to."""
 
 
 _NOTE_NAME: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")

@@ -78,11 +78,12 @@ class EncryptedTier:
     def set_note(self, name: str, value: bytes) -> None:
         self._tier.set_note(name, value)
 
-    def check_store(self, whole: bool = True) -> None:
-        """See ``RecordTier.check_store``."""
-        self._tier.check_store(whole)
+    def check_store(self, whole: bool = True) -> bool:
+        """See ``ProvingTier``."""
+        written = self._tier.check_store(whole)
         with suppress(ItemRefused):  # the store is well, and this is asked again at the next check
             self._look_for_keys()
+        return written
 
     def close(self) -> None:
         self._tier.close()

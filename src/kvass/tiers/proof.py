@@ -47,39 +47,41 @@ class Proof:
     ) -> None:
         self._name, self._get, self._put = name, get, put
         self._lock = threading.Lock()
-        self._last: dict[Depth, tuple[float, str]] = {}
-        """When the last proof of each depth began, and why it failed, or an empty text."""
+        self._last: dict[Depth, tuple[float, str, bool]] = {}
+        """When the last proof of each depth began, why it failed, or an empty text, and whether it
+        has written."""
 
-    def prove(self, depth: Depth, since: float) -> None:
-        """Raise ``TierDown`` unless the store is proven. A proof that began at ``since``
-        (monotonic) or later counts, also one that failed. So calls that wait for one another
-        make one request."""
+    def prove(self, depth: Depth, since: float) -> bool:
+        """Raise ``TierDown`` unless the store is proven. Returns whether it was written to. A proof
+        that began at ``since`` (monotonic) or later counts, also one that failed. So calls that
+        wait for one another make one request."""
         with self._lock:
-            begun, failure = self._last.get(depth, (-1.0, ""))
+            begun, failure, written = self._last.get(depth, (-1.0, "", False))
             if begun < since:
-                begun, failure = time.monotonic(), ""
+                begun, failure, written = time.monotonic(), "", False
                 try:
-                    self._try(depth)
+                    written = self._try(depth)
                 except TierDown as error:
                     failure = str(error)
-                self._last[depth] = begun, failure
+                self._last[depth] = begun, failure, written
         if failure:
             raise TierDown(failure)
+        return written
 
-    def _try(self, depth: Depth) -> None:
+    def _try(self, depth: Depth) -> bool:
         try:
             before = self._get(NAME)
         except ItemUnreadable:
             before = b""
         if depth == "read" and _is_right(before):
-            return
+            return False
         try:
             self._put(NAME, _made())
         except TierDown as error:
             absent = before is None and isinstance(error, ItemRefused)
             if depth == "write" or not (absent or _is_right(before)):
                 raise
-            return  # reading is well: its answer was the store's own
+            return False  # reading is well: its answer was the store's own
         after = self._get(NAME)
         for pause_s in _AGAIN_S:
             if after is not None and not (after == before and _is_right(after)):
@@ -90,6 +92,7 @@ class Proof:
             said = "nothing" if after is None else repr(first_words(after))
             text = f"{self._name}: what was written is not read back, but {said}: is it the store?"
             raise TierDown(text)
+        return True
 
 
 def first_words(answer: bytes) -> str:

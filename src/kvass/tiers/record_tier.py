@@ -89,9 +89,9 @@ class RecordTier(ABC):
     def _put_note(self, name: str, value: bytes) -> None:
         """See ``Tier.set_note``."""
 
-    def _prove(self, depth: Depth, since: float) -> None:
+    def _prove(self, depth: Depth, since: float) -> bool:
         """Raise ``TierDown`` unless the backend was proven since then. See ``Proof.prove``."""
-        self._proof.prove(depth, since)
+        return self._proof.prove(depth, since)
 
     @abstractmethod
     def _close(self) -> None:
@@ -166,11 +166,10 @@ class RecordTier(ABC):
                 raise ItemRefused(str(as_down(self.name, error))) from None
             self._prove("read", time.monotonic())
 
-    def check_store(self, whole: bool = True) -> None:
-        """Raise ``TierDown`` unless what answers is proven to be the backend. ``whole``: also write
-        to it, if that is allowed."""
+    def check_store(self, whole: bool = True) -> bool:
+        """See ``ProvingTier``."""
         with self._call() as since:
-            self._prove("try" if whole else "read", since)
+            return self._prove("try" if whole else "read", since)
 
     def report(self) -> dict[str, Any]:
         """Return the tier's fields of ``kvass status``."""

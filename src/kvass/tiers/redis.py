@@ -153,13 +153,16 @@ class RedisTier(RecordTier):
                 for outcome in self._unlink(some):
                     if isinstance(outcome, TierDown):  # one that stays is no clear
                         raise outcome
+        except redis.ResponseError as error:
+            raise self._failure(error) from None
         except _TROUBLE as error:
             raise self._down(error) from error
 
     def _get_note(self, name: str) -> bytes | None:
         key = self._note_name(name)
         value: bytes
-        held, value = self._ask_all([("EXISTS", key), ("GETRANGE", key, 0, MAX_NOTE_BYTES)])
+        part = ("GETRANGE", key, 0, MAX_NOTE_BYTES)  # and what a probe asks, so a check proves it
+        held, _, value = self._ask_all([("EXISTS", key), ("STRLEN", key), part])
         return value if held else None
 
     def _put_note(self, name: str, value: bytes) -> None:

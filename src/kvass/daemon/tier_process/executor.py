@@ -12,7 +12,8 @@ kind also has its own ``Health``, so that a disk that has become read-only still
 
 A fifth kind of work proves the store, if the tier is a ``ProvingTier``: at the start, every
 ``CHECK_S`` seconds, and before a kind of work that failed is tried again. While that fails, no
-other call begins.
+other call begins. If nobody tries again, a check does: it succeeds for stores only if it has
+written.
 
 An exception of the tier is a failure of that kind of work, except an ``ItemRefused`` of a request
 that stands alone, a clear or an epoch: then the tier is up, and this effect alone has failed. While
@@ -138,11 +139,35 @@ class Executor:
     def check(self, whole: bool = True) -> bool:
         """Have the tier prove its store, if it can. Returns whether it can."""
         with self._lock:
-            self._check_at = self._clock() + CHECK_S
-            whole = whole or self._works["check"].health.state is not HealthState.UP
+            now = self._clock()
+            self._check_at = now + CHECK_S
+            proving = self._works["check"].health
+            whole = whole or proving.state is not HealthState.UP or bool(self._left_alone(now))
         if self._proves:
-            self.submit(StoreCheck(whole))
+            self.submit(StoreCheck(whole, self._proven))
         return self._proves
+
+    def _left_alone(self, now: float) -> list[str]:
+        """The kinds of work that failed and that nobody has tried again although they might have.
+        The caller holds the lock."""
+        healths = {name: work.health for name, work in self._works.items() if name != "check"}
+        return [
+            name
+            for name, health in healths.items()
+            if health.state is HealthState.DOWN and health.accepts(now - CHECK_S)
+        ]
+
+    def _proven(self, written: bool) -> None:
+        """A check has succeeded: it is a try of the kinds of work that nobody tries."""
+        with self._lock:
+            now = self._clock()
+            for name in self._left_alone(now):
+                health = self._works[name].health
+                if written or name != "store":
+                    health.succeeded(now)
+                else:
+                    health.failed(now)
+                self._changed.set()
 
     def _serves(self, work: _Work, now: float) -> bool:
         """Whether such a call of the tier may begin. The caller holds the lock."""

@@ -121,16 +121,17 @@ def _flags(answers: Sequence[bool], count: int) -> npt.NDArray[np.bool_]:
 
 class StoreCheck(msgspec.Struct, frozen=True):
     """Have the tier prove its store. The executor asks for it by itself, so it ends with no event.
-    ``whole``: with a write."""
+    ``whole``: with a write. ``proven`` is called if it is, with whether it was written to."""
 
     whole: bool
+    proven: Callable[[bool], None] = lambda written: None
 
     def failed(self) -> None:
         return None
 
 
 def _check(effect: StoreCheck, tier: Any, arena: Buffer) -> None:
-    tier.check_store(effect.whole)
+    effect.proven(bool(tier.check_store(effect.whole)))
 
 
 class Operation(NamedTuple):

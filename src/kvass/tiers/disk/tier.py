@@ -243,24 +243,20 @@ class DiskTier(RecordTier):
             finally:
                 self._remove_dead()
 
-    def check_store(self, whole: bool = True) -> None:
+    def _prove(self, depth: Depth, since: float) -> bool:
         """The folder is ours as long as nobody replaces it, so nothing is written: a disk that has
-        become read-only still serves loads."""
-        with self._call():
-            self._check_folder()
-
-    def _prove(self, depth: Depth, since: float) -> None:
-        """Also read from the disk itself, since records could not be read."""
+        become read-only still serves loads. But it must be readable."""
         self._check_folder()
         with self._lock:
             files = [segment.file for segment in islice(self._index.segments.values(), _TO_PROVE)]
         for left, file in enumerate(files, 1 - len(files)):
             try:
                 file.read_description(self._memory.page)
-                return
+                break
             except OSError:  # or it was removed meanwhile
                 if not left:
                     raise
+        return False
 
     def _check_folder(self) -> None:
         """Raise ``OSError`` if this process does not own the folder any more."""
