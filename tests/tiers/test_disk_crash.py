@@ -212,7 +212,10 @@ def test_reads_that_fail_are_misses_and_the_records_are_given_up(
         hits(tier, keys[:4])
     assert tier.report()["read_errors"] == 4
     assert not any(hits(tier, keys_of(3, "absent")))  # a miss needs no disk
+    with pytest.raises(TierDown, match="Input/output"):
+        tier.check_store(whole=False)
     faults.error.clear()
+    assert not tier.check_store(), "it is readable, and nothing was written"
     assert hits(tier, keys) == [False] * 4 + [True] * 6
     assert all(fill(tier, keys))
     assert all(hits(tier, keys))

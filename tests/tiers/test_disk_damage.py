@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from kvass.errors import ConfigError
 from kvass.folder import Folder
 from kvass.tiers import codec
-from kvass.tiers.disk import DiskTier, segment
-from kvass.tiers.disk import tier as disk_tier
+from kvass.tiers.disk import DiskTier, reading, segment
 from kvass.tiers.disk.index import fingerprint
 from kvass.types import PAGE
 from tests.tiers.conftest import OpenDisk
@@ -98,14 +97,14 @@ def test_without_checksums_a_flipped_byte_would_be_served(
     damaged: Damaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests above: they see wrong bytes if the tier serves them."""
-    monkeypatch.setattr(disk_tier, "payload_checksum", lambda parts: 0 * sum(map(len, parts)))
+    monkeypatch.setattr(reading, "payload_checksum", lambda parts: 0 * sum(map(len, parts)))
     real = codec.decode_header
 
     def forgiving(raw: bytes | memoryview) -> object:
         header = real(raw)
         return None if header is None else codec.Header(header.key, header.lengths, 1, 0)
 
-    monkeypatch.setattr(disk_tier, "decode_header", forgiving)
+    monkeypatch.setattr(reading, "decode_header", forgiving)
     with pytest.raises(AssertionError, match="wrong bytes"):
         damaged(lambda seg, idx: flip(seg, PAGE + 3 * SLOT + PAGE, 1))
 

@@ -18,7 +18,6 @@ from kvass.tiers.base import Buffer
 from kvass.tiers.buffers import huge_buffer, page_buffer
 from kvass.tiers.codec import payload_checksum
 from kvass.tiers.disk import DiskTier, choice, reading
-from kvass.tiers.disk import tier as disk_tier
 from kvass.tiers.disk.choice import AGAIN, MEASURED, TURN, Choice
 from kvass.tiers.disk.reading import SlotReader, ThreadMemory
 from kvass.tiers.disk.segment import SegmentFile
@@ -50,7 +49,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("segment", "reading"):
         monkeypatch.setattr(f"kvass.tiers.disk.{module}.IO_BYTES", PIECE)
     monkeypatch.setattr(reading, "LEAST_STAGED", PAGE)
-    monkeypatch.setattr(disk_tier, "CHECKSUM_BYTES", PAGE)
+    monkeypatch.setattr(reading, "CHECKSUM_BYTES", PAGE)
     monkeypatch.setattr(SegmentFile, "_go_direct", lambda self: setattr(self, "direct", True))
 
 
@@ -133,7 +132,7 @@ def test_a_bit_that_differs_is_a_miss(
         file.write(bytes([byte ^ 1]))
     if not checked:
         value = payload_checksum(right)
-        monkeypatch.setattr(disk_tier, "payload_checksum", lambda parts: value + 0 * len([*parts]))
+        monkeypatch.setattr(reading, "payload_checksum", lambda parts: value + 0 * len([*parts]))
     found = loaded(tier, b"a", WHOLE)
     assert (found is None) == checked
     assert found is None or not same(found, right)

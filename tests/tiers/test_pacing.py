@@ -20,7 +20,7 @@ from kvass.tiers import pacing
 from kvass.tiers.base import Buffer
 from kvass.tiers.buffers import page_buffer
 from kvass.tiers.codec import payload_checksum
-from kvass.tiers.disk import DiskTier
+from kvass.tiers.disk import DiskTier, reading
 from kvass.tiers.disk import tier as disk_tier
 from kvass.tiers.disk.reading import SlotReader, ThreadMemory
 from kvass.tiers.disk.segment import SegmentFile
@@ -197,7 +197,8 @@ def test_each_turn_is_checked_before_the_next(
 
         return payload_checksum(map(noted, parts))
 
-    monkeypatch.setattr(disk_tier, "payload_checksum", check)
+    for module in (disk_tier, reading):
+        monkeypatch.setattr(module, "payload_checksum", check)
     assert in_turns.store([b"b"], [aligned(b"b")]) == [True]
     assert seen == [(0, 0), (1, 0), (2, 0)]
     assert written.sizes == [TURN, 2 * PAGE, TURN]  # the one with the header is the last
@@ -219,7 +220,7 @@ def test_a_byte_that_differs_in_any_turn_is_a_miss(
         os.fsync(file.fileno())
     if not checked:
         right = payload_checksum(data_of(b"a", SHORT_TURNS))
-        monkeypatch.setattr(disk_tier, "payload_checksum", lambda parts: right + 0 * len([*parts]))
+        monkeypatch.setattr(reading, "payload_checksum", lambda parts: right + 0 * len([*parts]))
     found = got(in_turns, b"a")
     assert (found is None) == checked
     assert found is None or not same(found, data_of(b"a", SHORT_TURNS))

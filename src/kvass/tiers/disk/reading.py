@@ -1,7 +1,10 @@
 """Reads of records from a segment: directly into the shards, or through memory of the thread.
 
-Law of this file: nothing is yielded of a piece that was not read as a whole. So what the thread's
-memory had before is never taken for a record's bytes.
+Laws of this file:
+
+- A record is right only if its header, key and checksum (or tag) match.
+- Nothing is yielded of a piece that was not read as a whole. So what the thread's memory had before
+  is never taken for a record's bytes.
 
 Shards that are not page-aligned are always read through the thread's memory. So are aligned ones
 if ``Choice`` has found that faster. Pieces below ``LEAST_STAGED`` are not: a disk takes that many
@@ -14,14 +17,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Final, TypeAlias
 
-from kvass.tiers.base import Shards
+import numpy as np
+
+from kvass.tiers.base import Buffer, Shards
 from kvass.tiers.buffers import HUGE_PAGE, huge_buffer, page_buffer
+from kvass.tiers.codec import Header, Open, decode_header, payload_checksum
 from kvass.tiers.disk.choice import Choice
-from kvass.tiers.disk.segment import SegmentFile, page_aligned
-from kvass.tiers.pacing import IO_BYTES
+from kvass.tiers.disk.segment import SegmentFile, page_aligned, slot_bytes_of
+from kvass.tiers.pacing import CHECKSUM_BYTES, IO_BYTES, paced
 from kvass.types import align_up
 
 LEAST_STAGED: Final = 1 << 20
@@ -54,6 +61,22 @@ class SlotReader:
         self._clock = clock
         self._choice = Choice()
 
+    def load(
+        self, file: SegmentFile, slot: int, key: bytes, into: Shards, open_: Open | None
+    ) -> str:
+        """Fill ``into`` with a record. Returns what is wrong, ``mismatched`` or ``damaged``, or an
+        empty text. Raises ``OSError``."""
+        if slot_bytes_of(into) != file.slot_bytes:
+            return "mismatched"
+        pairs = self.read(file, slot, into)
+        header = decode_header(next(pairs, (b"",))[0])
+        if header is None or header.key != key:
+            return "damaged"
+        if header.lengths != tuple(map(len, into)):
+            return "mismatched"
+        right = _checked if open_ is None else partial(_decrypted, open_)
+        return "" if right(header, pairs) else "damaged"
+
     def read(self, file: SegmentFile, slot: int, shards: Shards) -> Iterator[Pair]:
         """Read a record's slot, a few MiB at a time. Yields the bytes in order, after they were
         read: first the page with the header, then those of the shards. Who takes a pair moves its
@@ -79,3 +102,35 @@ class SlotReader:
                 yield (stage[offset : offset + len(part)].data if staged else part), part
             if free:
                 self._choice.took(staged, self._clock() - began, size)
+
+
+def _checked(header: Header, pairs: Iterator[Pair]) -> bool:
+    """Read a record that is not encrypted. Returns whether it is right."""
+    return not header.seal and payload_checksum(_moved(pairs)) == header.payload_checksum
+
+
+def _moved(pairs: Iterator[Pair]) -> Iterator[Buffer]:
+    """Move what was read to where it belongs. Yields it there, in parts that are still in the
+    processor's cache."""
+    for source, target in pairs:
+        whole = np.frombuffer(target, np.uint8)
+        if source is target:
+            yield whole
+            continue
+        at = 0
+        for part in paced(np.frombuffer(source, np.uint8), CHECKSUM_BYTES):
+            there = whole[at : at + len(part)]
+            there[:] = part
+            yield there
+            at += len(part)
+
+
+def _decrypted(open_: Open, header: Header, pairs: Iterator[Pair]) -> bool:
+    """Read an encrypted record. It is decrypted on the way to where it belongs, which may be where
+    it was read to. Returns whether it is right."""
+    opening = open_(header)
+    if opening is None:
+        return False
+    for source, target in pairs:
+        opening.move(source, target)
+    return opening.right()

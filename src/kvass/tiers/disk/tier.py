@@ -2,7 +2,6 @@
 
 Laws of this file:
 
-- A load returns a record only if its header, key and checksum (or tag) match.
 - The folder never takes more disk space than the capacity. ``segment.disk_bytes`` is an upper bound
   of what a segment takes. That much is reserved in the index before a segment is created.
 - A lock guards the index, and is not held during I/O. A slot is taken while the lock is held,
@@ -24,7 +23,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -33,18 +31,11 @@ import numpy as np
 
 from kvass.errors import ConfigError, ItemRefused
 from kvass.folder import Folder
-from kvass.tiers.base import Buffer, Shards
-from kvass.tiers.codec import (
-    Header,
-    Open,
-    Seal,
-    decode_header,
-    encode_header,
-    payload_checksum,
-)
+from kvass.tiers.base import Shards
+from kvass.tiers.codec import Header, Seal, encode_header, payload_checksum
 from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
 from kvass.tiers.disk.notes import read_note, write_note
-from kvass.tiers.disk.reading import Pair, SlotReader, ThreadMemory
+from kvass.tiers.disk.reading import SlotReader, ThreadMemory
 from kvass.tiers.disk.sealing import SealedWriter
 from kvass.tiers.disk.segment import (
     SEGMENT,
@@ -57,7 +48,6 @@ from kvass.tiers.disk.segment import (
 )
 from kvass.tiers.disk.write_budget import WriteBudget
 from kvass.tiers.options import DiskOptions
-from kvass.tiers.pacing import CHECKSUM_BYTES, paced
 from kvass.tiers.proof import Depth
 from kvass.tiers.record_tier import Outcome, RecordTier
 from kvass.tiers.worker_pool import WorkerPool, as_down
@@ -300,7 +290,7 @@ class DiskTier(RecordTier):
             return False
         fault = "read_errors"
         try:
-            fault = self._read(place, key, into)
+            fault = self._reader.load(place.segment.file, place.slot, key, into, self._open)
         except OSError as error:
             raise ItemRefused(f"{self.name}: {error.strerror}") from None
         finally:
@@ -313,21 +303,6 @@ class DiskTier(RecordTier):
                 self._index.unpin(place)
             self._erase(bad)
         return not fault
-
-    def _read(self, place: DiskSlot, key: bytes, into: Shards) -> str:
-        """Fill ``into`` from a pinned slot. Returns the name in ``_COUNTS`` of what went wrong, or
-        an empty text."""
-        segment, slot = place
-        if slot_bytes_of(into) != segment.file.slot_bytes:
-            return "mismatched"
-        pairs = self._reader.read(segment.file, slot, into)
-        header = decode_header(next(pairs, (b"",))[0])
-        if header is None or header.key != key:
-            return "damaged"
-        if header.lengths != tuple(map(len, into)):
-            return "mismatched"
-        right = _checked if self._open is None else partial(_decrypted, self._open)
-        return "" if right(header, pairs) else "damaged"
 
     def _store(self, key: bytes, shards: Shards, owner: Owner, seal: Seal | None) -> bool:
         place = self._room(slot_bytes_of(shards), owner)
@@ -470,38 +445,6 @@ def _payload_checksum(parts: Iterator[memoryview], copies: Copies) -> int:
         deque(parts, 0)
         return payload_checksum(part for _, part in copies)
     return payload_checksum(np.frombuffer(part, np.uint8) for part in parts)
-
-
-def _checked(header: Header, pairs: Iterator[Pair]) -> bool:
-    """Read a record that is not encrypted. Returns whether it is right."""
-    return not header.seal and payload_checksum(_moved(pairs)) == header.payload_checksum
-
-
-def _moved(pairs: Iterator[Pair]) -> Iterator[Buffer]:
-    """Move what was read to where it belongs. Yields it there, in parts that are still in the
-    processor's cache."""
-    for source, target in pairs:
-        whole = np.frombuffer(target, np.uint8)
-        if source is target:
-            yield whole
-            continue
-        at = 0
-        for part in paced(np.frombuffer(source, np.uint8), CHECKSUM_BYTES):
-            there = whole[at : at + len(part)]
-            there[:] = part
-            yield there
-            at += len(part)
-
-
-def _decrypted(open_: Open, header: Header, pairs: Iterator[Pair]) -> bool:
-    """Read an encrypted record. It is decrypted on the way to where it belongs, which may be where
-    it was read to. Returns whether it is right."""
-    opening = open_(header)
-    if opening is None:
-        return False
-    for source, target in pairs:
-        opening.move(source, target)
-    return opening.right()
 
 
 def open_disk(path: str, options: DiskOptions) -> DiskTier:
