@@ -136,6 +136,26 @@ def test_what_may_not_be_written_is_read(server: S3Server, start: Start) -> None
     writer.close()
 
 
+def test_a_key_that_may_only_get_loads_what_others_stored(server: S3Server, start: Start) -> None:
+    """Without the right to list, S3 also forbids what is absent. A daemon that may write has used
+    the store before: the note of its check is the proof of the store."""
+    front, absent = start(Front, server.endpoint), keys_of(3, "absent")
+    writer = opened(server.url("get-only"))
+    assert works(writer)
+    forbidden = [(method, key.hex()) for method in ("GET", "HEAD") for key in absent]
+    for ask in [("PUT", "/"), ("POST", "delete"), ("GET", "list"), ("GET", "check"), *forbidden]:
+        front.answers[ask] = of_s3(403, "AccessDenied")
+    tier = opened(front.url("get-only"))
+    assert "AccessDenied" in why(tier.check_store)
+    writer.check_store()
+    del front.answers["GET", "check"]
+    assert not tier.check_store(), "nothing was written"
+    assert tier.probe([*absent, *KEYS]) == hits(tier, [*absent, *KEYS]) == [False] * 3 + [True] * 10
+    assert tier.probe(absent) == hits(tier, absent) == [False] * 3, "no trouble of the store"
+    tier.close()
+    writer.close()
+
+
 # ---------------------------------------------------------------- one record
 
 
