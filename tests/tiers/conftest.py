@@ -24,7 +24,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts servers that a test may break: their class, and its arguments."""
+    """Starts servers that a test may break, and opens tiers: what makes one, and its arguments."""
     with ExitStack() as ending:
         yield lambda kind, *options, **more: ending.enter_context(closing(kind(*options, **more)))
 

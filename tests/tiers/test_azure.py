@@ -6,6 +6,7 @@ import pytest
 
 from kvass.tiers import open_tier
 from tests.support.servers.azure import AzureServer
+from tests.tiers.conftest import Start
 from tests.tiers.records import KEYS, OpenAt, Raw, SharedSuite, down, fill, hits, works
 
 SERVER = AzureServer
@@ -32,27 +33,24 @@ class TestAzure(SharedSuite):
         )
 
 
-def test_absent_records_can_be_deleted(server: AzureServer) -> None:
+def test_absent_records_can_be_deleted(server: AzureServer, start: Start) -> None:
     """The client deletes by batches, and says of what is not there that it failed."""
-    tier = open_tier(server.url("absent"))
+    tier = start(open_tier, server.url("absent"))
     tier.delete(KEYS)
     assert all(fill(tier, KEYS[::2]))
     tier.delete(KEYS)
     assert not any(hits(tier, KEYS))
-    tier.close()
 
 
-def test_an_unknown_container_is_said_until_it_is_there(server: AzureServer) -> None:
-    tier = open_tier(server.url("some", container="later"))
+def test_an_unknown_container_is_said_until_it_is_there(server: AzureServer, start: Start) -> None:
+    tier = start(open_tier, server.url("some", container="later"))
     assert all("ContainerNotFound" in text or "404" in text for text in down(tier, probe=False))
     server.containers["later"] = {}
     assert tier.probe(KEYS) == [False] * 10
     assert tier.note("epoch") is None
     assert works(tier)
-    tier.close()
 
 
-def test_another_accounts_key_is_said(server: AzureServer) -> None:
-    tier = open_tier(server.url("guarded").replace("account=tester", "account=other"))
+def test_another_accounts_key_is_said(server: AzureServer, start: Start) -> None:
+    tier = start(open_tier, server.url("guarded").replace("account=tester", "account=other"))
     assert all("403" in text or "AuthenticationFailed" in text for text in down(tier))
-    tier.close()

@@ -40,11 +40,11 @@ class TestMooncake(SharedSuite):
 
 @pytest.mark.parametrize("protocol", ["tcp", "rdma"])
 def test_large_shards_go_straight_and_small_ones_beside_the_header(
-    server: MooncakeServer, protocol: str
+    server: MooncakeServer, protocol: str, start: Start
 ) -> None:
     """``rdma``: what is registered is, and nothing else is used; the transport is TCP all the
     same, for want of a device."""
-    tier = open_tier(f"mooncake:{server.address}?prefix={protocol}:")
+    tier = start(open_tier, f"mooncake:{server.address}?prefix={protocol}:")
     assert isinstance(tier, MooncakeTier)
     assert works(tier)
     link: Any = tier._mooncake
@@ -64,26 +64,24 @@ def test_large_shards_go_straight_and_small_ones_beside_the_header(
     assert tier.load([b"key", b"key"], [inside, anywhere]) == [True, True]
     assert same(inside, want)
     assert same(anywhere, want)
-    tier.close()
 
 
 def test_a_master_that_dies_and_comes_back(start: Start) -> None:
     """The only memory is our own."""
     server = start(MooncakeServer, owners=0)
-    tier = open_tier(f"mooncake:{server.address}?timeout_s=2&segment=64MiB")
+    tier = start(open_tier, f"mooncake:{server.address}?timeout_s=2&segment=64MiB")
     assert works(tier)
     server.kill()
     assert all("mooncake:" in text for text in down(tier, at_once=7))
     server.start()
     eventually(lambda: works(tier), 60)
     server.kill()
-    tier.close()
 
 
 def test_a_master_that_stands_still(start: Start) -> None:
     server = start(MooncakeServer)
-    tier = open_tier(f"mooncake:{server.address}?timeout_s=1")
-    late = open_tier(f"mooncake:{server.address}?timeout_s=1")  # meets it first when it stands
+    url = f"mooncake:{server.address}?timeout_s=1"
+    tier, late = start(open_tier, url), start(open_tier, url)  # this one meets it when it stands
     assert works(tier)
     server.pause(True)
     assert all("does not" in text or "not be kept" in text for text in down(tier, at_once=7))
@@ -91,13 +89,11 @@ def test_a_master_that_stands_still(start: Start) -> None:
     server.pause(False)
     eventually(lambda: works(tier), 60)
     eventually(lambda: works(late), 60)
-    tier.close()
-    late.close()
 
 
 def test_an_owner_that_stands_still_or_dies(start: Start) -> None:
     server = start(MooncakeServer)
-    tier = open_tier(f"mooncake:{server.address}?timeout_s=1")
+    tier = start(open_tier, f"mooncake:{server.address}?timeout_s=1")
     many = keys_of(80, "several groups")
     assert works(tier)
     assert all(fill(tier, many, LARGE))
@@ -109,46 +105,41 @@ def test_an_owner_that_stands_still_or_dies(start: Start) -> None:
     assert not works(tier)
     server.owners.append(Owner(server.address))
     eventually(lambda: works(tier), 60)
-    tier.close()
 
 
 def test_a_note_outlives_one_of_its_owners(start: Start) -> None:
     server = start(MooncakeServer, owners=2)
-    tier = open_tier(f"mooncake:{server.address}?timeout_s=1")
+    tier = start(open_tier, f"mooncake:{server.address}?timeout_s=1")
     for i in range(3):
         tier.set_note("epoch", b"%d" % i)
     server.owners[0].kill()
 
     def kept() -> bool:
         try:
-            return tier.note("epoch") == b"2"
+            return bool(tier.note("epoch") == b"2")
         except TierDown:
             return False
 
     eventually(kept, 60)
-    tier.close()
 
 
 def test_without_any_memory_nothing_is_held(start: Start) -> None:
     server = start(MooncakeServer, owners=0)
-    tier = open_tier(f"mooncake:{server.address}")
+    tier = start(open_tier, f"mooncake:{server.address}")
     assert not any(fill(tier, KEYS))
     assert not any(hits(tier, KEYS))
     with pytest.raises(TierDown, match="no room"):
         tier.set_note("name", b"value")
-    tier.close()
 
 
 def full(tier: Tier, keys: list[bytes]) -> bool:
     return all(fill(tier, keys, LARGE))
 
 
-def test_a_full_store_makes_room_and_keeps_notes(
-    start: Start,
-) -> None:
+def test_a_full_store_makes_room_and_keeps_notes(start: Start) -> None:
     server = start(MooncakeServer, "--default_kv_lease_ttl=10", owners=0)
     server.owners.append(Owner(server.address, segment=32 << 20))
-    tier = open_tier(f"mooncake:{server.address}")
+    tier = start(open_tier, f"mooncake:{server.address}")
     tier.set_note("epoch", b"1")
     rounds = [keys_of(10, f"round {i}") for i in range(12)]
     for batch in rounds:
@@ -156,4 +147,3 @@ def test_a_full_store_makes_room_and_keeps_notes(
     assert any(hits(tier, rounds[-1], LARGE))
     assert sum(sum(hits(tier, batch, LARGE)) for batch in rounds) <= 32
     assert tier.note("epoch") == b"1"
-    tier.close()

@@ -17,7 +17,7 @@ from kvass.testing.tier_suite import eventually
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.base import MAX_NOTE_BYTES
 from kvass.tiers.codec import Header, encode_header
-from kvass.tiers.redis import PIECE_BYTES, RedisTier
+from kvass.tiers.redis import PIECE_BYTES
 from tests.support.servers.forwarder import Forwarder
 from tests.support.servers.redis import RedisServer
 from tests.tiers.conftest import Start
@@ -56,46 +56,42 @@ class TestRedis(SharedSuite):
         )
 
 
-def test_a_value_of_another_type_is_a_miss(server: RedisServer) -> None:
-    tier = open_tier(f"redis:{server.address}?prefix=type:")
+def test_a_value_of_another_type_is_a_miss(server: RedisServer, start: Start) -> None:
+    tier = start(open_tier, f"redis:{server.address}?prefix=type:")
     server.client().rpush(b"type:r:" + KEYS[3], "of another type")
     assert all(fill(tier, KEYS[:3]))
     assert hits(tier, KEYS[:4]) == [True] * 3 + [False]
     tier.clear()
-    tier.close()
 
 
-def test_records_expire_if_told_so(server: RedisServer) -> None:
-    tier = open_tier(f"redis:{server.address}?prefix=ttl:&ttl_s=1000")
+def test_records_expire_if_told_so(server: RedisServer, start: Start) -> None:
+    tier = start(open_tier, f"redis:{server.address}?prefix=ttl:&ttl_s=1000")
     assert all(fill(tier, KEYS[:1]))
     left = server.client().ttl(b"ttl:r:" + KEYS[0])
     assert isinstance(left, int)
     assert 0 < left <= 1000
-    tier.close()
 
 
 def test_a_server_that_dies_and_comes_back(start: Start) -> None:
     server = start(RedisServer)
-    tier = open_tier(f"redis:{server.address}?timeout_s=2")
+    tier = start(open_tier, f"redis:{server.address}?timeout_s=2")
     assert all(fill(tier, KEYS))
     server.kill()
     assert all("redis:" in text for text in down(tier))
     server.start()
     assert not any(hits(tier, KEYS))
     assert works(tier)
-    tier.close()
 
 
 def test_a_server_that_stands_still(start: Start) -> None:
     server = start(RedisServer)
-    tier = open_tier(f"redis:{server.address}?timeout_s=1")
+    tier = start(open_tier, f"redis:{server.address}?timeout_s=1")
     assert all(fill(tier, KEYS))
     server.pause(True)
     with pytest.raises(TierDown, match="imeout"):
         hits(tier, KEYS)
     server.pause(False)
     assert all(hits(tier, KEYS))
-    tier.close()
 
 
 DEMOTED: dict[str, tuple[tuple[str, ...], Callable[[Tier], object]]] = {
@@ -116,7 +112,7 @@ def test_a_failover_behind_one_address(server: RedisServer, start: Start, says: 
     have one each. The next try is with the new server."""
     old, new = start(RedisServer, "--replica-serve-stale-data", "no"), server
     front = start(Forwarder, old.socket)
-    tier = open_tier(f"redis:127.0.0.1:{front.port}?prefix={quote(says)}:")
+    tier = start(open_tier, f"redis:127.0.0.1:{front.port}?prefix={quote(says)}:")
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(lambda _: works(tier), range(2)))
     demote, ask = DEMOTED[says]
@@ -127,7 +123,6 @@ def test_a_failover_behind_one_address(server: RedisServer, start: Start, says: 
     assert works(tier)
     eventually(lambda: len(old.client().client_list()) == 1, 10)  # this one: the tier has left it
     assert new.client().exists(f"{says}:r:".encode() + KEYS[0])
-    tier.close()
 
 
 class Demoted(socketserver.StreamRequestHandler):
@@ -158,7 +153,7 @@ def test_what_answers_only_this_is_left(server: RedisServer, start: Start, says:
         threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
         there = "127.0.0.1", other.server_address[1]
         front = start(Forwarder, there)
-        tier = open_tier(f"redis:127.0.0.1:{front.port}?prefix={says[:3]}:")
+        tier = start(open_tier, f"redis:127.0.0.1:{front.port}?prefix={says[:3]}:")
         asks: list[Callable[[], object]] = [
             lambda: fill(tier, KEYS),
             lambda: hits(tier, KEYS),
@@ -171,33 +166,27 @@ def test_what_answers_only_this_is_left(server: RedisServer, start: Start, says:
             assert works(tier)
             front.target = there
             front.cut()
-        tier.close()
         other.shutdown()
 
 
-def test_wrong_credentials_are_said_and_right_ones_work(
-    start: Start,
-) -> None:
+def test_wrong_credentials_are_said_and_right_ones_work(start: Start) -> None:
     server = start(RedisServer, "--requirepass", "s3cr&t")
     for wrong in ("", "&password=no"):
-        tier = open_tier(f"redis:{server.address}?db=0{wrong}")
+        tier = start(open_tier, f"redis:{server.address}?db=0{wrong}")
         assert all("uthentication" in text or "password" in text for text in down(tier))
-        tier.close()
-    tier = open_tier(f"redis:{server.address}?password=s3cr%26t")
+    tier = start(open_tier, f"redis:{server.address}?password=s3cr%26t")
     assert works(tier)
-    tier.close()
 
 
 def test_a_clear_without_the_right_to_list_says_so(start: Start) -> None:
     server = start(RedisServer)
     client: Any = server.client()
     client.execute_command("ACL SETUSER me on >s3cret ~* +@all -scan -keys")
-    tier = open_tier(f"redis:{server.address}?username=me&password=s3cret")
+    tier = start(open_tier, f"redis:{server.address}?username=me&password=s3cret")
     assert works(tier)
     with pytest.raises(ItemRefused, match=r"permission.*scan"):  # stores go on
         tier.clear()
     assert all(hits(tier, KEYS))
-    tier.close()
 
 
 @pytest.mark.parametrize("command", ["strlen", "getrange", "exists"])
@@ -206,14 +195,12 @@ def test_a_command_that_may_not_be_given_is_said(start: Start, command: str) -> 
     server = start(RedisServer)
     client: Any = server.client()
     client.execute_command(f"ACL SETUSER me on >s3cret ~* +@all -{command}")
-    tier = open_tier(f"redis:{server.address}?username=me&password=s3cret")
-    assert isinstance(tier, RedisTier)
+    tier = start(open_tier, f"redis:{server.address}?username=me&password=s3cret")
     asks: list[Callable[[], object]] = [tier.check_store, lambda: tier.note("epoch")]
     asks += [lambda: tier.probe(KEYS)] if command == "strlen" else []
     for ask in asks:
         with pytest.raises(TierDown, match=f"permission.*{command}"):
             ask()
-    tier.close()
 
 
 def test_a_clear_that_may_delete_some_says_so(start: Start) -> None:
@@ -221,21 +208,19 @@ def test_a_clear_that_may_delete_some_says_so(start: Start) -> None:
     mine = "~kvass:n:*", "~kvass:r:*1"
     client: Any = server.client()
     client.execute_command("ACL", "SETUSER", "me", "on", ">s3cret", "+@all", *mine)
-    tier = open_tier(f"redis:{server.address}?username=me&password=s3cret")
-    writer = open_tier(f"redis:{server.address}")
+    tier = start(open_tier, f"redis:{server.address}?username=me&password=s3cret")
+    writer = start(open_tier, f"redis:{server.address}")
     assert all(fill(writer, KEYS))
     with pytest.raises(ItemRefused, match="permission"):
         tier.clear()
     assert sum(hits(writer, KEYS)) >= 9
     writer.clear()
     assert not any(writer.probe(KEYS))
-    tier.close()
-    writer.close()
 
 
 def test_a_full_server_refuses_and_serves(start: Start) -> None:
     server = start(RedisServer, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
-    tier = open_tier(f"redis:{server.address}")
+    tier = start(open_tier, f"redis:{server.address}")
     many = keys_of(400)
     stored = fill(tier, many)
     assert 10 < sum(stored) < 400
@@ -245,7 +230,6 @@ def test_a_full_server_refuses_and_serves(start: Start) -> None:
     server.client().config_set("maxmemory-policy", "allkeys-lru")
     assert all(fill(tier, keys_of(100, "newer")))
     assert sum(hits(tier, keys_of(100, "newer"))) > 0
-    tier.close()
 
 
 NO_WRITES: dict[str, tuple[str, ...]] = {
@@ -259,8 +243,7 @@ NO_WRITES: dict[str, tuple[str, ...]] = {
 def test_a_server_that_takes_no_writes_is_read(start: Start, why: str) -> None:
     """With and without a note of an earlier check: a kvass of before it had checks wrote none."""
     server = start(RedisServer)
-    tier = open_tier(f"redis:{server.address}")
-    assert isinstance(tier, RedisTier)
+    tier = start(open_tier, f"redis:{server.address}")
     tier.set_note("epoch", b"7")
     tier.check_store()
     assert all(fill(tier, KEYS))
@@ -281,11 +264,10 @@ def test_a_server_that_takes_no_writes_is_read(start: Start, why: str) -> None:
             server.client().delete("kvass:n:check")
     if why == "memory":
         tier.clear()
-    tier.close()
 
 
-def test_a_note_of_any_size_is_none_and_is_replaced(server: RedisServer) -> None:
-    tier = open_tier(f"redis:{server.address}?prefix=note:")
+def test_a_note_of_any_size_is_none_and_is_replaced(server: RedisServer, start: Start) -> None:
+    tier = start(open_tier, f"redis:{server.address}?prefix=note:")
     client: Any = server.client()
     for name, value in (("long", bytes(MAX_NOTE_BYTES + 1)), ("huge", bytes(HUGE))):
         client.set(f"note:n:{name}", value)
@@ -293,53 +275,48 @@ def test_a_note_of_any_size_is_none_and_is_replaced(server: RedisServer) -> None
             assert tier.note(name) is None
         tier.set_note(name, bytes(MAX_NOTE_BYTES))
         assert tier.note(name) == bytes(MAX_NOTE_BYTES)
-    tier.close()
 
 
-def test_what_cannot_be_a_record_is_not_found_and_is_replaced(server: RedisServer) -> None:
+def test_what_cannot_be_a_record_is_not_found_and_is_replaced(
+    server: RedisServer, start: Start
+) -> None:
     """A store asks first what is there."""
-    tier = open_tier(f"redis:{server.address}?prefix=odd:")
+    tier = start(open_tier, f"redis:{server.address}?prefix=odd:")
     client: Any = server.client()
     client.rpush(b"odd:r:" + KEYS[0], "a list")
     client.set(b"odd:r:" + KEYS[1], b"")
     client.setrange(b"odd:r:" + KEYS[2], 2 * PIECE_BYTES, b"x")
     assert fill(tier, KEYS[3:5]) == [True] * 2
     assert tier.probe(KEYS[:5]) == hits(tier, KEYS[:5]) == [False] * 3 + [True] * 2
-    assert isinstance(tier, RedisTier)
     kind, longer = sorted(tier.report()["refusals"])
     assert "WRONGTYPE" in kind
     assert "longer" in longer
     assert works(tier)
     tier.clear()
-    tier.close()
 
 
-def test_other_lengths_are_no_damage(server: RedisServer) -> None:
+def test_other_lengths_are_no_damage(server: RedisServer, start: Start) -> None:
     """Although only the beginning of a longer record is read."""
-    tier = open_tier(f"redis:{server.address}?prefix=lengths:")
+    tier = start(open_tier, f"redis:{server.address}?prefix=lengths:")
     assert all(fill(tier, KEYS[:2], (90_000, 10)))
     assert hits(tier, KEYS[:2], (9000,)) == [False] * 2
     assert hits(tier, KEYS[:2], (90_000, 10)) == [True] * 2
-    tier.close()
 
 
-def test_calls_that_run_when_another_one_fails_go_on(server: RedisServer) -> None:
-    tier = open_tier(f"redis:{server.address}?prefix=running:")
-    assert isinstance(tier, RedisTier)
+def test_calls_that_run_when_another_one_fails_go_on(server: RedisServer, start: Start) -> None:
+    tier = start(open_tier, f"redis:{server.address}?prefix=running:")
     assert works(tier)
     with ThreadPoolExecutor(3) as pool:
         asks = [pool.submit(lambda: all(hits(tier, KEYS))) for _ in range(20)]
         while not all(ask.done() for ask in asks):
             tier._renew()
     assert all(ask.result() for ask in asks)
-    tier.close()
 
 
-def test_a_header_that_promises_pieces_without_end(server: RedisServer) -> None:
-    tier = open_tier(f"redis:{server.address}?prefix=endless:")
+def test_a_header_that_promises_pieces_without_end(server: RedisServer, start: Start) -> None:
+    tier = start(open_tier, f"redis:{server.address}?prefix=endless:")
     client: Any = server.client()
     client.set(b"endless:r:" + KEYS[0], encode_header(Header(KEYS[0], (1 << 62,), 0, 0)))
     assert hits(tier, KEYS[:1]) == [False]
     assert all(fill(tier, KEYS[:1]))
     tier.delete(KEYS[:1])
-    tier.close()

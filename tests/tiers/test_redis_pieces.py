@@ -17,6 +17,7 @@ from kvass.tiers.base import Tier
 from kvass.tiers.codec import Header
 from kvass.tiers.redis import RedisTier
 from tests.support.servers.redis import RedisCluster, RedisServer
+from tests.tiers.conftest import Start
 from tests.tiers.records import fill, hits, keys_of
 
 PIECE = 4000
@@ -197,33 +198,32 @@ def test_pieces_expire_with_their_record(server: RedisServer, small_pieces: None
     tier.close()
 
 
-def test_a_record_that_the_server_has_no_room_for(small_pieces: None) -> None:
-    server = RedisServer("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
-    tier = opened(server)
-    try:
-        assert all(fill(tier, KEYS, SHAPE))
-        before = names(server)
-        with pytest.raises(TierDown, match="memory"):
-            fill(tier, [b"large"], (4 << 20,))
-        assert names(server) == before
-        assert all(hits(tier, KEYS, SHAPE))
-        server.client().config_set("maxmemory-policy", "allkeys-lru")
+def test_a_record_that_the_server_has_no_room_for(small_pieces: None, start: Start) -> None:
+    server = start(RedisServer, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    tier = start(opened, server)
+    assert all(fill(tier, KEYS, SHAPE))
+    before = names(server)
+    with pytest.raises(TierDown, match="memory"):
         fill(tier, [b"large"], (4 << 20,))
-        assert hits(tier, [b"large"], (4 << 20,)) == [False]  # its pieces make room for each other
-        assert tier.probe([b"large"]) == [False]
-        assert all(fill(tier, KEYS, SHAPE))
-        assert all(hits(tier, KEYS, SHAPE))
-    finally:
-        tier.close()
-        server.close()
+    assert names(server) == before
+    assert all(hits(tier, KEYS, SHAPE))
+    server.client().config_set("maxmemory-policy", "allkeys-lru")
+    fill(tier, [b"large"], (4 << 20,))
+    assert hits(tier, [b"large"], (4 << 20,)) == [False]  # its pieces make room for each other
+    assert tier.probe([b"large"]) == [False]
+    assert all(fill(tier, KEYS, SHAPE))
+    assert all(hits(tier, KEYS, SHAPE))
 
 
 @pytest.mark.parametrize("ask", [fill, hits])
 def test_a_server_that_dies_between_two_pieces(
-    small_pieces: None, monkeypatch: pytest.MonkeyPatch, ask: Callable[..., list[bool]]
+    small_pieces: None,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    ask: Callable[..., list[bool]],
 ) -> None:
-    server = RedisServer()
-    tier = opened(server)
+    server = start(RedisServer)
+    tier = start(opened, server)
     assert all(fill(tier, KEYS, SHAPE))
     real = tier._ask_one
     asked = count()
@@ -233,12 +233,8 @@ def test_a_server_that_dies_between_two_pieces(
             server.kill()
         return real(*command)
 
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(tier, "_ask_one", dying)
-            assert ask(tier, KEYS, SHAPE) == [True] + [False] * 5
-        server.start()
-        assert not any(hits(tier, KEYS, SHAPE))
-    finally:
-        tier.close()
-        server.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "_ask_one", dying)
+        assert ask(tier, KEYS, SHAPE) == [True] + [False] * 5
+    server.start()
+    assert not any(hits(tier, KEYS, SHAPE))

@@ -12,7 +12,6 @@ from kvass.errors import ConfigError, TierDown
 from kvass.testing.tier_suite import data_of, eventually, room_for, same
 from kvass.tiers import open_tier
 from kvass.tiers.codec import record_key
-from kvass.tiers.object_store import ObjectTier
 from tests.support.servers.forwarder import Forwarder
 from tests.support.servers.front import Answer, Front
 from tests.support.servers.s3 import BUCKET, S3Server, credentials
@@ -42,10 +41,10 @@ class TestS3(SharedSuite):
         )
 
 
-def test_gcs(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gcs(server: S3Server, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
     """Google's XML interface is near enough to S3's for the same server; deletes come singly."""
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "none")
-    tier = open_tier(f"gcs:{BUCKET}/gcs?endpoint={server.endpoint}&allow_http=yes")
+    tier = start(open_tier, f"gcs:{BUCKET}/gcs?endpoint={server.endpoint}&allow_http=yes")
     tier.set_note("epoch", b"7")
     assert works(tier)
     tier.delete(KEYS[:3])
@@ -53,18 +52,16 @@ def test_gcs(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     tier.clear()
     assert not any(tier.probe(KEYS))
     assert tier.note("epoch") == b"7"
-    tier.close()
 
 
-def test_a_clear_of_more_than_one_listing(server: S3Server) -> None:
-    tier = open_tier(server.url("many"))
+def test_a_clear_of_more_than_one_listing(server: S3Server, start: Start) -> None:
+    tier = start(open_tier, server.url("many"))
     many = keys_of(1100)
     assert all(fill(tier, many, (1,)))
     assert len(server.names("many/")) == 1000, "of one listing"
     tier.clear()
     assert not any(tier.probe(many[::100]))
     assert server.names("many/records/") == []
-    tier.close()
 
 
 # ---------------------------------------------------------------- trouble
@@ -73,7 +70,7 @@ def test_a_clear_of_more_than_one_listing(server: S3Server) -> None:
 def test_a_server_that_stands_still(start: Start) -> None:
     """The whole batch, which is many times what is asked at once, takes one silence."""
     server = start(S3Server)
-    tier = open_tier(server.url("still", "&timeout_s=2&connections=4"))
+    tier = start(open_tier, server.url("still", "&timeout_s=2&connections=4"))
     many = keys_of(400)
     assert all(fill(tier, many[:50]))
     server.pause(True)
@@ -87,12 +84,11 @@ def test_a_server_that_stands_still(start: Start) -> None:
             ask()
     server.pause(False)
     assert hits(tier, many[:51]) == [True] * 50 + [False]
-    tier.close()
 
 
 def test_a_server_killed_in_the_middle_of_a_load(start: Start) -> None:
     server = start(S3Server)
-    tier = open_tier(server.url("middle", "&timeout_s=4&connections=2"))
+    tier = start(open_tier, server.url("middle", "&timeout_s=4&connections=2"))
     shape = (8 << 20,)
     keys = keys_of(12)
     assert all(fill(tier, keys, shape))
@@ -116,7 +112,6 @@ def test_a_server_killed_in_the_middle_of_a_load(start: Start) -> None:
     assert all((now[0] == then).all() for now, then in zip(into, before, strict=True)), (
         "a load that had returned went on writing"
     )
-    tier.close()
 
 
 @pytest.mark.parametrize("status", [503, 307])
@@ -125,23 +120,22 @@ def test_a_balancer_that_has_servers_again(server: S3Server, start: Start, statu
     balancer = start(Front)
     balancer.everything = Answer(status, b"", (("Location", "http://127.0.0.1:1/"),))
     front = start(Forwarder, ("127.0.0.1", balancer.port))
-    tier = open_tier(server.url(f"front{status}").replace(f":{server.port}", f":{front.port}"))
+    url = server.url(f"front{status}").replace(f":{server.port}", f":{front.port}")
+    tier = start(open_tier, url)
     for ask in (lambda: fill(tier, KEYS), lambda: tier.note("epoch")):
         with pytest.raises(TierDown):
             ask()
     front.target = "127.0.0.1", server.port
     assert works(tier)
-    tier.close()
 
 
-def test_an_unknown_bucket_is_said_until_it_is_there(server: S3Server) -> None:
-    tier = open_tier(server.url("some", bucket="later"))
+def test_an_unknown_bucket_is_said_until_it_is_there(server: S3Server, start: Start) -> None:
+    tier = start(open_tier, server.url("some", bucket="later"))
     assert all("NoSuchBucket" in text for text in down(tier, probe=False))
     server.ask("PUT", "later")
     assert tier.probe(KEYS) == [False] * 10
     assert tier.note("epoch") is None
     assert works(tier)
-    tier.close()
 
 
 def test_wrong_credentials_are_said_and_right_ones_work(start: Start) -> None:
@@ -150,31 +144,31 @@ def test_wrong_credentials_are_said_and_right_ones_work(start: Start) -> None:
     url = server.url("guarded", "&timeout_s=5")
     for wrong in (("AKIAWRONG", secret), (key, "wr0ngs3cret")):
         with credentials(*wrong):
-            tier = open_tier(url)
+            tier = start(open_tier, url)
         for text in down(tier):
             assert re.search("403|InvalidAccessKeyId|SignatureDoesNotMatch", text)
             assert not any(part in text for part in (key, secret, *wrong))
-        tier.close()
     with credentials(key, secret):
-        tier = open_tier(url)
+        tier = start(open_tier, url)
     assert works(tier)
-    tier.close()
 
 
 @pytest.mark.parametrize(
     ("host", "why"), [("127.0.0.1:1", "Connection refused"), ("no.such.invalid", "dns error")]
 )
-def test_a_status_has_room_for_the_reason(host: str, why: str) -> None:
+def test_a_status_has_room_for_the_reason(host: str, why: str, start: Start) -> None:
     """Names of what is asked for would take all of it."""
-    tier = open_tier(f"s3:bucket/a?endpoint=http://{host}&allow_http=yes&timeout_s=2")
+    tier = start(open_tier, f"s3:bucket/a?endpoint=http://{host}&allow_http=yes&timeout_s=2")
     key = record_key(bytes(32), 1, 0, bytes(32))
-    asks = lambda: tier.probe([key]), lambda: tier.note("epoch." + "0" * 64)
+    asks: list[Callable[[], object]] = [
+        lambda: tier.probe([key]),
+        lambda: tier.note("epoch." + "0" * 64),
+    ]
     for ask in asks:
         with pytest.raises(TierDown) as caught:
             ask()
         assert why in str(caught.value)[:200]
         assert host in str(caught.value)
-    tier.close()
 
 
 # ---------------------------------------------------------------- mistakes
@@ -201,22 +195,22 @@ def test_credentials_that_cannot_be_any_are_refused_and_not_repeated(
     assert "\n" not in str(caught.value)
 
 
-def test_a_signature_in_an_address_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signature_in_an_address_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, start: Start
+) -> None:
     monkeypatch.setenv("AZURE_STORAGE_SAS_KEY", "sv=2020-08-04&sig=s3cret")
     url = "azure:bucket?account=me&endpoint=http://127.0.0.1:1&allow_http=yes&timeout_s=2"
-    tier = open_tier(url)
+    tier = start(open_tier, url)
     assert not any("s3cret" in text for text in down(tier))
-    tier.close()
 
 
 def test_the_urls_endpoint_goes_before_the_environments(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, start: Start
 ) -> None:
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    tier = open_tier(server.url("mine"))
+    tier = start(open_tier, server.url("mine"))
     assert all(fill(tier, KEYS[:1]))
-    tier.close()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +223,12 @@ def test_the_urls_endpoint_goes_before_the_environments(
     ],
 )
 def test_an_endpoint_of_the_environment_is_allowed_there_too(
-    prefix: str, endpoint: str, url: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
+    prefix: str,
+    endpoint: str,
+    url: str,
+    server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    start: Start,
 ) -> None:
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "none")
     monkeypatch.setenv("AZURE_SKIP_SIGNATURE", "true")
@@ -239,13 +238,12 @@ def test_an_endpoint_of_the_environment_is_allowed_there_too(
     how = f"{prefix}ALLOW_HTTP=true, or allow_http=yes in the tier's URL, allows it"
     assert f": {endpoint}: http is not encrypted; {how}" in str(caught.value)
     monkeypatch.setenv(f"{prefix}ALLOW_HTTP", "true")
-    tier = open_tier(url)
+    tier = start(open_tier, url)
     if prefix == "AZURE_":  # it is no server of Azure's, and can be asked
         with pytest.raises(TierDown, match=r"40[0-9]|50[0-9]"):
             fill(tier, KEYS)
     else:
         assert works(tier)
-    tier.close()
 
 
 @pytest.mark.parametrize(
@@ -263,10 +261,10 @@ def test_an_endpoint_that_is_none_is_not_repeated(
 
 
 def test_a_proxy_of_the_environment_is_used_and_not_repeated(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, start: Start
 ) -> None:
     monkeypatch.setenv("AWS_PROXY_URL", "http://me:s3cr@t@127.0.0.1:1")
-    tier = open_tier(server.url("proxied", "&timeout_s=2"))
+    tier = start(open_tier, server.url("proxied", "&timeout_s=2"))
     assert not any("s3cr" in text or "@t" in text for text in down(tier))
     tier.close()
     monkeypatch.setenv("AWS_PROXY_URL", "http://me:s3cr@[t")
@@ -275,17 +273,14 @@ def test_a_proxy_of_the_environment_is_used_and_not_repeated(
     assert "s3cr" not in str(caught.value)
 
 
-def test_requests_and_bytes_in_flight_are_bounded() -> None:
+def test_requests_and_bytes_in_flight_are_bounded(start: Start) -> None:
     """By the pool, as ``test_worker_pool.py`` shows."""
-    tier = open_tier("s3:bucket?connections=5")
-    assert isinstance(tier, ObjectTier)
+    tier = start(open_tier, "s3:bucket?connections=5")
     assert (tier._pool._size, tier._pool._max_bytes) == (5, 64 << 20)
-    tier.close()
 
 
-def test_the_usual_spelling_is_understood(server: S3Server) -> None:
+def test_the_usual_spelling_is_understood(server: S3Server, start: Start) -> None:
     for url in (server.url("slashes"), server.url("slashes").replace("s3:", "s3://", 1)):
-        tier = open_tier(url)
+        tier = start(open_tier, url)
         assert all(fill(tier, KEYS[:1]))
-        tier.close()
     assert len(server.names("slashes/")) == 1
