@@ -29,6 +29,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -142,9 +143,10 @@ class Executor:
             now = self._clock()
             self._check_at = now + CHECK_S
             proving = self._works["check"].health
-            whole = whole or proving.state is not HealthState.UP or bool(self._left_alone(now))
+            alone = self._left_alone(now)
+            whole = whole or proving.state is not HealthState.UP or bool(alone)
         if self._proves:
-            self.submit(StoreCheck(whole, self._proven))
+            self.submit(StoreCheck(whole, partial(self._proven, alone)))
         return self._proves
 
     def _left_alone(self, now: float) -> list[str]:
@@ -157,12 +159,14 @@ class Executor:
             if health.state is HealthState.DOWN and health.accepts(now - CHECK_S)
         ]
 
-    def _proven(self, written: bool) -> None:
-        """A check has succeeded: it is a try of the kinds of work that nobody tries."""
+    def _proven(self, alone: list[str], written: bool) -> None:
+        """A check has succeeded: it was a try of the kinds of work that nobody tries."""
         with self._lock:
             now = self._clock()
-            for name in self._left_alone(now):
+            for name in alone:
                 health = self._works[name].health
+                if health.state is not HealthState.DOWN:
+                    continue  # somebody tries, or it shares its health
                 if written or name != "store":
                     health.succeeded(now)
                 else:
