@@ -27,6 +27,9 @@ from tests import side_by_side
 ROOT = str(Path(__file__).parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
+# The models of tests compute so fast that engines would load few hits. Tests of the rule set it.
+os.environ["KVASS_SKIP_SLOW_LOADS"] = "no"
+
 # With compiled modules a process starts in half the time, and tests start hundreds of processes.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -86,6 +86,8 @@ class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_P
     kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
     """``blocks`` chooses the one of the other two layouts that the device's kernels need."""
     global_media_ids: bool = False
+    skip_slow_loads: bool = True
+    """A hit is computed if that is faster than its load (``engine/worth.py``)."""
     shadow: bool | Annotated[float, Meta(ge=0, le=1)] = False
     """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""
     verify: Annotated[int, Meta(ge=0)] | None = None

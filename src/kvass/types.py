@@ -211,6 +211,12 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
     def __len__(self) -> int:
         return len(self.slot) // 4
 
+    def first(self, rows: int) -> Slots:
+        """The first ``rows`` rows; all, if there are fewer."""
+        if rows >= len(self):
+            return self
+        return Slots(self.extents, self.set_[: 2 * rows], self.slot[: 4 * rows])
+
     def last(self, rows: int) -> Slots:
         """The last ``rows`` rows."""
         begin = len(self) - rows

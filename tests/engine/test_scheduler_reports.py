@@ -32,7 +32,8 @@ NOT_TOLD = {
     *("absent", "evicted", "over_quota", "cleared", "not_stored", "engine_busy"),
     *("other_namespace", "other_salt", "other_adapter"),
     *("tier_down", "not_waited", "not_worth_it", "no_room", "load_failed", "late"),
-    *("load_failed_here", "not_loaded"),  # it matched, so somebody had computed it
+    # it matched, so somebody had computed it
+    *("load_failed_here", "not_loaded", "cheaper_to_compute"),
     "adapter_unknown",  # else somebody has used the adapter
 }
 

@@ -33,6 +33,7 @@ VALUES = {
     "kv_layout": "BLNHC",
     "fixed_weights": True,
     "global_media_ids": True,
+    "skip_slow_loads": False,
     "shadow": 0.5,
     "verify": 500,
 }
@@ -55,7 +56,8 @@ def test_every_option_comes_from_every_source(
         patched.setenv("KVASS_CONFIG", write(tmp_path, **VALUES, l1_size="4MiB"))
         assert read_options({}) == wanted
     for name, value in VALUES.items():
-        monkeypatch.setenv(f"KVASS_{name.upper()}", "yes" if value is True else str(value))
+        text = ("no", "yes")[value] if isinstance(value, bool) else str(value)
+        monkeypatch.setenv(f"KVASS_{name.upper()}", text)
     assert read_options({}) == wanted != EngineOptions()
 
 

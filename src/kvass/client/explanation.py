@@ -49,6 +49,8 @@ REASONS: Final[dict[str, str]] = {
     "no_hashes": "Hashes do not say all of the prompt's content: another one may have the same.",
     "own_hit": "The engine's own cache had everything that can match.",
     "not_loaded": "It matched, but the engine took the tokens from elsewhere or computed them.",
+    "cheaper_to_compute": "{Rest} matched, but the engine computed it, because that was "
+    "faster than loading it.",
     "load_failed_here": "It matched, but the copy into the engine failed or was late. The engine "
     "computed the tokens.",
 }

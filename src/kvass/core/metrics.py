@@ -152,6 +152,7 @@ MISSES: Final[dict[str, str]] = {
     "cleared": "They were cleared, or the engine's weights changed.",
     "no_answer": "The daemon did not answer the engine in time, or refused.",
     "load_failed_here": "Their copy into the engine failed or was late.",
+    "cheaper_to_compute": "L1 had them, or a part, and computing them was faster than loading.",
     "not_loaded": "L1 had them, but the engine took them from elsewhere or computed them.",
 }
 """Why a lookup missed tokens that it asked for."""

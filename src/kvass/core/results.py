@@ -27,9 +27,10 @@ def reported(
     ns = state.namespace_of(instance)
     log = state.log.of(instance)
     for result in results:
-        log.ended(result.request, "load_failed_here" if result.failed else result.why)
         result.lookup_tokens = min(result.lookup_tokens, MOST_TOKENS)
         result.hit_tokens = min(result.hit_tokens, result.lookup_tokens)
+        why = "load_failed_here" if result.failed else result.why
+        log.ended(result.request, why, result.hit_tokens)
         count(state, instance, ns, result)
     learn(state, instance, ns, tokens_s)
 

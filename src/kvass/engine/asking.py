@@ -12,9 +12,9 @@ from kvass.client.scheduler import SchedulerClient
 from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
 from kvass.engine.explain import Explainer
 from kvass.engine.hit_limits import HitLimits
-from kvass.engine.prefill_speed import PrefillSpeed
 from kvass.engine.request_state import LoadState, RequestState
 from kvass.engine.setup import EngineSetup
+from kvass.engine.step_times import StepTimes
 from kvass.messages import RequestContext
 
 LOAD_LIMIT: Final = "load_limit"
@@ -41,13 +41,13 @@ class Asking:
         setup: EngineSetup,
         client: SchedulerClient,
         adapters: Adapters,
-        speed: PrefillSpeed,
+        times: StepTimes,
         explain: Explainer,
     ) -> None:
         self._setup = setup
         self._client = client
         self._adapters = adapters
-        self._speed = speed
+        self._times = times
         self._explain = explain
         self._limits = HitLimits(setup)
 
@@ -111,7 +111,7 @@ class Asking:
         if_absent, absent_chunk = self._explain.if_absent(state, question.chunks)
         return msgspec.structs.replace(
             state.request.context,
-            prefill_tokens_s=self._speed.tokens_s,
+            prefill_tokens_s=self._times.tokens_s,
             prompt_tokens=state.request.known_tokens,
             local_tokens=question.local,
             if_absent=if_absent,

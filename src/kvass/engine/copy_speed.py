@@ -46,6 +46,11 @@ class CopySpeed:
         for rank, figures in copied.items():
             self._of.setdefault(rank, _Rank()).add(figures)
 
+    def renew(self) -> None:
+        """Forget all but the last load of each rank, which was faster than they let expect."""
+        for rank in self._of.values():
+            rank.renew()
+
     @property
     def known(self) -> bool:
         """Whether each rank has copied something."""
@@ -88,6 +93,11 @@ class _Rank:
         elif not self._small and copied.seconds < copied.bytes / self.bytes_s + SLOW_S:
             return
         self._rates.append(rate)
+
+    def renew(self) -> None:
+        self._rates.clear()
+        self._small = True
+        self.add(self.last)
 
     @property
     def bytes_s(self) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from kvass.client.lookups import Match
 from kvass.engine.protocols import Request
 from kvass.engine.request_state import RequestState
 from kvass.engine.setup import EngineSetup
+from kvass.types import Slots
 
 
 class HitLimits:
@@ -38,8 +40,20 @@ class HitLimits:
         if (most := request.most_loaded_tokens) is None:
             return chunks, end
         each, upto = self._setup.chunk_tokens, local + most
-        unit = self.tokens(0, 1) if self.inside_chunks else each
-        return min(chunks, upto // each + self._setup.spare), min(end, upto // unit * unit)
+        return min(chunks, upto // each + self._setup.spare), min(end, self.end_before(upto))
+
+    def end_before(self, token: int) -> int:
+        """The last place at ``token`` or before it where a hit may end."""
+        unit = self.tokens(0, 1) if self.inside_chunks else self._setup.chunk_tokens
+        return token // unit * unit
+
+    def slots(self, match: Match, end: int) -> tuple[Slots, ...]:
+        """The slots that are read of ``match`` if its hit is cut to ``end`` tokens. Only hits are
+        cut that need all rows (``EngineSetup.hits_whole_prompts``)."""
+        if not self._setup.hits_whole_prompts:
+            return match.slots
+        rows = -(-end // self._setup.chunk_tokens) - match.first
+        return tuple(each.first(rows) for each in match.slots)
 
     def blocks(self, state: RequestState, salt: bytes, local: int, end: int, chunk: int) -> bytes:
         """The hashes of the first blocks of ``chunk``, up to token ``end`` of the request. Empty

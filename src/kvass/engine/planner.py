@@ -31,15 +31,16 @@ from kvass.engine.held_adapters import News
 from kvass.engine.hit_limits import HitLimits
 from kvass.engine.load_admission import LoadAdmission
 from kvass.engine.observers import Observer
-from kvass.engine.prefill_speed import PrefillSpeed
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.results import LookupResults
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
+from kvass.engine.step_times import StepTimes
 from kvass.engine.step_work import Load, ShadowCheck, StepWork, comparable
 from kvass.engine.stores import StorePlanner
 from kvass.engine.traffic import EngineTraffic
+from kvass.engine.worth import CHEAPER, Worth
 from kvass.layout.spans import Table
 
 ASK_AGAIN_S: Final = 0.1
@@ -89,19 +90,20 @@ class Planner:
         """CLOCK_MONOTONIC at which blocks last came free."""
         self.off = False
         """Whether a copy was wrong, so that the engine runs uncached until it ends."""
-        self._speed = PrefillSpeed()
+        self._times = StepTimes()
         self.copy_speed = CopySpeed(setup.strategy.ranks)
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
         self._head_of_line = HeadOfLine() if setup.one_queue else None
         self._admission = LoadAdmission(setup, self._requests, pool)
         self.traffic = EngineTraffic()
         explain = Explainer(setup, self.client)
-        self._asking = Asking(setup, self.client, self._adapters, self._speed, explain)
+        self._asking = Asking(setup, self.client, self._adapters, self._times, explain)
         self.events: RowEvents | None = None
         if event_maker is not None:
             self.events = RowEvents(self.client, event_maker, self.traffic)
         results = LookupResults(self.client, self.traffic, counts=not setup.shadow)
-        own = tracing.begin(), results, explain, self.events
+        self._worth = Worth(setup, self._limits, self._times, self.copy_speed, self._requests)
+        own = tracing.begin(), results, explain, self.events, self._worth
         others = () if observers is None else observers(self)
         self._observers = (*(one for one in own if one is not None), *others)
         idle = Observer.stepped
@@ -149,7 +151,7 @@ class Planner:
 
     def _report_all(self) -> None:
         """Report all results now, and the engine's speed if the daemon does not know it."""
-        self.client.speed(self._speed.tokens_s)
+        self.client.speed(self._times.tokens_s)
         self.client.report_all()
 
     def outcome(self, name: str) -> tuple[int, int, str]:
@@ -217,13 +219,15 @@ class Planner:
         """How many tokens of what was ``found`` can be loaded."""
         state.kept_chunks = max(state.kept_chunks, found.kept)
         local, end, named = question.local, question.end, question.named
-        hit, tiers = 0, tuple[int, ...]()
+        hit, tiers, why = 0, tuple[int, ...](), found.why or question.why
         if isinstance(match := found.match, Match):
             tiers = match.tiers
-            hit = self._hit(match, local, end if most is None else min(end, most))
-            if hit == 0:  # the match ends in the chunk in which the engine's own hit ends
+            matched = self._hit(match, local, end if most is None else min(end, most))
+            if (hit := self._worth.choose(state, local, matched)) < matched:
+                why = CHEAPER
+            if hit == 0:  # or the match ends in the chunk in which the engine's own hit ends
                 self.client.give_back(state.request.name)
-        asked, why, now_s = end - local, found.why or question.why, time.monotonic()
+        asked, now_s = end - local, time.monotonic()
         answer = Answer(local, local + hit, named, asked, why, tiers, found.boot, now_s)
         first = state.answered(answer)
         for each in self._observers:
@@ -270,7 +274,7 @@ class Planner:
         state.got_blocks()
 
     def _got_blocks(self, state: RequestState, loads: int) -> None:
-        self.client.speed(self._speed.tokens_s)
+        self.client.speed(self._times.tokens_s)
         if (answer := state.take_answer()) is not None:
             for each in self._observers:
                 each.allocated(state, answer, loads)
@@ -331,7 +335,8 @@ class Planner:
             return None
         if answer.local < self._limits.tokens(match.first):
             return None
-        rows = list(map(len, match.slots))
+        slots = self._limits.slots(match, answer.end)
+        rows = list(map(len, slots))
         found = self._spans.to_load(table, answer.local, match.first, answer.end, rows)
         if found is None:
             return None
@@ -342,7 +347,7 @@ class Planner:
             lease=match.lease,
             given_s=match.given_s,
             deadline_s=match.deadline_s,
-            slots=match.slots,
+            slots=slots,
             blocks=blocks,
             skip=skip,
             trace=state.request.trace,
@@ -359,7 +364,7 @@ class Planner:
         if self._changes.state is OwnCache.STALE and step.tokens:
             self._changes.warn_if_stale()
         work.emptied, self._emptied = self._emptied, False
-        self._speed.step(step.tokens, time.monotonic())
+        self._times.planned(step.tokens, step.names)
         self.stores.plan(step, work)
 
     def hand_over(self, work: StepWork) -> bool:
@@ -395,6 +400,10 @@ class Planner:
         for load in loads:
             if load.lease:
                 self.client.release(load.boot, load.lease)
+
+    def step_ended(self) -> None:
+        """The result of the oldest step that has not ended is there. Its reports are taken in."""
+        self._times.ended()
 
     def reported(
         self, steps: Mapping[int, int], failed: Iterable[str], loaded: Iterable[str] = ()

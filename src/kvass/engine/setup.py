@@ -70,6 +70,8 @@ class EngineSetup:
     one block size, and each block has a hash. 0: hits end at chunk boundaries only."""
     spare: int = 0
     """How many chunks after a hit must be cached, too (``messages.Lookup``)."""
+    skip_slow_loads: bool = True
+    """A hit is computed if that is faster than its load (``worth.py``)."""
     fixed_weights: bool = False
     """A reset of the engine's cache never means that its weights were replaced."""
     one_queue: bool = False

@@ -21,10 +21,10 @@ import msgspec
 from kvass.engine.boundary import log
 from kvass.engine.observers import Observer
 from kvass.engine.planner import Planner
-from kvass.engine.prefill_speed import SAMPLES
 from kvass.engine.protocols import Step
 from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.setup import EngineSetup
+from kvass.engine.step_times import SAMPLES
 from kvass.engine.step_work import Compared, GroupCompared, StepWork
 from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Table
@@ -60,7 +60,8 @@ class SpeedByLength:
     """An estimate of how long the engine takes to compute tokens, from the times at which steps are
     planned. Tokens late in a long prompt take longer. Of each range of positions the fastest of the
     last samples counts, because idle time makes a sample too slow: the estimate errs on the low
-    side (``prefill_speed.PrefillSpeed`` says how a step's duration is found)."""
+    side. The duration of a step is the longer of the two intervals that follow it, because with
+    asynchronous scheduling the next step is planned at once."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=3)

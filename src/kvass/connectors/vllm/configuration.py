@@ -148,6 +148,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         stores=transfer.is_kv_producer,
         spare=spare,
         chunk_blocks=chunk_blocks(layouts, chunk_tokens) if each_block else 0,
+        skip_slow_loads=options.skip_slow_loads and not blend,
         fixed_weights=options.fixed_weights,
         one_queue=_has_one_queue(layouts),
         admission=_admission(vllm_config, layouts),

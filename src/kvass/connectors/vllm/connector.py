@@ -164,7 +164,9 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     # ------------------------------------------------------------ statistics
 
     def get_kv_connector_stats(self) -> Stats | None:
-        """The counts since the last call, or None if there are none. Called after each step."""
+        """The counts since the last call, or None if there are none. Called after each step, once
+        ``update_connector_output`` was."""
+        self._run(self._planner, None, Planner.step_ended)
         counter = self._planner or self._copier
         counts = {} if counter is None else counter.traffic.take()
         return Stats(counts) if counts else None

@@ -20,6 +20,8 @@ ENGINES: Final = 32
 """The most engines of which entries are kept; also of engines that are gone."""
 TEXT: Final = 512
 """The most characters of a text in an entry."""
+NOT_LOADED: Final = ("not_loaded", "cheaper_to_compute")
+"""The reasons of an engine that loads less than matched."""
 _RECENT: Final = 2
 
 
@@ -103,7 +105,7 @@ class EngineLog:
                 del self._waiting[dropped.request]
         self.entries.append(entry)
 
-    def ended(self, request: str, why: str) -> None:
+    def ended(self, request: str, why: str, hit_tokens: int = 0) -> None:
         """The result of a request's last lookup was reported. ``why``: of its misses. In shadow
         mode nothing is loaded, and the entry says what would have been."""
         waiting = self._waiting.pop(request, None)
@@ -111,8 +113,9 @@ class EngineLog:
             waiting.why = why
         elif why == "load_failed_here":
             self.load_failed(request)
-        elif why == "not_loaded" and waiting is not None and not self.shadow:
-            waiting.why, waiting.hit_tokens, waiting.end_token = why, 0, waiting.local_tokens
+        elif why in NOT_LOADED and waiting is not None and not self.shadow:
+            waiting.why, waiting.hit_tokens, waiting.kind = why, hit_tokens, ""
+            waiting.end_token = waiting.local_tokens + hit_tokens
 
     def load_failed(self, request: str, detail: str = "") -> bool:
         """The load of a request failed, so its last lookup hit nothing. False: it has no entry."""

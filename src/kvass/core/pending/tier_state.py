@@ -14,6 +14,7 @@ from kvass.core.histogram import Histogram
 from kvass.core.metrics import TIER_COUNTERS, TIER_HISTOGRAMS
 from kvass.core.pending.tier_operations import OneOp, Op
 from kvass.types import I64Array, U64Array
+from kvass.worth import EASIER
 
 FlushMode = Literal["write_through", "on_evict", "none"]
 
@@ -56,11 +57,8 @@ class Speed(msgspec.Struct):
         return (self.loading_bytes + size) / self.bytes_s if self.bytes_s else 0.0
 
     def raise_estimate(self) -> None:
-        """Raise ``bytes_s`` a little, because a load was skipped: computing seemed faster.
-
-        After some such loads the tier is asked again, so that its speed is measured again.
-        """
-        self.bytes_s = min(self.bytes_s * 1.05, _FASTEST)
+        """Raise ``bytes_s`` a little, because a load was not worth it (``kvass.worth``)."""
+        self.bytes_s = min(self.bytes_s * EASIER, _FASTEST)
 
 
 class Queued(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from kvass.core.rows.row_table import LOADING
 from kvass.core.state import State
 from kvass.core.tiers import answer, flush, load, lost_segments
 from kvass.types import I64Array
+from kvass.worth import compute_s, worth_loading
 
 LOADING_SHARE: Final = 0.5
 """LOADING rows take no more of L1 than this (law 12)."""
@@ -61,17 +62,17 @@ def plan(state: State, promotion: Promotion) -> None:
 
 
 def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks: int) -> bool:
-    """Whether loading takes no longer than computing the tokens. It is True if the engine's speed
-    is not known. A tier of unknown speed counts as infinitely fast."""
-    if not state.config.skip_slow_loads or not (speed := promotion.context.prefill_tokens_s):
+    """Whether loading is worth it (``kvass.worth``)."""
+    if not state.config.skip_slow_loads:
         return True
     ns, tiers = promotion.namespace, state.tiers.all
     sizes = np.zeros(len(tiers), np.int64)
     for c, home, w in zip(ns.classes, promotion.homes, wanted, strict=True):
         sizes += np.bincount(home[w], minlength=len(sizes)) * c.spec.row_bytes
     used = np.flatnonzero(sizes).tolist()
-    seconds = sum(tiers[tier].speed.seconds(int(sizes[tier])) for tier in used)
-    if seconds * speed <= chunks * ns.chunk_tokens:
+    load_s = sum(tiers[tier].speed.seconds(int(sizes[tier])) for tier in used)
+    tokens_s = promotion.context.prefill_tokens_s
+    if worth_loading(load_s, compute_s(chunks * ns.chunk_tokens, tokens_s)):
         return True
     state.counters["promotions_not_worth_it"] += 1
     for tier in used:

@@ -14,16 +14,17 @@ const REASONS = {  // why tokens missed: kvass.core.metrics.MISSES in a few word
   engine_busy: "the engine could not store it",
   tier_down: "a tier was down",
   not_waited: "too many lookups waited",
-  not_worth_it: "computing is faster",
+  not_worth_it: "a tier is slower than computing",
   no_room: "no room in L1 to load",
   load_failed: "a load failed",
   late: "tiers too slow",
   cleared: "cleared meanwhile",
   no_answer: "the daemon was late",
   load_failed_here: "the engine's copy failed",
+  cheaper_to_compute: "computing was faster",
   not_loaded: "the engine did not load them",
 };
-const FOR_TIME = ["not_waited", "not_worth_it", "late"], FOR_ROOM = ["evicted", "over_quota", "no_room"];  // those for lack of time, and of memory
+const FOR_TIME = ["not_waited", "not_worth_it", "cheaper_to_compute", "late"], FOR_ROOM = ["evicted", "over_quota", "no_room"];  // those for lack of time, and of memory
 const reason = why => REASONS[why] ?? why.replaceAll("_", " ");
 const number = n => Math.round(n).toLocaleString("en");
 const percent = (a, b) => b > 0 ? (100 * a / b).toFixed(1) + " %" : "–";

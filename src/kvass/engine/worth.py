@@ -1,0 +1,177 @@
+"""Whether the engine loads a hit or computes it, by the rule of ``kvass.worth``.
+
+Computing the tokens of a hit costs the time by which they make the next step longer, beside the
+other tokens that it computes (``step_times.py``). The other requests of that step wait as long;
+this is not counted, because the rule is about the hit's own request.
+
+A load inside a step costs its copy (``copy_speed.py``). An asynchronous load costs the time from
+the allocation of its blocks to the report of its end. In an engine that runs nothing else this is
+the copy and a *wait*. If other requests run, the end is reported with one of their steps: it costs
+as many of these as the copy needs, and perhaps more. So there are two estimates of a wait: seconds
+beyond the copy, and steps beyond those that the copy needs. Each is the median of the last loads.
+
+Laws of this file:
+
+- A hit is loaded whole as long as one of its times is unknown.
+- After each load that was prevented or cut, loads seem easier (``kvass.worth``), until the next
+  load has ended. One that only for this reason seems worth it is a trial, and loads little. If it
+  was as fast as it seemed, what was measured before it does not count any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Final, NamedTuple
+
+from kvass.engine.copy_speed import CopySpeed
+from kvass.engine.hit_limits import HitLimits
+from kvass.engine.observers import Observer
+from kvass.engine.request_state import Answer, RequestState
+from kvass.engine.setup import EngineSetup
+from kvass.engine.step_times import StepTimes
+from kvass.worth import EASIER, UNKNOWN_S, worth_loading
+
+CHEAPER: Final = "cheaper_to_compute"
+"""The reason that is told of a hit that is not loaded, or not whole (docs/explain.md)."""
+SAMPLES: Final = 8
+"""How many of the last loads an estimate of a wait uses."""
+LEAST: Final = 3
+"""A wait is unknown until so many loads were measured: the first one may take long by chance."""
+TRIAL_TOKENS: Final = 256
+"""How much of a hit is loaded to measure loads anew, if a part of it can be loaded."""
+LOADING: Final = 4096
+"""The most loads that are measured at a time."""
+
+
+class Begun(NamedTuple):
+    """A load that is measured. ``since_s``: CLOCK_MONOTONIC. ``copy_s``: what its copy takes, as
+    expected. ``step_s``: the same of a step of the other requests; 0: there were none. ``most_s``:
+    if it is a trial, how long it seemed to take; else 0."""
+
+    since_s: float
+    copy_s: float
+    step_s: float
+    most_s: float
+
+
+class Worth(Observer):
+    """The choices of one engine. Used from its scheduler's thread only.
+
+    ``times``, ``copies``: what is known of its steps and copies. ``requests``: its live requests.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        limits: HitLimits,
+        times: StepTimes,
+        copies: CopySpeed,
+        requests: Mapping[str, RequestState],
+    ) -> None:
+        self._on = setup.skip_slow_loads and not setup.shadow  # shadow mode checks everything
+        self._groups, self._limits = setup.groups, limits
+        self._cuts = setup.hits_whole_prompts
+        """Whether a part of a hit can be loaded."""
+        self._trial_tokens = max(TRIAL_TOKENS, setup.chunk_tokens)
+        self._times, self._copies, self._requests = times, copies, requests
+        self._seconds: deque[float] = deque(maxlen=SAMPLES)
+        """The waits of loads in an engine that ran nothing else."""
+        self._steps: deque[float] = deque(maxlen=SAMPLES)
+        """The other waits."""
+        self._easier = 1.0
+        """What the cost of loads is divided by."""
+        self._trials: dict[str, float] = {}
+        """By live request whose hit was weighed: if it is a trial, how long its load seems to
+        take; else 0."""
+        self._loading: dict[str, Begun] = {}
+
+    def choose(self, state: RequestState, local: int, hit: int, in_step: int = 0) -> int:
+        """How many of the ``hit`` tokens after the ``local`` ones are loaded: as many as save most
+        time. ``in_step``: how many of them the engine can load inside the step."""
+        if not self._on or not hit:
+            return hit
+        beside, best, saved_s, trial = self._beside(state), 0, 0.0, False
+        for tokens in {hit, min(in_step, hit)} - {0}:
+            cost_s = self._load_s(local, local + tokens, beside, tokens <= in_step)
+            compute_s = self._compute_s(state.request.known_tokens - local + beside, tokens)
+            if cost_s is None or compute_s == UNKNOWN_S:
+                return hit
+            seems_s = cost_s / self._easier
+            if worth_loading(seems_s, compute_s) and compute_s - seems_s >= saved_s:
+                best, saved_s = tokens, compute_s - seems_s
+                trial = not worth_loading(cost_s, compute_s)
+        if trial and self._cuts:
+            best = min(best, self._limits.end_before(local + self._trial_tokens) - local)
+        cost_s = self._load_s(local, local + best, beside, best <= in_step) or 0.0
+        self._trials[state.request.name] = trial * cost_s / self._easier
+        return best
+
+    def _compute_s(self, all_: int, tokens: int) -> float:
+        """How much longer a step of ``all_`` tokens takes than one without ``tokens`` of them."""
+        whole_s = self._times.seconds(all_)
+        return whole_s - self._times.seconds(all_ - tokens) if whole_s else UNKNOWN_S
+
+    def _beside(self, state: RequestState) -> int:
+        """How many other requests run. Each computes a token in the next step, or more."""
+        running = (name in self._requests for name in self._times.names)
+        return sum(running) - (state.request.name in self._times.names)
+
+    def _copy_s(self, local: int, end: int) -> float | None:
+        """How long the ranks copy a hit of tokens ``[local, end)``; None: unknown."""
+        needed = [g.blocks(max(local, g.needs(end)), end) for g in self._groups]
+        return self._copies.seconds([len(blocks) for blocks in needed])
+
+    def _load_s(self, local: int, end: int, beside: int, in_step: bool) -> float | None:
+        """What a load of tokens ``[local, end)`` costs beside so many requests; None: unknown."""
+        copy_s, waits = self._copy_s(local, end), self._steps if beside else self._seconds
+        if copy_s is None or in_step:
+            return copy_s
+        if len(waits) < LEAST:
+            return None
+        if not beside:
+            return copy_s + median(waits)
+        step_s = self._times.seconds(beside)
+        return (_steps(copy_s, step_s) + median(waits)) * step_s
+
+    # ------------------------------------------------------------ measuring
+
+    def allocated(self, state: RequestState, answer: Answer, tokens: int) -> None:
+        """Begin to measure a load, or note that it was prevented."""
+        most_s = self._trials.pop(state.request.name, 0.0)
+        if answer.why == CHEAPER:
+            self._easier *= EASIER
+        if not tokens or not self._on or not self._copies.verified:
+            return  # the first copies are verified, and take longer
+        copy_s = self._copy_s(answer.local, answer.local + tokens)
+        if copy_s is None or len(self._loading) == LOADING:
+            return
+        step_s = self._times.seconds(beside) if (beside := self._beside(state)) else 0.0
+        self._loading[state.request.name] = Begun(self._times.clock(), copy_s, step_s, most_s)
+
+    def loaded(self, name: str, state: RequestState | None, ok: bool) -> None:
+        """Measure a load that ended."""
+        if (begun := self._loading.pop(name, None)) is None or not ok:
+            return
+        self._easier, took_s = 1.0, self._times.clock() - begun.since_s
+        waits = self._steps if begun.step_s else self._seconds
+        if took_s <= begun.most_s:
+            waits.clear()
+            self._copies.renew()
+        if begun.step_s:
+            wait = took_s / begun.step_s - _steps(begun.copy_s, begun.step_s)
+        else:
+            wait = took_s - begun.copy_s
+        waits.append(max(wait, 0.0))
+
+    def ended(self, state: RequestState) -> None:
+        """Its load is measured no more."""
+        self._loading.pop(state.request.name, None)
+        self._trials.pop(state.request.name, None)
+
+
+def _steps(copy_s: float, step_s: float) -> int:
+    """With which of the steps a copy ends that begins with the first."""
+    return max(1, math.ceil(copy_s / step_s))

@@ -1,0 +1,89 @@
+"""How long an engine's steps take, from when they are planned and when they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from kvass.engine.step_times import OPEN, SAMPLES, StepTimes
+
+
+def timed(*events: tuple[float, int | None]) -> StepTimes:
+    """The times after events of (seconds, tokens of the step that is planned; None: one ends)."""
+    now = iter([second for second, _ in events])
+    times = StepTimes(lambda: next(now))
+    for _, tokens in events:
+        if tokens is None:
+            times.ended()
+        else:
+            times.planned(tokens, {"r"} if tokens else set())
+    return times
+
+
+def paced(*steps: tuple[int, float]) -> StepTimes:
+    """The times after steps of (tokens, seconds), each planned at the end of the one before."""
+
+    def events() -> Iterable[tuple[float, int | None]]:
+        now = 100.0
+        for tokens, seconds in steps:
+            yield now, tokens
+            now += seconds
+            yield now, None
+
+    return timed(*events())
+
+
+def line(tokens: int) -> tuple[int, float]:
+    """A step of an engine whose time is a line over its tokens."""
+    return tokens, 0.004 + tokens / 20_000
+
+
+def test_nothing_is_known_of_an_engine_that_has_computed_nothing() -> None:
+    times = paced((0, 1.0))
+    assert (times.tokens_s, times.seconds(64)) == (0, 0)
+
+
+def test_the_speed_is_that_of_large_steps() -> None:
+    assert paced(*[(64, 0.01)] * 50).tokens_s == 0
+    assert paced((4096, 0.5), (1, 0.01)).tokens_s == pytest.approx(8192)
+
+
+def test_asynchronous_scheduling_plans_a_step_while_another_runs() -> None:
+    times = timed((100.0, 512), (100.001, 1), (100.064, None), (100.065, 1), (100.068, None))
+    assert times.seconds(512) == pytest.approx(0.064)
+    assert times.seconds(1) == pytest.approx(0.004)
+
+
+def test_idle_time_belongs_to_no_step() -> None:
+    times = timed((100.0, 512), (100.064, None), (100.07, 0), (170.0, None), (200.0, 512))
+    times.clock = lambda: 200.064
+    times.ended()
+    assert times.seconds(512) == pytest.approx(0.064)
+    assert times.names == {"r"}, "of the last step that computed"
+
+
+def test_steps_of_other_sizes_lie_between_those_that_were_made() -> None:
+    times = paced(*map(line, [1, 3, 100, 1000]))
+    for tokens in (1, 2, 50, 100, 600, 1000):
+        assert times.seconds(tokens) == pytest.approx(line(tokens)[1])
+    assert times.seconds(4000) == pytest.approx(4 * line(1000)[1]), "several steps"
+    assert paced(line(24), line(100)).seconds(3) == pytest.approx(line(24)[1])
+
+
+def test_a_step_that_took_long_by_chance_does_not_count() -> None:
+    """Neither the first one of its size, if larger ones are known, nor some among many."""
+    steps = [line(1), (40, 2.0), line(100), *[line(1000), (1000, 3.0)] * 4]
+    times = paced(*steps)
+    assert times.seconds(40) == pytest.approx(line(100)[1])
+    assert times.seconds(1000) == pytest.approx(line(1000)[1])
+
+
+def test_an_engine_that_has_become_slow_is_believed_in_the_end() -> None:
+    times = paced(*[(4096, 0.5)] * 3, *[(4096, 1.0)] * SAMPLES)
+    assert times.tokens_s == pytest.approx(4096)
+    assert times.seconds(4096) == pytest.approx(1.0)
+
+
+def test_an_engine_that_does_not_tell_when_steps_end_costs_bounded_memory() -> None:
+    assert len(timed(*[(float(now), 1) for now in range(3 * OPEN)])._open) <= OPEN
