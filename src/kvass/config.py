@@ -92,6 +92,8 @@ class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_P
     """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""
     verify: Annotated[int, Meta(ge=0)] | None = None
     """After the first copies, verify those of one in so many jobs (``engine/verifier.py``)."""
+    sync_load_ms: Annotated[float, Meta(ge=0)] = 2.0
+    """The most milliseconds of copies inside a step (``engine/in_step.py``)."""
 
 
 ENGINE_OPTIONS: Final = EngineOptions.__struct_fields__

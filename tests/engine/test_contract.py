@@ -11,6 +11,7 @@ import pytest
 from kvass._version import TESTED_VLLM
 from kvass.connectors.vllm import contract
 from kvass.connectors.vllm.contract import differences, terms
+from kvass.connectors.vllm.served import loads_in_step, verdict_on
 from tests.support.vllm.fake_vllm import fake_vllm, installed, version_of
 
 CONNECTOR = Path(contract.__file__).parent
@@ -31,6 +32,25 @@ def test_it_holds_for_the_installed_version() -> None:
     version = version_of(installed())
     assert version in TESTED_VLLM
     assert differences(installed(), version) == []
+    assert differences(installed(), version, optional=True) == []
+
+
+def everything(package: Path) -> list[str]:
+    """What differs in a version that is newer than all others."""
+    return [line for one in (False, True) for line in differences(package, "0.99.0", optional=one)]
+
+
+def test_what_is_optional_is_looked_at_apart(tmp_path: Path) -> None:
+    file = "v1/core/sched/scheduler.py"
+    change = file, "def _handle_invalid_blocks(", "def _handle_renamed_blocks("
+    package, version = fake_vllm(tmp_path, change), version_of(installed())
+    assert differences(package, version) == []
+    assert differences(package, version, optional=True) == [
+        f"Scheduler._handle_invalid_blocks is not in {file}"
+    ]
+    assert loads_in_step(package, version), "a tested version is not looked at"
+    assert not loads_in_step(package, f"{version}+fork")
+    assert verdict_on(package, f"{version}+fork").caches
 
 
 @pytest.mark.parametrize(
@@ -68,16 +88,16 @@ def test_what_came_later_is_not_missed_before(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_vllm_has_nothing(tmp_path: Path) -> None:
-    assert len(differences(tmp_path, "0.99.0")) == len(list(terms()))
+    assert len(everything(tmp_path)) == len(list(terms()))
 
 
 def test_a_file_that_is_no_python_has_nothing(tmp_path: Path) -> None:
     (tmp_path / "envs.py").write_bytes(b"environment_variables = 1\0")
-    assert len(differences(tmp_path, "0.99.0")) == len(list(terms()))
+    assert len(everything(tmp_path)) == len(list(terms()))
     (tmp_path / "envs.py").write_bytes(
         "# coding: latin-1\nenvironment_variables = 'é'".encode("latin-1")
     )
-    assert len(differences(tmp_path, "0.99.0")) == len(list(terms())) - 1
+    assert len(everything(tmp_path)) == len(list(terms())) - 1
 
 
 # ---------------------------------------------------------------- the table

@@ -46,14 +46,14 @@ def test_a_late_load_is_a_failed_load(
     """Also if counting it fails."""
     a, b = engine(), engine()
     a.generate("a", PROMPT)
-    real = b.world.connector._planner._load
+    real = b.world.planner._make.load
 
     def late(*args: Any) -> Any:
         import dataclasses
 
         return dataclasses.replace(real(*args), deadline_s=time.monotonic() - 1)
 
-    monkeypatch.setattr(b.world.connector._planner, "_load", late)
+    monkeypatch.setattr(b.world.planner._make, "load", late)
     if not counted:
         monkeypatch.setattr(b.rank.connector._boundary, "count", lambda *_: 1 / 0)
     _, found = b.load("b", PROMPT)
@@ -67,7 +67,7 @@ def test_a_slot_outside_the_arena_is_a_failed_load(
 ) -> None:
     a, b = engine(), engine()
     a.generate("a", PROMPT)
-    real = b.world.connector._planner._load
+    real = b.world.planner._make.load
 
     def astray(*args: Any) -> Any:
         import dataclasses
@@ -78,7 +78,7 @@ def test_a_slot_outside_the_arena_is_a_failed_load(
         slots = Slots(((1 << 40,),), load.slots[0].set_, load.slots[0].slot)
         return dataclasses.replace(load, slots=(slots,))
 
-    monkeypatch.setattr(b.world.connector._planner, "_load", astray)
+    monkeypatch.setattr(b.world.planner._make, "load", astray)
     _, found = b.load("b", PROMPT)
     assert found == 0
     assert b.rank.connector._boundary.counters["load_refused"] == 1

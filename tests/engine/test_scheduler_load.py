@@ -361,7 +361,7 @@ def test_a_connection_lost_between_match_and_allocation_fails_the_load() -> None
 def test_a_defect_while_planning_a_load_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
     client, world = stored()
     request = world.add("b", PROMPT)
-    monkeypatch.setattr(world.connector._planner, "_load", lambda *_: 1 / 0)
+    monkeypatch.setattr(world.planner._make, "load", lambda *_: 1 / 0)
     world.tolerant = True
     output, work = world.schedule()
     assert [(load.request, load.lease) for load in work.loads] == [("b", 0)]

@@ -36,6 +36,7 @@ VALUES = {
     "skip_slow_loads": False,
     "shadow": 0.5,
     "verify": 500,
+    "sync_load_ms": 7.5,
 }
 
 

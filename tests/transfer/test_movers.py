@@ -304,7 +304,10 @@ def test_loads_go_first_and_wait_for_one_row_only(on_host: HostRig) -> None:
     assert on_host.rows == [1, 11, 12, 2, 3]
 
 
-def test_the_time_of_copying_is_that_of_the_rows_without_the_wait(on_host: HostRig) -> None:
+def test_the_time_of_copying_is_that_of_the_rows_without_the_wait(
+    on_host: HostRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "monotonic", lambda: on_host.now)
     on_host.hold()
     on_host.submit("load", 1, 2, 3)
     assert eventually(on_host.begun)

@@ -9,10 +9,13 @@ Laws of this file:
 - Of ranks that hold equal bytes, only the first stores. The others send the daemon nothing about
   the store.
 - The commit, abort or release of a copy is sent from the copy thread, right after the last byte.
-- The engine's thread waits for copies only in a step that computes nothing, for at most
+- The engine's thread waits for other copies only in a step that computes nothing, for at most
   ``COPY_WAIT_S``, and where the engine needs its blocks or its memory back (``settle``, ``wait``).
 - Nothing is copied for a LoRA adapter that this rank does not hold (``held_adapters.py``).
 - A copy touches only the arena of the boot of the daemon that granted its slots.
+- A load inside a step is copied before the forward pass, by the engine's thread. If it failed,
+  nothing is stored that this step or a later one computed, until the scheduler has taken these
+  steps back (``StepWork.recovered``).
 - After a copy that was verified and is wrong (``verifier.py``), this rank copies nothing more. The
   scheduler is told.
 - After a forward pass that raised or never ran, nothing is stored that it or a later step computed,
@@ -67,13 +70,16 @@ class RankReport(NamedTuple):
     """What a rank reports. ``steps``: the steps (``StepWork.step``) whose last store ended.
     ``adapters``: by rank, what it holds under each LoRA adapter id that changed. ``compared``: the
     checks that ended. ``wrong``: the copies that verification found wrong. ``copied``: by rank, the
-    loads that ended well."""
+    loads that ended well. ``in_step``: which loads inside steps ended, and whether well.
+    ``failed_step``: the last step of one that failed; 0: none did."""
 
     steps: list[int]
     adapters: dict[int, News]
     compared: list[Compared]
     wrong: list[str]
     copied: dict[int, Copied]
+    in_step: dict[str, bool]
+    failed_step: int
 
 
 class Copier:
@@ -104,12 +110,18 @@ class Copier:
         self._verifier: Verifier | None = None
         self._wrong: list[str] = []
         """What verification found wrong and no report has, one line for each copy."""
-        self._loaded = 0, 0.0
+        self._copied_bytes = 0, 0.0
         """The bytes of the loads that ended well and that no report has, and ``Done.copying_s``."""
         self._planes: tuple[GroupPlanes, ...] = ()
         self._owners: tuple[object, ...] = ()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
+        self._in_step: dict[str, bool] = {}
+        """The loads inside steps that no report has, and whether they ended well."""
+        self._bad_blocks: set[int] = set()
+        """The blocks of those that failed and that the engine was not told."""
+        self._failed_steps: list[int] = []
+        """The steps with such loads that the scheduler has not taken back, in order."""
         self._copying = 0
         self._open: Counter[int] = Counter()
         self._ended_steps: list[int] = []
@@ -161,13 +173,15 @@ class Copier:
             self._first_bad_step = NEVER
         # The number is 0 if planning raised before it set the number.
         self._step_number = work.number or self._step_number
+        self._failed_steps = [n for n in self._failed_steps if n > work.recovered]
         self._unstored, self._computed, self._empty_step = work, False, not work.computes
         self._note_adapters(self._step_number)
         for load in work.loads:
             if not self._may_load(load) or not self._boundary.run(False, self._begin, load):
-                self._finished.add(load.request)
-                self._failed.add(load.request)
+                self._loaded(load, False)
                 self._boundary.run(None, self._refuse, load)
+        if any(load.in_step for load in work.loads):
+            self._poll()
 
     def store(self, work: StepWork, computed: bool = True) -> None:
         """Begin this step's stores. ``computed``: the forward pass did not raise."""
@@ -240,26 +254,35 @@ class Copier:
         self._poll()
         if not self._computed:
             return None
+        failed = any(not good for good in self._in_step.values())
         report = RankReport(
             self._ended_steps,
             self._boundary.run({}, self._news),
             self._compared,
             self._wrong,
             self._boundary.run({}, self._take_copied),
+            self._in_step,
+            self._failed_steps[-1] if failed else 0,
         )
         if not any(report):
             return None
-        self._ended_steps, self._compared, self._wrong = [], [], []
+        self._ended_steps, self._compared, self._wrong, self._in_step = [], [], [], {}
         return report
 
     def _take_copied(self) -> dict[int, Copied]:
         """What was loaded since the last call, by rank."""
-        if not self._loaded[0] or self._verifier is None:
+        if not self._copied_bytes[0] or self._verifier is None:
             return {}
-        loaded, self._loaded = self._loaded, (0, 0.0)
+        copied, self._copied_bytes = self._copied_bytes, (0, 0.0)
         sizes = tuple(planes.block_bytes for planes in self._planes)
         verified = self._verifier.loads_verified(self._planes)
-        return {self._strategy.rank: Copied(*loaded, sizes, verified)}
+        in_step = self._mover is not None and self._mover.copies_now
+        return {self._strategy.rank: Copied(*copied, sizes, verified, in_step)}
+
+    def take_bad_blocks(self) -> set[int]:
+        """The ids of the blocks that this rank could not load inside the step."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
 
     def _news(self) -> dict[int, News]:
         if self._held is None:
@@ -323,7 +346,7 @@ class Copier:
     def _computed_well(self, adapter: AdapterHeld | None, first: int, last: int) -> bool:
         """Whether no forward pass up to step ``last`` failed, and this rank held ``adapter`` in
         every step since ``first``, the first that computed the request."""
-        return last < self._first_bad_step and (
+        return last < min([self._first_bad_step, *self._failed_steps]) and (
             adapter is None
             or (self._held is not None and self._held.computed(adapter, first, last))
         )
@@ -343,19 +366,21 @@ class Copier:
             return False
         try:
             plans, ended = self._plans(copy), partial(self._copied, arena)
-            self._mover.submit(
-                Job(
-                    copy.kind,
-                    plans,
-                    arena.buffer,
-                    copy.deadline_s,
-                    copy,
-                    ended,
-                    arena.populated,
-                    arena.prepare,
-                    None if self._verifier is None else self._verify,
-                )
+            job = Job(
+                copy.kind,
+                plans,
+                arena.buffer,
+                copy.deadline_s,
+                copy,
+                ended,
+                arena.populated,
+                arena.prepare,
+                None if self._verifier is None else self._verify,
             )
+            if isinstance(copy, Load) and copy.in_step:
+                self._mover.copy_now(job)
+            else:
+                self._mover.submit(job)
         except BaseException:
             arena.close()
             raise
@@ -460,12 +485,10 @@ class Copier:
         if isinstance(copy, Store):
             self._count_down(copy.step)
         else:
-            self._finished.add(copy.request)
+            self._loaded(copy, done.ok)
             if done.ok:
-                had, took_s = self._loaded
-                self._loaded = had + done.job.bytes, took_s + done.copying_s
-            else:
-                self._failed.add(copy.request)
+                had, took_s = self._copied_bytes
+                self._copied_bytes = had + done.job.bytes, took_s + done.copying_s
         if not done.ok:
             self._boundary.count(
                 f"{copy.kind}_{done.outcome}",
@@ -474,6 +497,20 @@ class Copier:
                 done.outcome,
                 done.error or f"{done.seconds:.3f} s",
             )
+
+    def _loaded(self, load: Load, ok: bool) -> None:
+        """Note that a load ended, and whether well."""
+        if not load.in_step:
+            self._finished.add(load.request)
+            if not ok:
+                self._failed.add(load.request)
+            return
+        self._in_step[load.request] = ok
+        if ok:
+            self.traffic.count("loads_in_step")
+        else:
+            self._bad_blocks.update(load.in_step)
+            self._failed_steps.append(self._step_number)
 
     def _check_ended(self, check: ShadowCheck, result: Compared) -> None:
         """Take in the end of a check."""

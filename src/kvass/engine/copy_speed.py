@@ -26,12 +26,14 @@ SLOW_S: Final = 0.001
 class Copied(NamedTuple):
     """The loads of one rank that were copied since its last report. ``seconds``: how long one
     thread copies that many ``bytes``. ``block_bytes``: of one block, by layer group. ``verified``:
-    the first loads of each group were verified (``verifier.py``)."""
+    the first loads of each group were verified (``verifier.py``). ``in_step``: the rank can copy a
+    load inside a step."""
 
     bytes: int
     seconds: float
     block_bytes: tuple[int, ...] = ()
     verified: bool = False
+    in_step: bool = False
 
 
 class CopySpeed:
@@ -60,6 +62,11 @@ class CopySpeed:
     def verified(self) -> bool:
         """Whether the first loads of each rank were verified."""
         return self.known and all(rank.last.verified for rank in self._of.values())
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks can copy inside a step."""
+        return self.known and all(rank.last.in_step for rank in self._of.values())
 
     @property
     def bytes_s(self) -> float:

@@ -29,7 +29,9 @@ from kvass.engine.explain import Explainer
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News
 from kvass.engine.hit_limits import HitLimits
+from kvass.engine.in_step import InStep
 from kvass.engine.load_admission import LoadAdmission
+from kvass.engine.loads import LoadMaker
 from kvass.engine.observers import Observer
 from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import Answer, RequestState
@@ -92,6 +94,9 @@ class Planner:
         """Whether a copy was wrong, so that the engine runs uncached until it ends."""
         self._times = StepTimes()
         self.copy_speed = CopySpeed(setup.strategy.ranks)
+        self.in_step = InStep(setup, self._limits, self.copy_speed)
+        self._make = LoadMaker(setup, self._limits, self.in_step)
+        self._recovered = 0
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
         self._head_of_line = HeadOfLine() if setup.one_queue else None
         self._admission = LoadAdmission(setup, self._requests, pool)
@@ -223,7 +228,8 @@ class Planner:
         if isinstance(match := found.match, Match):
             tiers = match.tiers
             matched = self._hit(match, local, end if most is None else min(end, most))
-            if (hit := self._worth.choose(state, local, matched)) < matched:
+            room = self.in_step.room(match, local, matched)
+            if (hit := self._worth.choose(state, local, matched, room)) < matched:
                 why = CHEAPER
             if hit == 0:  # or the match ends in the chunk in which the engine's own hit ends
                 self.client.give_back(state.request.name)
@@ -252,15 +258,16 @@ class Planner:
         match = self.client.take(name)
         self._got_blocks(state, external)
         state.begin_load()
-        load = Load(name)
+        load = self._make.failing(name, state, table)
         if match is not None:
-            load = self._load(state, match, table, external) or load
+            load = self._make.load(state, match, table, external) or load
             if load.lease == 0:
                 self.client.release(match.boot, match.lease)
             elif match.first == 0:
                 state.offered.loaded(match.chunks)
             if load.lease:
                 state.loaded_tokens = external
+                self.in_step.planned(state)
                 for each in self._observers:
                     each.loading(state, match)
         self._loads.append(load)
@@ -304,7 +311,7 @@ class Planner:
         state, match = self._requests[name], self.client.take(name)
         if match is None or state.answer is None:
             return None
-        load = self._load(state, match, table, state.answer.end - state.answer.local)
+        load = self._make.load(state, match, table, state.answer.end - state.answer.local)
         if load is not None and time.monotonic() < match.deadline_s:
             row_blocks = self._spans.row_blocks()
             load = comparable(load, self.stores.copied.room_for_checks(), row_blocks)
@@ -323,36 +330,16 @@ class Planner:
         """Add a load that the caller planned with a lease from ``client``."""
         self._loads.append(load)
 
-    def ensure_load(self, name: str) -> None:
-        """The engine waits for a load of this request. If none is planned, plan one that fails."""
-        if all(load.request != name for load in self._loads):
-            self._loads.append(Load(name))
+    def loads_in_step(self, name: str) -> int:
+        """How many tokens of the match that is held are loaded inside this step; 0: its load is
+        asynchronous. Call it after ``match``."""
+        return self.in_step.tokens(self._requests[name], self.client.peek(name))
 
-    def _load(self, state: RequestState, match: Match, table: Table, external: int) -> Load | None:
-        """The load of ``match``. None if the engine wants other tokens than were matched."""
-        answer = state.answer
-        if answer is None or answer.local + external != answer.end:
-            return None
-        if answer.local < self._limits.tokens(match.first):
-            return None
-        slots = self._limits.slots(match, answer.end)
-        rows = list(map(len, slots))
-        found = self._spans.to_load(table, answer.local, match.first, answer.end, rows)
-        if found is None:
-            return None
-        blocks, skip = found
-        return Load(
-            request=state.request.name,
-            boot=match.boot,
-            lease=match.lease,
-            given_s=match.given_s,
-            deadline_s=match.deadline_s,
-            slots=slots,
-            blocks=blocks,
-            skip=skip,
-            trace=state.request.trace,
-            adapter=None if answer.named is None else answer.named.held,
-        )
+    def ensure_load(self, name: str, table: Table = ()) -> None:
+        """The engine waits for a load of this request into ``table``. If none is planned, plan one
+        that fails."""
+        if all(load.request != name for load in self._loads):
+            self._loads.append(self._make.failing(name, self._requests.get(name), table))
 
     # ------------------------------------------------------------ a step
 
@@ -365,6 +352,8 @@ class Planner:
             self._changes.warn_if_stale()
         work.emptied, self._emptied = self._emptied, False
         self._times.planned(step.tokens, step.names)
+        work.recovered = self._recovered
+        self.in_step.new_step()
         self.stores.plan(step, work)
 
     def hand_over(self, work: StepWork) -> bool:
@@ -393,7 +382,8 @@ class Planner:
     def revoke(self, work: StepWork) -> None:
         """Remove all stores and checks from a step's work, and replace its loads by loads that
         fail."""
-        loads, work.loads = work.loads, [Load(load.request) for load in work.loads]
+        loads = work.loads
+        work.loads = [Load(load.request, in_step=load.in_step) for load in work.loads]
         loads += [check.load for check in work.checks]
         work.checks = []
         self.stores.revoke(work)
@@ -417,6 +407,23 @@ class Planner:
         failed, loaded = set(failed), set(loaded)
         if self._head_of_line is not None:
             self._head_of_line.loaded(name for name in loaded if name in self._requests)
+        self.in_step.ended(len(loaded - failed), failed=False)
+        self._ended(failed, loaded)
+
+    def loaded_in_step(self, loads: Mapping[str, bool], failed_step: int) -> None:
+        """Take in the ends of loads inside steps: whether they ended well on all ranks.
+        ``failed_step``: the last step of one that failed, which the engine has taken back."""
+        failed = {name for name, good in loads.items() if not good}
+        self._recovered = max(self._recovered, failed_step)
+        self.in_step.ended(len(loads) - len(failed), failed=bool(failed))
+        self._ended(failed, set(loads))
+
+    def took_back(self) -> None:
+        """The engine forgets what it computed with failed loads inside steps. What is not granted
+        yet of that is not stored; the ranks store nothing that is."""
+        self.stores.abandon_pending()
+
+    def _ended(self, failed: set[str], loaded: set[str]) -> None:
         for name in failed | loaded:
             state, ok = self._requests.get(name), name not in failed
             if state is not None and not ok:

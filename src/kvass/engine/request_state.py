@@ -186,6 +186,9 @@ class RequestState:
     """How many of its first chunks the daemon retains, as it said last."""
     loaded_tokens: int = 0
     """How many tokens its load brings or has brought."""
+    in_step: int = 0
+    """How many tokens of its match are loaded inside a step (``in_step.py``); 0: the load is
+    asynchronous."""
     _short_name: str = ""
 
     @property

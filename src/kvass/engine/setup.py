@@ -85,6 +85,8 @@ class EngineSetup:
     """The share of hits that are loaded and compared while the engine computes all tokens itself
     (``shadow.py``). 0: shadow mode is off."""
     verification: Verification = Verification()
+    sync_load_s: float = 0.0
+    """The most seconds of copies inside a step (``in_step.py``); 0: all loads are asynchronous."""
     model: str = ""
     """The model's name, for display only. It is no part of the namespace."""
     weights: Future[str] = field(default_factory=Future, compare=False)

@@ -31,7 +31,10 @@ class Load:
     the first row of group ``g`` are not copied. If ``blocks[g]`` end inside the last row, the rest
     of that row is not copied. If ``lease`` is 0, there is nothing to read, and the load must be
     reported as failed. A rank copies only if it was registered at ``given_s``, when the lease was
-    granted, and if it holds ``adapter``. ``trace`` is as in ``protocols.Request``."""
+    granted, and if it holds ``adapter``. ``trace`` is as in ``protocols.Request``.
+
+    ``in_step``: the ids of all blocks that are wrong if a load inside the step fails; empty: the
+    load is asynchronous."""
 
     kind: ClassVar[Literal["load"]] = "load"
     request: str
@@ -44,6 +47,7 @@ class Load:
     skip: tuple[int, ...] = ()
     trace: str = ""
     adapter: AdapterHeld | None = None
+    in_step: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ class StepWork:
     """The loads, stores and checks of one step. ``step`` counts the steps that have stores or
     checks, from 1, and is 0 in a step without them. Their blocks are held until every rank has
     reported ``step``. ``number`` counts all steps. ``computes``: the step has a forward pass.
-    ``emptied``: the engine's own prefix cache was emptied since the step before."""
+    ``emptied``: the engine's own prefix cache was emptied since the step before. ``recovered``:
+    the engine has forgotten what it computed with failed loads inside steps up to this number."""
 
     step: int = 0
     loads: list[Load] = field(default_factory=list)
@@ -147,3 +152,4 @@ class StepWork:
     number: int = 0
     computes: bool = True
     emptied: bool = False
+    recovered: int = 0

@@ -14,6 +14,7 @@ MEANINGS: Final[dict[str, str]] = {
     "lookup_tokens": "Tokens looked up in kvass, beyond those in the engine's own cache.",
     "hit_tokens": "Looked-up tokens that were loaded from kvass.",
     "loads": "Loads of KV from kvass, by all ranks.",
+    "loads_in_step": "Those of them inside a step, before its forward pass.",
     "load_bytes": "Bytes of KV loaded from kvass.",
     "load_seconds": "Time that loads took, from the step that began them.",
     "loads_late": "Loads that ended after their lease; the engine computes instead.",

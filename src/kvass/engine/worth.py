@@ -143,8 +143,8 @@ class Worth(Observer):
         most_s = self._trials.pop(state.request.name, 0.0)
         if answer.why == CHEAPER:
             self._easier *= EASIER
-        if not tokens or not self._on or not self._copies.verified:
-            return  # the first copies are verified, and take longer
+        if not tokens or not self._on or not self._copies.verified or state.in_step:
+            return  # the first copies are verified, and take longer; those inside steps do not wait
         copy_s = self._copy_s(answer.local, answer.local + tokens)
         if copy_s is None or len(self._loading) == LOADING:
             return

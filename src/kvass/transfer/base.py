@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread, current_thread
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +114,9 @@ class Mover(ABC):
     The copy thread starts with the first job. Raises UsageError if a plane leaves its region.
     """
 
+    copies_now: ClassVar[bool] = False
+    """Whether it has ``copy_now``."""
+
     def __init__(
         self,
         groups: Sequence[GroupPlanes],
@@ -139,6 +142,11 @@ class Mover(ABC):
     @abstractmethod
     def _run(self) -> None:
         """Run the copy thread until the mover is closed and all jobs have ended."""
+
+    def copy_now(self, job: Job) -> None:
+        """Carry out ``job`` in this thread, before all that is queued, so that ``poll`` returns it
+        next. Raises UsageError as ``submit``, and if this mover cannot (``copies_now``)."""
+        raise UsageError("this mover copies in the background only")
 
     def poll(self) -> list[Done]:
         """The jobs that ended since the last call, oldest first. Never waits."""

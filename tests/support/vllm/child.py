@@ -85,6 +85,20 @@ class ChildEngine:
         results: list[Any] = rpc(call, args=args)
         return results
 
+    def load_in_steps(self, always: bool, own_recovery: bool) -> None:
+        """See ``EngineProcess.load_in_steps``."""
+        planner = self.scheduler.connector._planner
+        assert planner.in_step.why_not == ""
+        for patched in (planner.in_step, self.scheduler):
+            for name in ("fits", "planned", "_handle_invalid_blocks"):
+                vars(patched).pop(name, None)
+        if always:
+            planner.in_step.fits = lambda blocks: True
+            planner.in_step.planned = lambda state: None
+        if not own_recovery:
+            self.scheduler.connector._take_back_failed_steps(self.scheduler)
+        self.scheduler.scheduler_config.long_prefill_token_threshold = 256 if always else 0
+
     def hooks(self) -> Hooks:
         """The measurements of all probes."""
         several = len(self.pids) > 1
@@ -273,6 +287,11 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
                 answer(engine.engine.add_lora(lora))
             case "unstored":
                 answer(probe.unstored)
+            case "in_step":
+                answer(engine.ranks(instruments.in_step))
+            case "load_in_steps":
+                engine.load_in_steps(fields["always"], fields["own_recovery"])
+                answer(None)
             case "hooks":
                 answer(msgspec.to_builtins(engine.hooks()))
             case "reset_hooks":

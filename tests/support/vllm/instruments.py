@@ -89,6 +89,8 @@ class Probe:
         self._now_s = RunningClock()
         self.unstored = 0
         """Requests that ended without all of them being stored."""
+        self.in_step = 0
+        """Loads that were copied inside a step."""
         self.clear()
 
     def clear(self) -> None:
@@ -377,7 +379,23 @@ def install(worker: Any) -> int:
             _flip(connector._copier._verifier)
             clock = _here.slow_clock if _gpu() is None else _here.clock
             connector._copier._mover._clock = clock
+            _count_in_step(connector._copier.traffic)
     return os.getpid()
+
+
+def _count_in_step(traffic: Any) -> None:
+    count = traffic.count
+
+    def counting(name: str, number: float = 1) -> None:
+        _here.in_step += name == "loads_in_step"
+        count(name, number)
+
+    traffic.count = counting
+
+
+def in_step(worker: Any) -> int:
+    """How many loads this rank has copied inside steps."""
+    return _here.in_step
 
 
 def report(worker: Any) -> Hooks:

@@ -304,6 +304,16 @@ class EngineProcess:
         counts: dict[str, int] = self.call("blend", select=select, control=control)
         return counts
 
+    def load_in_steps(self, always: bool = True, *, own_recovery: bool = False) -> None:
+        """With ``always`` load all hits inside steps, also while copies are not verified, and
+        compute 256 tokens of a request in a step at most. ``own_recovery``: vLLM handles loads that
+        fail as it does without kvass."""
+        self.call("load_in_steps", always=always, own_recovery=own_recovery)
+
+    def in_step(self) -> list[int]:
+        """How many loads each rank has copied inside steps."""
+        return [int(count) for count in self.call("in_step")]
+
     def hooks(self) -> Hooks:
         """Times of the connector's hooks since ``reset_hooks``."""
         return msgspec.convert(self.call("hooks"), Hooks)

@@ -255,6 +255,8 @@ class StubModelEngine:
         shapes: Sequence[GroupShape],
     ) -> None:
         self.world, self.ranks, self.shapes = world, Ranks(ranks), shapes
+        # ``step`` looks at the pages before the ranks' hooks
+        world.connector._planner.in_step.fits = lambda blocks: False
         self.loads: list[Any] = []
         self.found: dict[str, int] = {}
         """By request that has begun: the tokens that it found cached or loaded."""

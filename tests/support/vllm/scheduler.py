@@ -371,11 +371,13 @@ class SchedulerHarness:
         compared: Sequence[Any] = (),
         wrong: Sequence[str] = (),
         copied: Mapping[int, Any] | None = None,
+        late: Iterable[str] = (),
     ) -> None:
         """Give the scheduler the model's answer to ``output`` (``tokens`` for each request that
         samples, or by request) and the workers' reports: steps whose stores are settled (by one
         rank, or by so many), loads that ended or failed, adapters (None: those of ``lora``), what
-        shadow mode ``compared``, which copies are ``wrong``, and what ranks ``copied``."""
+        shadow mode ``compared``, which copies are ``wrong``, and what ranks ``copied``.
+        Loads inside the step ended well, but those of requests that were ``late``."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvass.connectors.vllm.adapt import StepReport
@@ -393,10 +395,22 @@ class SchedulerHarness:
         steps = dict(reported) if isinstance(reported, Mapping) else dict.fromkeys(reported, 1)
         self.open_steps = [step for step in self.open_steps if step not in steps]
         ended = set(received) | set(failed)
+        loads = [load for load in getattr(work, "loads", ()) if load.in_step]
+        inside = {load.request: load.request not in late for load in loads}
+        invalid = {block for load in loads if load.request in late for block in load.in_step}
+        failed_step = 0 if all(inside.values()) else work.number
+        self.tolerant |= bool(invalid)  # it counts the steps that it takes back
         report: Any = None
-        if steps or adapters or compared or wrong or copied:
-            figures = dict(copied or {})
-            report = StepReport(steps, dict(adapters), list(compared), list(wrong), figures)
+        if steps or adapters or compared or wrong or copied or inside:
+            report = StepReport(
+                steps,
+                dict(adapters),
+                list(compared),
+                list(wrong),
+                dict(copied or {}),
+                inside,
+                failed_step,
+            )
         if self._multi:
             of_others[self._ours] = report
         if self._multi and any(of_others):
@@ -415,6 +429,7 @@ class SchedulerHarness:
                 kv_connector_output=KVConnectorOutput(
                     finished_recving=ended or None,
                     failed_recving=set(failed),
+                    invalid_block_ids=invalid,
                     kv_connector_worker_meta=report,
                 ),
             ),
@@ -452,7 +467,7 @@ class SchedulerHarness:
             self.finish(
                 output,
                 reported=list(self.open_steps),
-                received=[load.request for load in work.loads],
+                received=[load.request for load in work.loads if not load.in_step],
             )
         raise AssertionError(f"still busy after {limit} steps")
 

@@ -43,6 +43,7 @@ NEUTRAL: Final[dict[str, Callable[..., Any]]] = {
     "get_transfer_results": lambda *_: KVConnectorTransferResults(
         finished_recving=set(), failed_recving=set()
     ),
+    "get_block_ids_with_load_errors": lambda *_: set(),
     "build_connector_worker_meta": _nothing,
 }
 """What a connector answers that does nothing."""

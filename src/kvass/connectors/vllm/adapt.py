@@ -88,7 +88,8 @@ class StepReport(KVConnectorWorkerMetadata):
     ``steps[s]``: the number of ranks that have ended all stores of step ``s``. ``adapters``: for
     each rank, the LoRA adapters that it holds since its last report. ``compared``: the results of
     shadow mode. ``wrong``: copies that were verified and are wrong. ``copied``: what each rank
-    loaded.
+    loaded. ``in_step``: the loads inside steps that ended, and whether well on all ranks.
+    ``failed_step``: the last step of one that failed; 0: none did.
     """
 
     steps: dict[int, int] = field(default_factory=dict)
@@ -96,6 +97,8 @@ class StepReport(KVConnectorWorkerMetadata):
     compared: list[Compared] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     copied: dict[int, Copied] = field(default_factory=dict)
+    in_step: dict[str, bool] = field(default_factory=dict)
+    failed_step: int = 0
 
     def aggregate(self, other: StepReport) -> StepReport:
         """The sum of this report and ``other``."""
@@ -106,7 +109,14 @@ class StepReport(KVConnectorWorkerMetadata):
             self.compared + other.compared,
             self.wrong + other.wrong,
             self.copied | other.copied,
+            both(self.in_step, other.in_step),
+            max(self.failed_step, other.failed_step),
         )
+
+
+def both(one: Mapping[str, bool], other: Mapping[str, bool]) -> dict[str, bool]:
+    """For each name of ``one`` and ``other``, whether none of them has False."""
+    return {**one, **other} | {name: good and other.get(name, True) for name, good in one.items()}
 
 
 def reported(report: StepReport) -> KVConnectorOutput:

@@ -47,6 +47,16 @@ def engine_core() -> Any:
     return next(cores, None)
 
 
+def scheduler() -> Any:
+    """The ``Scheduler`` whose constructor binds its connector to the cache manager, or None.
+
+    No hook: a connector gets the cache manager, and not the scheduler.
+    Contract: ``Scheduler.requests``.
+    Without: all loads are asynchronous.
+    """
+    return next((found for _, found in _callers("vllm.v1.core.sched.scheduler", "Scheduler")), None)
+
+
 def in_process_client() -> Any:
     """The ``InprocClient`` whose constructor makes the calling engine core, or None.
 
@@ -186,6 +196,7 @@ def replace_create_engine_config(make: Callable[[Any, Callable[[], Any]], Any]) 
 
 def _parameters(function: Any) -> str:
     """The parameters of ``function`` as the contract writes them; empty if it has none."""
+    function = getattr(function, "__func__", function)
     try:
         found = inspect.signature(function)
     except (TypeError, ValueError):
@@ -252,6 +263,27 @@ def replace_reset(pool: Any, attempt: Callable[[], bool]) -> Callable[[], bool]:
     original: Callable[[], bool] = pool.reset_prefix_cache
     pool.reset_prefix_cache = attempt
     return original
+
+
+def replace_handle_invalid_blocks(scheduler: Any, take_back: Callable[[set[int]], None]) -> bool:
+    """Have the scheduler call ``take_back(blocks)`` for blocks that were not loaded, and nothing
+    else, before it looks at the step's output. Returns whether it does.
+
+    No hook: a connector hears of the workers' reports after the step's output was taken.
+    Contract: ``Scheduler._handle_invalid_blocks``, with its parameters.
+    Without: all loads are asynchronous.
+    """
+    original: Any = getattr(scheduler, "_handle_invalid_blocks", None)
+    (term,) = (term for term in terms() if term.name == "Scheduler._handle_invalid_blocks")
+    if not scheduler.recompute_kv_load_failures or _parameters(original) != term.rest:
+        return False
+
+    def handle(blocks: set[int], tokens: dict[str, int]) -> set[str]:
+        take_back(blocks)
+        return set()
+
+    scheduler._handle_invalid_blocks = handle
+    return True
 
 
 def replace_load_adapter(manager: Any, load: Callable[[Callable[[Any], Any], Any], Any]) -> None:

@@ -29,7 +29,7 @@ from kvass.config import EngineOptions
 from kvass.connectors.vllm import borrowed, groups, making, namespace, weight_files
 from kvass.connectors.vllm.contract import release
 from kvass.connectors.vllm.opt_in import is_seeded_at_random
-from kvass.connectors.vllm.served import Verdict, verdict_on
+from kvass.connectors.vllm.served import Verdict, loads_in_step, verdict_on
 from kvass.engine import identity, weights
 from kvass.engine.boundary import log
 from kvass.engine.options import gather, read
@@ -160,6 +160,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         blend_oracle=options.blend_oracle,
         shadow=float(options.shadow),
         verification=replace(verdict.verification, every=options.verify),
+        sync_load_s=options.sync_load_ms / 1000 * loads_in_step(_package(), vllm.__version__),
         model=options.model_id or source,
         weights=weights_name,
     )
@@ -204,7 +205,12 @@ def asks_for(vllm_config: Any, option: str) -> bool:
 
 def _verdict() -> Verdict:
     """The verdict on this process's vLLM. Call it before anything else of vLLM is used."""
-    return verdict_on(Path(vllm.__file__ or "").parent, vllm.__version__)
+    return verdict_on(_package(), vllm.__version__)
+
+
+def _package() -> Path:
+    """The folder of vLLM's package."""
+    return Path(vllm.__file__ or "").parent
 
 
 @cache

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvass.connectors.vllm import (
     adapt,
+    bad_blocks,
     borrowed,
     configuration,
     content,
@@ -211,8 +212,29 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
         if self._setup is not None:
             self._planner = self._boundary.run(None, planner, self._setup)
+            if (scheduler := self._boundary.run(None, borrowed.scheduler)) is not None:
+                self._boundary.run(None, self._take_back_failed_steps, scheduler)
         if self._rest is not None:
             self._rest.planner = self._planner
+
+    def _take_back_failed_steps(self, scheduler: Any) -> None:
+        """Load inside steps, if ``scheduler`` can forget what a step computed with a failed
+        load."""
+
+        def take_back(failed: set[int]) -> None:
+            preempted = bad_blocks.take_back(scheduler, failed)
+            self._boundary.count(
+                "steps_taken_back",
+                "a load inside a step failed: vLLM computes %d requests again, and its own prefix "
+                "cache is empty",
+                preempted,
+            )
+            self._run(self._planner, None, Planner.took_back)
+
+        if self._planner is not None and borrowed.replace_handle_invalid_blocks(
+            scheduler, take_back
+        ):
+            self._planner.in_step.enable()
 
     def _observers(self, planner: Planner) -> tuple[Observer, ...]:
         """What observes the engine's requests beside the planner's own observers."""
@@ -244,9 +266,12 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """The number of tokens to load after ``num_computed_tokens``, and whether the load is
-        asynchronous, which every load is. If the number is None, vLLM calls again later."""
+        asynchronous, which it is unless it fits into the step. If the number is None, vLLM calls
+        again later."""
         name = request.request_id
         tokens = self._run(self._planner, 0, Planner.match, name, num_computed_tokens)
+        if tokens and (inside := self._run(self._planner, 0, Planner.loads_in_step, name)):
+            return inside, False
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -258,7 +283,7 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
     def _allocated(self, name: str, table: Table, tokens: int) -> None:
         self._run(self._planner, None, Planner.allocated, name, table, tokens)
         if tokens:  # vLLM waits for a load now, even if planning it failed
-            self._run(self._planner, None, Planner.ensure_load, name)
+            self._run(self._planner, None, Planner.ensure_load, name, table)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's loads and stores, which vLLM sends to the workers."""
@@ -282,6 +307,9 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._run(self._planner, None, Planner.copied_wrong, report.wrong)
         if report is not None and report.copied:
             self._run(self._planner, None, copied, report.copied)
+        if report is not None and report.in_step:
+            ends = report.in_step, report.failed_step
+            self._run(self._planner, None, Planner.loaded_in_step, *ends)
         if report is not None or failed or ended:
             steps = report.steps if report is not None else {}
             self._run(self._planner, None, Planner.reported, steps, failed, ended)
@@ -363,15 +391,15 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
 
     def has_connector_metadata(self) -> bool:
         """False: attention layers need not call ``wait_for_layer_load`` and ``save_kv_layer``.
-        Every load is asynchronous, and whole chunks are stored after the forward pass. Only
-        attention layers call this."""
+        No load goes on in the forward pass, and whole chunks are stored after it. Only attention
+        layers call this."""
         return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: ``bind_connector_metadata`` has begun the loads."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to do: vLLM schedules a request only after its load has ended."""
+        """Nothing to do: the load of a request has ended before the forward pass begins."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -395,6 +423,10 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         none: tuple[set[str], set[str]] = (set(), set())
         finished, failed = self._run(self._copier, none, Copier.results, self._computed())
         return adapt.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks that a load inside this step did not fill."""
+        return self._run(self._copier, set[int](), Copier.take_bad_blocks)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """This rank's report: the steps whose stores have ended, the adapters that are new, and

@@ -52,6 +52,7 @@ per_engine_labelvalues)
     KVConnectorBase_V1.save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs)
     KVConnectorBase_V1.wait_for_save(self)
     KVConnectorBase_V1.get_transfer_results(self, finished_req_ids)
+    KVConnectorBase_V1.get_block_ids_with_load_errors(self) [optional]
     KVConnectorBase_V1.build_connector_worker_meta(self)
     KVConnectorBase_V1.unregister_kv_caches(self) [0.33]
     KVConnectorBase_V1.shutdown(self)
@@ -102,6 +103,7 @@ v1/core/kv_cache_utils.py
     resolve_dcp_kv_block_size(spec, dcp_world_size)
     resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     KVCacheBlock.block_hash
+    KVCacheBlock.block_id [optional]
     KVCacheBlock.ref_cnt = 0
 v1/core/block_pool.py
     BlockHashToBlockMap.__len__(self)
@@ -145,8 +147,18 @@ v1/executor/multiproc_executor.py
 v1/core/kv_cache_manager.py
     KVCacheBlocks.get_block_ids(self, allow_none=False, *, group_ids=None)
     KVCacheManager.block_pool
+    KVCacheManager.evict_blocks(self, block_ids) [optional]
+    KVCacheManager.get_block_ids(self, request_id) [optional]
 v1/core/sched/scheduler.py
     Scheduler.get_request_counts(self)
+    Scheduler.requests [optional]
+    Scheduler.running [optional]
+    Scheduler.kv_cache_manager [optional]
+    Scheduler.prev_step_scheduled_req_ids [optional]
+    Scheduler.recompute_kv_load_failures [optional]
+    Scheduler._handle_invalid_blocks(self, invalid_block_ids, num_scheduled_tokens) [optional]
+    Scheduler._handle_failed_recving(self, failed_req_ids) [optional]
+    Scheduler._preempt_request(self, request, timestamp, drop_stale_output=False) [optional]
 v1/core/sched/output.py
     SchedulerOutput.num_scheduled_tokens
     SchedulerOutput.total_num_scheduled_tokens
@@ -161,6 +173,8 @@ v1/request.py
     Request.request_id
     Request.all_token_ids
     Request.block_hashes
+    Request.drop_stale_output [optional]
+    Request.num_stale_output_tokens [optional]
     Request.cache_salt
     Request.lora_request
     Request.mm_features
@@ -176,6 +190,7 @@ v1/request.py
     RequestStatus.WAITING
     RequestStatus.WAITING_FOR_REMOTE_KVS
     RequestStatus.PREEMPTED
+    RequestStatus.RUNNING [optional]
 multimodal/inputs.py
     MultiModalFeatureSpec.identifier
     MultiModalFeatureSpec.mm_hash = None
@@ -322,7 +337,9 @@ utils/hashing.py
 - A name with ``= value`` is a field with this default.
 - ``abstract`` is followed by all abstract methods of a class.
 - ``[0.31]`` means that the line holds from this version on; older versions are not checked for
-  it."""
+  it.
+- ``[optional]`` means that only loads inside a step need it (``bad_blocks.py``). In a version that
+  lacks it all loads are asynchronous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +355,7 @@ class Term:
     name: str
     rest: str
     since: tuple[int, ...]
+    optional: bool = False
 
     @property
     def text(self) -> str:
@@ -354,14 +372,16 @@ def terms() -> Iterator[Term]:
             continue
         text, _, since = line.strip().partition(" [")
         name, rest = re.fullmatch(r"([\w.]+)(.*)", text).groups()  # type: ignore[union-attr]
-        yield Term(file, name, rest, release(since))
+        yield Term(file, name, rest, release(since), since == "optional]")
 
 
-def differences(package: Path, version: str) -> list[str]:
+def differences(package: Path, version: str, *, optional: bool = False) -> list[str]:
     """A line for each name of the table that the vLLM in the folder ``package`` lacks or defines in
-    another way. ``version`` is that vLLM's version. The list is empty if the contract holds."""
+    another way. ``version`` is that vLLM's version. The list is empty if the contract holds.
+    ``optional``: look at the optional names, and at no others."""
     found = []
-    for file, lines in groupby(terms(), lambda term: term.file):
+    wanted = (term for term in terms() if term.optional == optional)
+    for file, lines in groupby(wanted, lambda term: term.file):
         top = _top_level(package / file)
         for term in lines:
             if term.since > release(version):

@@ -86,6 +86,12 @@ def verdict_on(package: Path, version: str) -> Verdict:
     return judge(code, differences)
 
 
+def loads_in_step(package: Path, version: str) -> bool:
+    """Whether the vLLM in the folder ``package`` has what loads inside a step need."""
+    code = code_version(version)
+    return code in TESTED_VLLM or not contract.differences(package, code, optional=True)
+
+
 @cache
 def _differences(package: Path, version: str) -> Sequence[str]:
     return contract.differences(package, version)
