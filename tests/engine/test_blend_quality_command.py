@@ -5,31 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tokenizers
-import transformers
 
 from kvass.cli.main import main
 from kvass.connectors.transformers.blending import Blender
 from kvass.connectors.transformers.quality import QualityLine, Shape, measure
-from tests.support.hf_models import SIZES, make
+from tests.support import hf_models
+from tests.support.hf_models import VOCABULARY
 
-WORDS = {f"word{number}": number for number in range(SIZES["vocab_size"])}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and a tokenizer of one token per word."""
-    path = tmp_path_factory.mktemp("model")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="word3"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
-    make().save_pretrained(path)
-    return path
+folder = hf_models.folder
 
 
 def texts(count: int = 3, words: int = 90) -> dict[str, str]:
     return {
-        f"{n}.txt": " ".join(f"word{(7 * n + 3 * w * w) % len(WORDS)}" for w in range(words))
+        f"{n}.txt": " ".join(f"word{(7 * n + 3 * w * w) % VOCABULARY}" for w in range(words))
         for n in range(count)
     }
 

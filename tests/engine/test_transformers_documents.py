@@ -7,29 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-import transformers
 
 from kvass.cli.main import main
 from kvass.testing.daemon import running_daemon
 from tests.support import hf_models
-from tests.support.hf_models import CHUNK, SIZES, join, make, prompt
+from tests.support.hf_models import CHUNK, join, make, prompt
 from tests.test_documents import ROOT
 
-answers = hf_models.answers
-WORDS = {f"word{number}": number for number in range(SIZES["vocab_size"])}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and a tokenizer of one token per word."""
-    path = tmp_path_factory.mktemp("model")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="word3"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
-    make().save_pretrained(path)
-    return path
+answers, folder = hf_models.answers, hf_models.folder
 
 
 def text_of(ids: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -106,6 +107,18 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("daemon")
     with running_daemon(folder, l1_size="64MiB", lookup_budget_ms=10_000) as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model, with a tokenizer of one token per word, ``word0`` and so on."""
+    path = tmp_path_factory.mktemp("model")
+    names = {f"word{number}": number for number in range(VOCABULARY)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="word3"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    make().save_pretrained(path)
+    return path
 
 
 def make_late(cached: CachedModel, patch: pytest.MonkeyPatch) -> None:
