@@ -82,6 +82,28 @@ def test_a_hit_leaves_a_chunk_and_changes_nothing(
     judge.check(tokens, warm)
 
 
+def test_a_late_load_inside_a_step_is_taken_back(
+    engines: list[EngineProcess], judge: Judge
+) -> None:
+    a, b = engines
+    tokens = prompt(1001)
+    stored(a, tokens)
+    assert b.reset()
+    b.reset_hooks()
+    b.load_in_steps()
+    b.scrub()
+    (before,) = b.in_step()
+    b.disturb(Settings(ahead_s=1e6))
+    answers = b.generate(Prompt(tokens, 8), Prompt(tokens[:900], 8))
+    b.disturb(Settings())
+    assert b.reset()
+    answers.append(b.one(tokens, 8))
+    assert b.in_step() == [before + 1]
+    b.load_in_steps(False)
+    for prompted, answer in zip((tokens, tokens[:900], tokens), answers, strict=True):
+        judge.check(prompted, answer, alike=False)
+
+
 def test_a_hybrid_model_with_a_drafter(tmp_path: Path) -> None:
     """gpt-oss: windows, full attention, and the drafter's layer in a group of its own."""
     with hybrid.running_pair(hybrid.GPT_OSS, tmp_path, beyond=BLOCK, **eagle()) as pair:

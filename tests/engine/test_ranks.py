@@ -158,6 +158,24 @@ def test_one_ranks_late_load_is_computed_by_all(tp: Two, daemon: Daemon, prompt:
     daemon.wait_until(**NOTHING_OWED)
 
 
+def test_one_ranks_late_load_inside_a_step_is_taken_back_by_all(
+    tp: Two, daemon: Daemon, prompt: Make
+) -> None:
+    tokens = prompt(520)
+    cold = tp.judge.cold(tokens)
+    store(tp.a, tokens)
+    tp.a.load_in_steps(at_most=0)
+    before = tp.a.in_step()
+    check_same(watched(tp.a, LATE, rank=1).one(tokens), cold)
+    assert tp.a.in_step() == [before[0] + 1, before[1]]
+    warm = watched(tp.a, Settings()).one(tokens)
+    assert tp.a.in_step() == [before[0] + 2, before[1] + 1]
+    assert warm.external == 512
+    check_same(warm, cold)
+    tp.a.load_in_steps(False)
+    daemon.wait_until(**NOTHING_OWED)
+
+
 # ---------------------------------------------------------------- pipeline parallel
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import pytest
 
 from kvass.client.parallel import ParallelStrategy
+from kvass.connectors.vllm import bad_blocks
 from kvass.engine import in_step
 from kvass.engine.copy_speed import Copied
 from kvass.engine.in_step import TRIAL
@@ -131,6 +132,20 @@ def test_the_budget_is_a_time_of_all_loads_of_one_step() -> None:
     assert begins_in_step(world, "in the next step")
 
 
+def test_there_is_room_for_what_the_step_has_left() -> None:
+    """Of 192 tokens there is room for six blocks of 0.3 ms, beside another load for one chunk."""
+    _, world = stored(200, blocks=128)
+    report(world, 0.0003)
+    match: Any = SimpleNamespace(given_s=0.0, deadline_s=1e12)
+    inside = world.planner.in_step
+    assert inside.room(match, 0, 96) == 96
+    assert inside.room(match, 0, 192) == 96
+    inside._spent_s = 0.0005
+    assert inside.room(match, 0, 192) == 64
+    inside._trial = 1
+    assert inside.room(match, 0, 192) == 0
+
+
 def test_a_load_that_took_long_ends_loads_inside_steps_at_once() -> None:
     _, world = ready()
     assert begins_in_step(world, "fast")
@@ -235,6 +250,8 @@ def test_what_a_late_load_gave_is_computed_again(asynchronous: bool) -> None:
         world.finish(following, tokens=BAD)
     output, work = world.schedule()
     assert output.num_scheduled_tokens == {"b": 100}
+    cached = output.scheduled_cached_reqs
+    assert cached.req_ids == [*cached.all_token_ids], "the worker begins it anew"
     assert work.loads == []
     world.finish(output)
     world.run(client)
@@ -271,6 +288,13 @@ def test_nobody_gets_an_answer_from_its_blocks(asynchronous: bool, own: bool) ->
         world.run(client)
         assert [list(one.output_token_ids) for one in others] == [[7] * 4] * len(others)
         settled(client, world)
+
+
+def test_what_was_computed_from_a_bad_block_is_bad() -> None:
+    tables = {"last": [9, 5], "second": [7, 3, 9], "first": [1, 2, 3], "other": [1, 7]}
+    bad = {2}
+    assert bad_blocks._with_bad_blocks(tables, bad) == {"first", "second", "last"}
+    assert bad == {2, 3, 9, 5}
 
 
 @OWN

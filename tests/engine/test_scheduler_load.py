@@ -221,6 +221,10 @@ def test_what_the_ranks_copied_reaches_the_scheduler() -> None:
     slow, fast = Copied(1 << 20, 0.5, (64,)), Copied(1 << 20, 0.1, (64,))
     both = StepReport(copied={0: slow}).aggregate(StepReport(copied={1: fast}))
     assert both.copied == {0: slow, 1: fast}
+    first = StepReport(in_step={"a": True, "b": False, "c": True}, failed_step=2)
+    both = first.aggregate(StepReport(in_step={"a": False, "b": True, "c": True, "d": False}))
+    assert both.in_step == {"a": False, "b": False, "c": True, "d": False}
+    assert both.failed_step == 2
     _client, world = stored()
     world.step(copied={0: slow})
     assert world.planner.copy_speed.bytes_s == 2 << 20

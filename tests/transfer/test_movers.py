@@ -324,6 +324,56 @@ def test_the_time_of_copying_is_that_of_the_rows_without_the_wait(
     assert took == {(1, 2, 3): 1.0, (7,): 0.0, (4, 5, 6): 0.0}
 
 
+def test_what_is_copied_now_waits_for_nothing_that_is_queued(on_host: HostRig) -> None:
+    ended, go_on, where = threading.Event(), threading.Event(), list[object]()
+
+    def blocks(_: Done) -> None:
+        ended.set()
+        assert go_on.wait(10)
+
+    on_host.submit("load", 1, on_done=blocks)
+    assert ended.wait(10)
+    on_host.submit("load", 2)
+    job = on_host.job("load", 3, 4, on_done=lambda _: where.append(threading.current_thread()))
+    on_host.mover.copy_now(job)
+    assert where == [threading.current_thread()]
+    assert [done.job for done in on_host.mover.poll()] == [job]
+    assert on_host.rows == [1, 3, 4]
+    go_on.set()
+    assert on_host.ends() == [((1,), "done"), ((2,), "done")]
+
+
+def test_what_is_copied_now_has_the_same_ends(on_host: HostRig) -> None:
+    def end(**more: Any) -> str:
+        on_host.mover.copy_now(on_host.job("load", 1, 2, **more))
+        (done,) = on_host.mover.poll()
+        return done.outcome
+
+    assert end() == "done"
+    on_host.rows.clear()
+    assert end(deadline_s=on_host.now) == "late"
+    assert on_host.rows == [], "past its deadline it touches nothing"
+    assert end(verify=lambda _: ("differs", "why")) == "differs"
+    on_host.fail_once()
+    assert end() == "failed"
+    with pytest.raises(UsageError):
+        on_host.mover.copy_now(Job("load", (), np.zeros(8, np.float32)))  # type: ignore[arg-type]
+    on_host.mover.close()
+    with pytest.raises(UsageError):
+        end()
+
+
+def test_a_copy_that_ends_after_its_deadline_is_late_though_it_was_copied_now(
+    on_host: HostRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(mover: Any, *args: Any) -> None:
+        on_host.now += 1.0
+
+    monkeypatch.setattr(HostMover, "_copy", slow)
+    on_host.mover.copy_now(on_host.job("load", 1, deadline_s=on_host.now + 1.0))
+    assert [done.outcome for done in on_host.mover.poll()] == ["late"]
+
+
 def test_a_short_load_overtakes_a_long_one_that_no_one_starves(on_host: HostRig) -> None:
     """Of short loads arriving all the time, only those go first that came before the long one's
     own number of bytes had moved."""

@@ -85,7 +85,7 @@ class ChildEngine:
         results: list[Any] = rpc(call, args=args)
         return results
 
-    def load_in_steps(self, always: bool, own_recovery: bool) -> None:
+    def load_in_steps(self, always: bool, own_recovery: bool, at_most: int) -> None:
         """See ``EngineProcess.load_in_steps``."""
         planner = self.scheduler.connector._planner
         assert planner.in_step.why_not == ""
@@ -97,7 +97,7 @@ class ChildEngine:
             planner.in_step.planned = lambda state: None
         if not own_recovery:
             self.scheduler.connector._take_back_failed_steps(self.scheduler)
-        self.scheduler.scheduler_config.long_prefill_token_threshold = 256 if always else 0
+        self.scheduler.scheduler_config.long_prefill_token_threshold = at_most if always else 0
 
     def hooks(self) -> Hooks:
         """The measurements of all probes."""
@@ -290,7 +290,7 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
             case "in_step":
                 answer(engine.ranks(instruments.in_step))
             case "load_in_steps":
-                engine.load_in_steps(fields["always"], fields["own_recovery"])
+                engine.load_in_steps(fields["always"], fields["own_recovery"], fields["at_most"])
                 answer(None)
             case "hooks":
                 answer(msgspec.to_builtins(engine.hooks()))

@@ -304,11 +304,13 @@ class EngineProcess:
         counts: dict[str, int] = self.call("blend", select=select, control=control)
         return counts
 
-    def load_in_steps(self, always: bool = True, *, own_recovery: bool = False) -> None:
+    def load_in_steps(
+        self, always: bool = True, *, own_recovery: bool = False, at_most: int = 256
+    ) -> None:
         """With ``always`` load all hits inside steps, also while copies are not verified, and
-        compute 256 tokens of a request in a step at most. ``own_recovery``: vLLM handles loads that
-        fail as it does without kvass."""
-        self.call("load_in_steps", always=always, own_recovery=own_recovery)
+        compute ``at_most`` tokens of a request in a step (0: any number). ``own_recovery``: vLLM
+        handles loads that fail as it does without kvass."""
+        self.call("load_in_steps", always=always, own_recovery=own_recovery, at_most=at_most)
 
     def in_step(self) -> list[int]:
         """How many loads each rank has copied inside steps."""
