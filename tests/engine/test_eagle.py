@@ -93,7 +93,7 @@ def test_a_late_load_inside_a_step_is_taken_back(
     b.load_in_steps()
     b.scrub()
     (before,) = b.in_step()
-    b.disturb(Settings(ahead_s=1e6))
+    b.disturb(Settings(late_in_step=True))
     answers = b.generate(Prompt(tokens, 8), Prompt(tokens[:900], 8))
     b.disturb(Settings())
     assert b.reset()

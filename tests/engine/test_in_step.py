@@ -21,7 +21,7 @@ from tests.support.vllm.process import Answer, EngineProcess, Prompt, Settings
 pytestmark = pytest.mark.engine
 
 Make = Callable[[int], list[int]]
-LATE: Final = Settings(ahead_s=1e6)
+LATE: Final = Settings(late_in_step=True)
 SIZE: Final = 2000
 HIT: Final = (SIZE - 1) // BLOCK * BLOCK
 

@@ -166,7 +166,7 @@ def test_one_ranks_late_load_inside_a_step_is_taken_back_by_all(
     store(tp.a, tokens)
     tp.a.load_in_steps(at_most=0)
     before = tp.a.in_step()
-    check_same(watched(tp.a, LATE, rank=1).one(tokens), cold)
+    check_same(watched(tp.a, Settings(late_in_step=True), rank=1).one(tokens), cold)
     assert tp.a.in_step() == [before[0] + 1, before[1]]
     warm = watched(tp.a, Settings()).one(tokens)
     assert tp.a.in_step() == [before[0] + 2, before[1] + 1]

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from inspect import getattr_static, isfunction
 from typing import Any, Final
 from unittest import mock
@@ -24,6 +25,7 @@ import numpy as np
 
 from kvass.client import scheduler
 from kvass.engine import adapters
+from kvass.transfer.base import Job
 from tests.support.vllm.process import Hooks, Pages, Settings
 
 HOOKS: Final = (
@@ -380,6 +382,7 @@ def install(worker: Any) -> int:
             clock = _here.slow_clock if _gpu() is None else _here.clock
             connector._copier._mover._clock = clock
             _count_in_step(connector._copier.traffic)
+            _make_late(connector._copier._mover)
     return os.getpid()
 
 
@@ -391,6 +394,15 @@ def _count_in_step(traffic: Any) -> None:
         count(name, number)
 
     traffic.count = counting
+
+
+def _make_late(mover: Any) -> None:
+    copy_now = mover.copy_now
+
+    def late(job: Job) -> None:
+        copy_now(replace(job, deadline_s=0.0) if _here.settings.late_in_step else job)
+
+    mover.copy_now = late
 
 
 def in_step(worker: Any) -> int:

@@ -105,6 +105,8 @@ class Settings(msgspec.Struct, frozen=True):
     """Every row takes this much longer."""
     ahead_s: float = 0.0
     """Its clock runs ahead; with a large value every copy misses its deadline."""
+    late_in_step: bool = False
+    """Loads inside a step are late, and no other copy is."""
     spoil: bool = False
     """Loaded pages are zeroed."""
     spoil_group: int | None = None
