@@ -357,7 +357,7 @@ def test_what_is_copied_now_has_the_same_ends(on_host: HostRig) -> None:
     on_host.fail_once()
     assert end() == "failed"
     with pytest.raises(UsageError):
-        on_host.mover.copy_now(Job("load", (), np.zeros(8, np.float32)))  # type: ignore[arg-type]
+        on_host.mover.copy_now(Job("load", (), np.zeros(8, np.float32)))
     on_host.mover.close()
     with pytest.raises(UsageError):
         end()
