@@ -4,6 +4,7 @@ long as the test says."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -11,9 +12,14 @@ import pytest
 
 from kvass.engine.copy_speed import Copied
 from kvass.engine.worth import CHEAPER, LEAST, SAMPLES
+from kvass.testing.daemon import Daemon
+from tests.engine import conftest
+from tests.engine.conftest import empty
 from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.ranks import StubModelEngine, making
 from tests.support.vllm.scheduler import CHUNK, rig
 
+daemon = conftest.own_daemon
 ON = {"kvass.skip_slow_loads": True}
 BLOCK_BYTES = 1 << 20
 BASE_S, TOKEN_S = 0.004, 0.00002
@@ -173,6 +179,19 @@ def test_a_cut_hit_is_computed_from_where_it_ends(monkeypatch: pytest.MonkeyPatc
     assert engine.run(prompt)[0] == 2 * CHUNK
     (result,) = [one for one in engine.client.results if one.hit_tokens]
     assert (result.hit_tokens, result.lookup_tokens, result.why) == (2 * CHUNK, 512, CHEAPER)
+
+
+@pytest.mark.parametrize("most", [16, 32, 48, 80])
+def test_a_part_of_a_hit_brings_the_right_pages(
+    daemon: Daemon, pages: Iterator[dict[str, Any]], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with making(StubModelEngine) as make:
+        a, b = make(daemon.socket, daemon, **next(pages)), make(daemon.socket, **next(pages))
+        a.generate("a", list(range(100)))
+        monkeypatch.setattr(b.world.planner._worth, "choose", lambda *_: most)
+        assert b.load("b", list(range(100)))[1] == most
+        b.generate("all of b", list(range(9)))
+    empty(daemon)
 
 
 def test_shadow_mode_checks_everything() -> None:

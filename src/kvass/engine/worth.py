@@ -93,7 +93,7 @@ class Worth(Observer):
         time. ``in_step``: how many of them the engine can load inside the step."""
         if not self._on or not hit:
             return hit
-        beside, best, saved_s, trial = self._beside(state), 0, 0.0, False
+        beside, best, saved_s, trial = self._beside(state), 0, -math.inf, False
         for tokens in {hit, min(in_step, hit)} - {0}:
             cost_s = self._load_s(local, local + tokens, beside, tokens <= in_step)
             compute_s = self._compute_s(state.request.known_tokens - local + beside, tokens)
