@@ -6,11 +6,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvass.engine.copy_speed import Copied
+from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.worth import CHEAPER, LEAST, SAMPLES
 from kvass.testing.daemon import Daemon
 from tests.engine import conftest
@@ -170,6 +172,29 @@ def test_slow_copies_make_the_engine_compute_and_fast_ones_load_again(asynchrono
     engine.slower = 1.0
     loads = [engine.run(next(prompts)) for _ in range(20)]
     assert [loaded for loaded, _ in loads[-3:]] == [512] * 3
+
+
+def test_a_load_inside_a_step_ends_refusals_too() -> None:
+    """Its rank reports what it copied; what was measured while copies were slow is forgotten."""
+    engine = Engine()
+    engine.warm()
+    worth, copies = engine.world.planner._worth, engine.world.planner.copy_speed
+    state = RequestState(SimpleNamespace(name="r", known_tokens=528))
+    engine.world.step(copied={0: Copied(1 << 24, 1.0, (BLOCK_BYTES,), True)})
+    assert worth.choose(state, 0, 512, 512) == 0
+    refusals = 0
+    while not (hit := worth.choose(state, 0, 512, 512)):
+        worth.allocated(state, Answer(0, 0, None, why=CHEAPER), 0)
+        refusals += 1
+    assert hit == 256, "a trial"
+    state.in_step = hit
+    worth.allocated(state, Answer(0, hit, None, why=CHEAPER), hit)
+    engine.world.step(copied={0: Copied(BLOCK_BYTES, BLOCK_S, (BLOCK_BYTES,), True)})
+    worth.loaded("r", state, True)
+    assert refusals > 20
+    assert copies.seconds([1]) == pytest.approx(BLOCK_S)
+    assert worth._easier == 1.0
+    assert worth.choose(state, 0, 512, 512) == 512
 
 
 def test_a_cut_hit_is_computed_from_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:

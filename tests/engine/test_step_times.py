@@ -85,5 +85,15 @@ def test_an_engine_that_has_become_slow_is_believed_in_the_end() -> None:
     assert times.seconds(4096) == pytest.approx(1.0)
 
 
+def test_a_step_that_loads_something_says_nothing_of_its_tokens() -> None:
+    times = timed((100.0, 64), (100.01, None), (100.01, 64), (100.02, None))
+    times.clock = lambda: 100.02
+    times.planned(64, {"other"}, loads=True)
+    times.clock = lambda: 101.0
+    times.ended()
+    assert times.seconds(64) == pytest.approx(0.01)
+    assert times.names == {"other"}
+
+
 def test_an_engine_that_does_not_tell_when_steps_end_costs_bounded_memory() -> None:
     assert len(timed(*[(float(now), 1) for now in range(3 * OPEN)])._open) <= OPEN

@@ -351,7 +351,8 @@ class Planner:
         if self._changes.state is OwnCache.STALE and step.tokens:
             self._changes.warn_if_stale()
         work.emptied, self._emptied = self._emptied, False
-        self._times.planned(step.tokens, step.names)
+        loads = any(load.in_step for load in work.loads)
+        self._times.planned(step.tokens, step.names, loads=loads)
         work.recovered = self._recovered
         self.in_step.new_step()
         self.stores.plan(step, work)

@@ -42,11 +42,12 @@ class StepTimes:
         """Of the requests of which the last step that was planned computes tokens. A step without
         tokens does not count."""
 
-    def planned(self, tokens: int, names: Set[str]) -> None:
-        """A step of ``tokens`` of the requests ``names`` is planned."""
+    def planned(self, tokens: int, names: Set[str], *, loads: bool = False) -> None:
+        """A step of ``tokens`` of the requests ``names`` is planned. ``loads``: it loads something
+        before it computes, so its time is not that of its tokens."""
         if len(self._open) == OPEN:  # the engine does not tell when steps end
             self._open.clear()
-        self._open.append((self.clock(), tokens))
+        self._open.append((self.clock(), 0 if loads else tokens))
         if tokens:
             self.names = names
 

@@ -49,12 +49,13 @@ LOADING: Final = 4096
 class Begun(NamedTuple):
     """A load that is measured. ``since_s``: CLOCK_MONOTONIC. ``copy_s``: what its copy takes, as
     expected. ``step_s``: the same of a step of the other requests; 0: there were none. ``most_s``:
-    if it is a trial, how long it seemed to take; else 0."""
+    if it is a trial, how long it seemed to take; else 0. ``in_step``: it is inside a step."""
 
     since_s: float
     copy_s: float
     step_s: float
     most_s: float
+    in_step: bool
 
 
 class Worth(Observer):
@@ -143,13 +144,14 @@ class Worth(Observer):
         most_s = self._trials.pop(state.request.name, 0.0)
         if answer.why == CHEAPER:
             self._easier *= EASIER
-        if not tokens or not self._on or not self._copies.verified or state.in_step:
-            return  # the first copies are verified, and take longer; those inside steps do not wait
+        if not tokens or not self._on or not self._copies.verified:
+            return  # the first copies are verified, and take longer
         copy_s = self._copy_s(answer.local, answer.local + tokens)
         if copy_s is None or len(self._loading) == LOADING:
             return
         step_s = self._times.seconds(beside) if (beside := self._beside(state)) else 0.0
-        self._loading[state.request.name] = Begun(self._times.clock(), copy_s, step_s, most_s)
+        begun = Begun(self._times.clock(), copy_s, step_s, most_s, state.in_step > 0)
+        self._loading[state.request.name] = begun
 
     def loaded(self, name: str, state: RequestState | None, ok: bool) -> None:
         """Measure a load that ended."""
@@ -157,6 +159,10 @@ class Worth(Observer):
             return
         self._easier, took_s = 1.0, self._times.clock() - begun.since_s
         waits = self._steps if begun.step_s else self._seconds
+        if begun.in_step:  # it waited for nothing, and what its copy took is known by now
+            if begun.most_s:
+                self._copies.renew()
+            return
         if took_s <= begun.most_s:
             waits.clear()
             self._copies.renew()
