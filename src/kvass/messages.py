@@ -55,13 +55,15 @@ PRESENT: Final = "present"
 END_SESSION: Final = "end_session"
 DRAINED: Final = "drained"
 RESULTS: Final = "results"
+AHEAD: Final = "ahead"
 FEATURES: Final[tuple[str, ...]] = (
-    *("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION, DRAINED, RESULTS),
+    *("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION, DRAINED, RESULTS, AHEAD),
 )
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
 ``clear_tenant``: ``ClearTenant``. ``present``: ``Present``. ``end_session``: ``EndSession``.
-``drained``: ``Drained``. ``results``: ``RequestContext.reported``.
+``drained``: ``Drained``. ``results``: ``RequestContext.reported``. ``ahead``: what ``Prefetch`` says
+of it.
 
 A name is never used again: ``take_over`` belongs to earlier versions."""
 
@@ -253,6 +255,10 @@ class Prefetch(Message, tag="prefetch"):
 
     ``namespace`` is empty from an engine's scheduler, which means its own. A connection that only
     looks gives the digest of one. ``budget_ms``: how long the answer may take (0: a minute).
+    ``first``: rows of the chunks before it are not needed. ``tenant`` pays for the rows. Lookups
+    come first: nothing of it is loaded while one waits for the same tier. Without digests it ends
+    those of the same asker and request, which are answered. Only daemons with the feature
+    ``AHEAD`` do what these four sentences say.
     """
 
     request: Name
@@ -260,6 +266,8 @@ class Prefetch(Message, tag="prefetch"):
     width: Int32 = 32
     namespace: ShortBytes = b""
     budget_ms: Seconds = 0.0
+    first: Int32 = 0
+    tenant: Name = ""
 
 
 class Prefetched(Message, tag="prefetched"):

@@ -31,11 +31,13 @@ from kvass.core.rows.row_table import (
     RowTable,
 )
 from kvass.core.rows.sets import CLEARED
+from kvass.core.tiers.ahead import AT_ONCE
 from kvass.core.tiers.epochs import pending
 from kvass.core.tiers.plan import LOADING_SHARE
 
 if TYPE_CHECKING:
     from kvass.core.pending.settlement import Settlement
+    from kvass.core.pending.tier_state import TierState
     from kvass.core.rows.blocks import BlockIndex
     from kvass.core.rows.row_table import ClassRows
     from kvass.core.state import State
@@ -129,6 +131,19 @@ def _loading(state: State) -> None:
     size = sum(op.size_bytes for op in loading.values())
     assert size == state.loading_bytes, "LOADING bytes were miscounted"
     assert size <= state.config.arena_bytes * LOADING_SHARE, "more is LOADING than may be"
+    for tier in tiers.all:
+        _ahead(tier, {n: op for n, op in loading.items() if op.tier == tier.number})
+
+
+def _ahead(tier: TierState, loads: dict[int, Loading]) -> None:
+    """A load that its tier did not get yet waits for its turn, and some promotion for it."""
+    assert not tier.held or tier.urgent or len(tier.ahead) == AT_ONCE, "a load ahead has its turn"
+    assert len(tier.ahead) <= AT_ONCE, "too many loads ahead"
+    assert tier.urgent.isdisjoint(tier.held), "a lookup waits for the turn of a load"
+    assert tier.held.keys() | tier.ahead | tier.urgent <= loads.keys(), "a load ahead has ended"
+    assert all(loads[op].waiters for op in tier.held), "nobody waits for a load ahead"
+    size = sum(loads[op].size_bytes for op in (*tier.held, *tier.ahead))
+    assert size == tier.ahead_bytes, "bytes ahead were miscounted"
 
 
 def _promotions(state: State) -> None:

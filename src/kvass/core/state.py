@@ -209,7 +209,7 @@ class State:
     @property
     def loading_bytes(self) -> int:
         """The bytes of all LOADING rows (law 12)."""
-        return sum(tier.speed.loading_bytes for tier in self.tiers.all)
+        return sum(tier.speed.loading_bytes + tier.ahead_bytes for tier in self.tiers.all)
 
     @property
     def engine_cache_bytes(self) -> int:

@@ -198,7 +198,7 @@ def _tier(tier: TierState, now: float) -> dict[str, Any]:
         "flush_queue_oldest_s": round(now - tier.queue[0].since, 3) if tier.queue else 0.0,
         "storing_bytes": tier.storing_bytes,
         "failing_rows": tier.failing_rows,
-        "loading_bytes": tier.speed.loading_bytes,
+        "loading_bytes": tier.speed.loading_bytes + tier.ahead_bytes,
         "load_bytes_s": int(tier.speed.bytes_s),
         **tier.counters,
         **{name: histogram.fields() for name, histogram in tier.histograms.items()},

@@ -336,7 +336,10 @@ class SimulatedEngine:
         rng = self.world.rng
         prompt = rng.choice(self.model.prompts)
         budget_ms = rng.choice([0.0, 5.0, 1000.0])
-        peer.ask(m.Prefetch("p", b"".join(prompt), WIDTH, budget_ms=budget_ms))
+        first = rng.choice([0, 0, rng.randint(0, len(prompt))])
+        keys = b"".join(prompt) if rng.random() < 0.8 else b""  # without keys it ends the others
+        first = first if keys else 0
+        peer.ask(m.Prefetch("p", keys, WIDTH, first=first, budget_ms=budget_ms))
 
     def _reserve(self, peer: ClientConnection) -> None:
         rng, every = self.world.rng, (1 << self.model.groups) - 1

@@ -77,9 +77,11 @@ class ReadWitness:
     ) -> None:
         """A ``Prefetch`` was answered; ``late``: it was asked in an earlier step."""
         namespace = self.state.namespace_of(connection, msg) if late is None else late.namespace
-        if namespace is not None:
+        if not msg.digests:
+            self.waiting.prefetches_ended(connection, msg.request)
+        elif namespace is not None:
             keys = self.state.asked_keys(namespace, msg)
-            self._check_length(namespace, keys, 0, 0, reply.chunks, late)
+            self._check_length(namespace, keys, msg.first, 0, reply.chunks, late)
         elif reply.chunks:
             raise BrokenLawError(f"a rank is missing, yet: {reply}")
 

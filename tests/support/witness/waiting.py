@@ -42,6 +42,15 @@ class WaitingWitness:
             self._promise(one, one.namespace, keys)
         return one
 
+    def prefetches_ended(self, connection: int, request: str) -> None:
+        """The prefetches of a request were ended: in this step they are answered with what there
+        is."""
+        for one in self.state.pending.values():
+            asked = one.message
+            if isinstance(asked, m.Prefetch) and one.connection == connection:
+                if asked.request == request:
+                    one.sure_until = self.state.now
+
     def _written(self, one: Pending) -> bool:
         """Whether a lookup that waits for such rows names one that is being written."""
         message, written = one.message, self.state.being_written()

@@ -176,23 +176,28 @@ def _wait_s(state: State, msg: Lookup, ns: Namespace, total: int, chunks: int) -
 def prefetch(state: State, connection: ClientConnection, msg: Prefetch) -> Prefetched | None:
     """Load the rows from tiers that a lookup would load. None stays pinned after the reply."""
     check_request(msg.request, state.config.limits)
-    keys = split_keys(msg.digests, msg.width, 0, state.config.limits)
+    keys = split_keys(msg.digests, msg.width, msg.first, state.config.limits)
     if connection.registered is not None:
         if msg.namespace:
             raise Refused("forbidden", "an engine prefetches for its own namespace only")
         ns = state.namespace_of(scheduler_of(state, connection))
     else:
         ns = named_namespace(state, msg.namespace)
-    _check_leases(state, _owner_of(connection))
-    state.counters["prefetches"] += 1
-    if ns is None:
+    owner = _owner_of(connection)
+    if not len(keys):
+        promote.stop(state, owner, msg.request)
         return Prefetched()
-    keys = keys[: most_keys(state, ns)]
-    view = PrefixView(state.rows, ns, keys, 0)
+    _check_leases(state, owner)
+    state.counters["prefetches"] += 1
+    if ns is None or msg.first > (most := most_keys(state, ns)):
+        return Prefetched()
+    keys = keys[:most]
+    view = PrefixView(state.rows, ns, keys, msg.first)
     chunks = view.use(view.longest(view.there())).chunks
     if state.tiers.used and ns.tier_epochs and chunks < len(keys):
         wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
-        promotion = _promotion(state, connection, msg, view, wait_s)
+        payer = RequestContext(tenant=msg.tenant)
+        promotion = _promotion(state, connection, msg, view, wait_s, context=payer)
         if promotion.deadline > state.now and promote.begin(state, promotion, writing=False):
             return None
     return Prefetched(chunks=chunks)

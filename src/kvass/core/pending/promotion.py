@@ -97,7 +97,7 @@ class Promotion(Entry, kw_only=True):
     ``readers``: the ranks that will read the hit; a prefetch has none. ``begun``: when it began.
     ``epoch``: ``Namespace.epoch`` at that time. ``first``, ``spare``, ``rest``, ``start``: see
     ``prefix.PrefixView``. ``why``: why the hit is shorter than the prompt (``metrics.MISSES``).
-    ``context``: of the lookup's request; of a prefetch nothing is known.
+    ``context``: of the lookup's request; of a prefetch only the tenant is known.
     ``homes``: per class and chunk, the number of the tier that has the row, or ``NOT_ASKED``,
     ``DUPLICATE`` or ``IN_NO_TIER``. ``probed_tier``: the tier that was asked last, for the chunks
     before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING.
@@ -152,9 +152,14 @@ class Promotion(Entry, kw_only=True):
         return PrefixView(rows, self.namespace, keys, self.first, self.spare, rest, start)
 
     @property
+    def ahead(self) -> bool:
+        """Whether it is a prefetch's, so that no lookup waits for it."""
+        return not self.readers
+
+    @property
     def session(self) -> int | None:
         """The tag of the client's session, as of ``RowStates.touch``."""
-        return self.context.session if self.readers else None
+        return None if self.ahead else self.context.session
 
     @property
     def pinned(self) -> tuple[ClassRows, ...]:

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from kvass.core.effects import TierLoad
 from kvass.core.histogram import Histogram
 from kvass.core.metrics import TIER_COUNTERS, TIER_HISTOGRAMS
 from kvass.core.pending.tier_operations import OneOp, Op
@@ -78,6 +79,10 @@ class TierState(msgspec.Struct):
     rows that it is to store, oldest first; ``queued_rows``: their number. ``rests_until``: when a
     tier that was down is asked to store again. ``failing_rows``: how many rows it has failed to
     store since it last stored one.
+
+    ``held``: the loads that wait for their turn, oldest first; ``ahead``: those that it got in
+    their turn; ``ahead_bytes``: of both. ``urgent``: the loads for which lookups wait
+    (``tiers/ahead.py``). ``speed`` has the other loads.
     """
 
     number: int
@@ -93,6 +98,10 @@ class TierState(msgspec.Struct):
     queued_rows: int = 0
     storing_bytes: int = 0
     failing_rows: int = 0
+    held: dict[int, TierLoad] = msgspec.field(default_factory=dict)
+    ahead: set[int] = msgspec.field(default_factory=set)
+    ahead_bytes: int = 0
+    urgent: set[int] = msgspec.field(default_factory=set)
     rests_until: float | None = None
 
 

@@ -20,6 +20,7 @@ Cause = Literal[
     "unfinished",
     "load_failed",
     "no_room",
+    "unwanted",
 ]
 """Why rows left L1:
 
@@ -34,6 +35,7 @@ Cause = Literal[
 - unfinished: an engine reserved them and did not write them in time.
 - load_failed: a tier had them, and could not load them.
 - no_room: they were to be loaded, and there was no room for all of the hit.
+- unwanted: they were to be loaded ahead of use, and nobody waits for them any more.
 """
 
 ClearCause = Literal["cleared", "reset", "forgotten"]

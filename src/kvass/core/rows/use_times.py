@@ -34,6 +34,11 @@ class UseTimes:
         if len(self._stamps) > _MOST:
             del self._stamps[1:-_RECENT:2], self._times[1:-_RECENT:2]
 
+    def since(self, seconds: float) -> int:
+        """The stamp below which none was assigned in the last ``seconds``. While stamps are assigned
+        all the time, those are below it that are older by twice ``STEP_S``."""
+        return self._stamps[max(0, bisect_right(self._times, self.now - seconds) - 1)]
+
     def age(self, stamp: int) -> float:
         """Seconds since ``stamp`` was assigned, at most ``STEP_S`` too many for recent stamps."""
         return self.now - self._times[max(0, bisect_right(self._stamps, stamp) - 1)]

@@ -12,9 +12,9 @@ from kvass.core import explain, results
 from kvass.core.explain import Ending, why_ended
 from kvass.core.matching.prefix import NO_HIT
 from kvass.core.pending.promotion import Promotion, PromotionState
-from kvass.core.pending.tier_operations import Loading
 from kvass.core.rows.row_table import FAILED, LOADING, ClassRows
 from kvass.core.state import State
+from kvass.core.tiers import ahead
 from kvass.messages import LookupResult, Matched, Prefetched
 
 
@@ -24,6 +24,7 @@ def pin_hit(state: State, promotion: Promotion, least: int) -> None:
         answer(state, promotion)
         return
     before, view, table = promotion.pinned, promotion.view(state.rows), state.rows.table
+    awaited = promotion.awaits
     promotion.hit = view.use(view.longest(view.there(least)), session=promotion.session)
     promotion.awaits = set()
     for part in promotion.pinned:
@@ -31,10 +32,9 @@ def pin_hit(state: State, promotion: Promotion, least: int) -> None:
         loading = part.rows[table.state[part.rows] == LOADING]
         promotion.awaits.update(np.unique(table.loader[loading]).tolist())
     _unpin(state, promotion, before)  # after the pins: a TRANSIENT row is freed at its last unpin
+    ahead.leave(state, promotion, awaited - promotion.awaits)
     for op in promotion.awaits:
-        load = state.tiers.ops[op]
-        assert isinstance(load, Loading), "a LOADING row that nobody loads"
-        load.waiters.add(promotion.id)
+        ahead.wait_for(state, promotion, op)
     promotion.await_writers(set(), state.reservations.all)
     if promotion.awaits:
         promotion.move(PromotionState.LOADING)
@@ -44,14 +44,15 @@ def pin_hit(state: State, promotion: Promotion, least: int) -> None:
 
 def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> None:
     for part in parts:
-        state.rows.unpin(part.rows, ahead=not promotion.readers)
+        state.rows.unpin(part.rows, ahead=promotion.ahead)
 
 
 def _unpin_hit(state: State, promotion: Promotion) -> None:
     """Unpin the hit of a promotion."""
-    pinned = promotion.pinned
+    pinned, awaited = promotion.pinned, promotion.awaits
     promotion.hit, promotion.awaits = NO_HIT._replace(chunks=promotion.first), set()
     _unpin(state, promotion, pinned)
+    ahead.leave(state, promotion, awaited)
 
 
 def answer(state: State, promotion: Promotion) -> None:
@@ -65,14 +66,14 @@ def answer(state: State, promotion: Promotion) -> None:
         return
     instance = state.instances.get(promotion.instance)
     there = instance is not None and state.namespace_of(instance) is promotion.namespace
-    if (promotion.readers and not there) or promotion.epoch != promotion.namespace.epoch:
+    if (not promotion.ahead and not there) or promotion.epoch != promotion.namespace.epoch:
         _unpin_hit(state, promotion)
         promotion.why = "cleared"
     elif any((state.rows.table.state[p.rows] == FAILED).any() for p in promotion.pinned):
         promotion.why = "load_failed"
         pin_hit(state, promotion, LOADING)
         return
-    if not promotion.readers:
+    if promotion.ahead:
         reply: Prefetched | Matched = Prefetched(chunks=promotion.hit.chunks)
     else:
         state.counters["promoted_chunks"] += promotion.hit.chunks - promotion.first

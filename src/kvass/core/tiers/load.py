@@ -1,7 +1,8 @@
 """Loading rows from tiers into L1.
 
-A row is LOADING from the step that asks a tier for it to the step in which the tier is done with
-its slot (law 3), even if no promotion waits for it any more.
+A row is LOADING from the step that takes its slot to the step in which the tier is done with
+the slot (law 3), even if no promotion waits for it any more. ``ahead.py`` says when the tier is
+asked.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvass.core.rows.row_class import RowClass
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import LOADING, ClassRows
 from kvass.core.state import State
-from kvass.core.tiers import epochs, flush
+from kvass.core.tiers import ahead, epochs, flush
 from kvass.types import I64Array
 
 LOAD_BYTES: Final = 16 << 20
@@ -41,24 +42,25 @@ def load(
         for taken in rows:
             state.rows.free(taken, "no_room")
         return cut
+    loads = list[TierLoad]()
     for c, w, taken, home in zip(classes, wanted, rows, promotion.homes, strict=True):
         state.rows.touch(c, taken)
         step = max(1, LOAD_BYTES // c.spec.row_bytes)
         for tier in np.unique(home[w]).tolist():
             of_tier = taken[home[w] == tier]
             for at in range(0, len(of_tier), step):
-                _load_rows(state, promotion.namespace, c, tier, of_tier[at : at + step])
+                loads.append(_load(state, promotion.namespace, c, tier, of_tier[at : at + step]))
+    ahead.ask(state, promotion, loads)
     return upto
 
 
-def _load_rows(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Array) -> None:
-    """Ask a tier to fill LOADING rows of a class."""
+def _load(state: State, ns: Namespace, c: RowClass, tier: int, rows: I64Array) -> TierLoad:
+    """Open the operation of a tier that fills LOADING rows of a class."""
     size = len(rows) * c.spec.row_bytes
     op = state.tiers.begin(Loading(tier, state.now, ClassRows(c.id, rows), size, set()))
     state.rows.table.loader[rows] = op
-    state.tiers.all[tier].speed.begin(size, state.now)
     records = epochs.records(ns, tier, c, state.rows.table.keys_of(rows))
-    state.out.append(TierLoad(tier, op, records, state.rows.slots(rows), c.spec.shard_bytes))
+    return TierLoad(tier, op, records, state.rows.slots(rows), c.spec.shard_bytes)
 
 
 def loaded(state: State, event: Loaded) -> list[Promotion]:
@@ -68,7 +70,7 @@ def loaded(state: State, event: Loaded) -> list[Promotion]:
     good, failed = op.part.rows[event.which], op.part.rows[~event.which]
     size = len(good) * (op.size_bytes // len(op.part.rows))
     tier = state.tiers.all[op.tier]
-    tier.speed.end(op.size_bytes, size, state.now)
+    ahead.ended(state, tier, event.op, op, size)
     tier.histograms["load_seconds"].observe(state.now - op.begun)
     tier.counters["loaded_rows"] += len(good)
     tier.counters["loaded_bytes"] += size

@@ -21,12 +21,19 @@ from kvass.worth import compute_s, worth_loading
 
 LOADING_SHARE: Final = 0.5
 """LOADING rows take no more of L1 than this (law 12)."""
+AHEAD_SHARE: Final = 0.25
+"""A prefetch loads nothing beyond this, so that it leaves room to lookups."""
+AHEAD_KEEPS_S: Final = 30.0
+"""A prefetch evicts no row that was used in so many seconds: what others wait for, or use often."""
 
 
 def plan(state: State, promotion: Promotion) -> None:
     """Load the rows that the longest hit needs and L1 lacks, as many as fit. Pin that hit."""
     lost_segments.forget_lost(state, promotion)
-    protect, n, weighed = state.rows.table.clock, len(promotion.keys), False
+    n, weighed = len(promotion.keys), False
+    protect, share = state.rows.table.clock, LOADING_SHARE
+    if promotion.ahead:
+        protect, share = state.rows.uses.since(AHEAD_KEEPS_S), AHEAD_SHARE
     # A tier may have been removed since it was asked. The three last entries of ``known`` are for
     # the homes NOT_ASKED, DUPLICATE and IN_NO_TIER, which are negative indexes.
     known = np.array([e is not None for e in promotion.namespace.tier_epochs] + [False] * 3)
@@ -50,7 +57,7 @@ def plan(state: State, promotion: Promotion) -> None:
                 promotion.why = "not_worth_it"
                 break
         upto = end + promotion.spare
-        n = _fitting(state, promotion.namespace, wanted, upto)
+        n = _fitting(state, promotion.namespace, wanted, upto, share)
         if n == upto:
             view.use(end)  # so that none of the prompt's rows is evicted for the load
             n = load.load(state, promotion, wanted, upto, protect)
@@ -80,10 +87,12 @@ def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks
     return False
 
 
-def _fitting(state: State, ns: Namespace, wanted: list[I64Array], upto: int) -> int:
-    """How many chunks, of ``upto``, can be loaded within ``LOADING_SHARE``."""
+def _fitting(
+    state: State, ns: Namespace, wanted: list[I64Array], upto: int, share: float
+) -> int:
+    """How many chunks, of ``upto``, can be loaded if LOADING rows take ``share`` of L1 at most."""
     sizes = np.zeros(upto, np.int64)
     for c, w in zip(ns.classes, wanted, strict=True):
         sizes[w] += c.spec.row_bytes
-    left = int(state.config.arena_bytes * LOADING_SHARE) - state.loading_bytes
+    left = int(state.config.arena_bytes * share) - state.loading_bytes
     return int(np.searchsorted(np.cumsum(sizes), max(left, 0), side="right"))

@@ -99,6 +99,13 @@ def lapse(state: State) -> None:
         answer.pin_hit(state, promotion, READY)
 
 
+def stop(state: State, owner: str, request: str) -> None:
+    """Answer the prefetches of an owner's request with what is READY by now."""
+    for promotion in [*state.promotions.of(owner).values()]:
+        if promotion.ahead and promotion.request == request:
+            answer.pin_hit(state, promotion, READY)
+
+
 def connection_lost(state: State, connection: int) -> None:
     """End a connection's promotions. Rows that are LOADING for them are loaded all the same."""
     left = [p for p in state.promotions.all.values() if p.connection == connection]

@@ -1,7 +1,7 @@
 """Changes of the set of tiers, or of their order, while the daemon serves.
 
 A tier keeps its number. A removed tier has place 0: it gets no new operations, its open operations
-end as usual, and the rows that are queued for it are dropped. A tier that is added again gets its
+end as usual, loads that it did not get yet fail, and the rows that are queued for it are dropped. A tier that is added again gets its
 old number. It is asked for all epochs again, because its store may have changed, and then notes the
 clears of the time in which it was removed.
 """
@@ -13,7 +13,7 @@ import math
 from kvass.core.effects import TiersAre
 from kvass.core.pending.tier_state import TierState
 from kvass.core.state import State
-from kvass.core.tiers import epochs, promote
+from kvass.core.tiers import ahead, epochs, promote
 
 
 def change(state: State, event: TiersAre) -> None:
@@ -25,6 +25,8 @@ def change(state: State, event: TiersAre) -> None:
         if tier.number in before and not tier.place:
             _forget_epochs(state, tier)
             tier.report, tier.rests_until = {}, state.now
+            for load in ahead.withdraw(tier):
+                promote.loaded(state, load.failed())
         elif tier.place and (tier.number not in before or tier.number in event.renewed):
             _forget_epochs(state, tier)
             tier.rests_until = None
