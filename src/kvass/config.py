@@ -90,6 +90,8 @@ class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_P
     """A hit is computed if that is faster than its load (``engine/worth.py``)."""
     shadow: bool | Annotated[float, Meta(ge=0, le=1)] = False
     """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""
+    early_lookups: Annotated[int, Meta(ge=0, le=1024)] = 8
+    """For how many waiting requests promotions begin early (``engine/early_lookups.py``)."""
     verify: Annotated[int, Meta(ge=0)] | None = None
     """After the first copies, verify those of one in so many jobs (``engine/verifier.py``)."""
     sync_load_ms: Annotated[float, Meta(ge=0)] = 2.0

@@ -13,6 +13,7 @@ from kvass.client.lookups import PENDING
 from kvass.client.requests import MAX_UNANSWERED
 from kvass.client.scheduler import SchedulerClient
 from kvass.messages import (
+    AHEAD,
     Lookup,
     Matched,
     Ping,
@@ -81,7 +82,7 @@ def test_strange_budgets_and_speeds_end_no_session(
     client = SchedulerClient(tiers.path, registration, lookup_budget_s=strange)
     client.connect(5)
     client.match("r", DIGESTS, WIDTH, 0, RequestContext(prefill_tokens_s=strange))
-    assert client.prefetch(DIGESTS, WIDTH, strange)
+    assert client.prefetch("r", DIGESTS, WIDTH, budget_s=strange)
     tiers.answers[Prefetch] = lambda m: [Prefetched(seq=m.seq)]
     with Client(tiers.path) as other:
         assert other.prefetch(b"n" * 32, DIGESTS, WIDTH, budget_s=strange) == 0
@@ -142,9 +143,31 @@ def test_promoting_for_what_was_not_asked_ends_the_connection(
 @pytest.mark.alone
 def test_a_prefetch_waits_for_nothing(tiers: ScriptedDaemon, scheduler: SchedulerClient) -> None:
     began = time.monotonic()
-    assert scheduler.prefetch(DIGESTS, WIDTH, 12.0)
+    sent = scheduler.prefetch("r", DIGESTS, WIDTH, 1, "red", budget_s=12.0)
+    assert sent is not None
+    assert not scheduler.prefetched(sent)
+    scheduler.end_prefetch(sent)
     assert time.monotonic() - began < 1
-    (asked,) = tiers.got(Prefetch)
-    assert (asked.digests, asked.width, asked.budget_ms) == (DIGESTS, WIDTH, 12_000)
+    asked, ended = tiers.got(Prefetch, 2)
+    assert (asked.request, asked.digests, asked.width) == ("r", DIGESTS, WIDTH)
+    assert (asked.budget_ms, asked.first, asked.tenant) == (12_000, 1, "red")
+    assert (ended.request, ended.digests) == ("r", b"")
     tiers.push(Pong(seq=1))  # of nobody's: the session ends, and nothing else
     assert eventually(lambda: scheduler.counters["lost"] > 0)
+    assert scheduler.prefetched(sent), "with its connection it is over"
+
+
+def test_prefetches_are_for_daemons_with_tiers_that_put_lookups_first(
+    tiers: ScriptedDaemon, scheduler: SchedulerClient
+) -> None:
+    connection = scheduler.connection
+    assert connection is not None
+    for count, features, ahead in [(1, (AHEAD,), True), (0, (AHEAD,), False), (1, (), False)]:
+        connection.welcome = msgspec.structs.replace(
+            connection.welcome, tiers=count, features=features
+        )
+        assert scheduler.promotes_ahead is ahead
+    tiers.answers[Prefetch] = lambda m: [Prefetched(seq=m.seq, chunks=2)]
+    sent = scheduler.prefetch("r", DIGESTS, WIDTH)
+    assert sent is not None
+    assert eventually(lambda: scheduler.new_step() or scheduler.prefetched(sent))  # type: ignore[func-returns-value]

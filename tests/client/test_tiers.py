@@ -122,4 +122,4 @@ def test_prefetch_promotes_ahead_of_use(cold: Path) -> None:
         assert one.load(PROMPT) == 8
         one.verify()
         assert tier_of(daemon)["loaded_rows"] == 16
-        assert one.scheduler.prefetch(keys, WIDTH), "which waits for nothing"
+        assert one.scheduler.prefetch("r", keys, WIDTH), "which waits for nothing"

@@ -52,6 +52,7 @@ class Prompt:
     context: RequestContext = NO_CONTEXT
     ends_session: bool = False
     waits_with_blocks: bool = False
+    precedence: tuple[int, float] = (0, 0.0)
 
     def first_tokens(self, count: int) -> bytes:
         return struct.pack(f"{count}I", *self.tokens[:count]) if count <= len(self.tokens) else b""
@@ -102,6 +103,9 @@ class Blocks:
         return sum(self.users[block] == 1 for block in held)
 
     def caches(self, block: int, digest: bytes, group: int) -> bool:
+        return False
+
+    def has(self, digest: bytes, groups: list[int]) -> bool:
         return False
 
     def was_reset(self) -> bool:

@@ -37,6 +37,7 @@ from kvass.client.results import Results
 from kvass.client.step_budget import StepBudget
 from kvass.errors import Unavailable
 from kvass.messages import (
+    AHEAD,
     END_SESSION,
     NO_CONTEXT,
     Abort,
@@ -73,6 +74,15 @@ class Reserving:
     items: int
     asked_s: float
     wait_s: float
+
+
+@dataclass(slots=True, frozen=True)
+class Prefetching:
+    """A prefetch for ``request``, sent as ``seq`` on ``connection``."""
+
+    request: str
+    seq: int
+    connection: DaemonConnection
 
 
 class SendApart:
@@ -218,22 +228,66 @@ class SchedulerClient(Endpoint):
         """Give back a taken lease that was not handed over."""
         self.post(Release(boot=boot, lease=lease))
 
-    def prefetch(self, digests: bytes, width: int, budget_s: float = 60.0) -> bool:
-        """Promote a prompt's rows from tiers ahead of use. Holds no lease. Arguments: ``look_up``.
+    @property
+    def promotes_ahead(self) -> bool:
+        """Whether ``prefetch`` is of use: the daemon answers, has tiers, and prefers lookups."""
+        connection = self.connection
+        if connection is None or not connection.welcome.tiers or self._reset.pending:
+            return False
+        return AHEAD in connection.welcome.features and not self.silent_s
 
-        Returns whether the request was sent."""
+    def prefetch(
+        self,
+        request: str,
+        digests: bytes,
+        width: int,
+        first: int = 0,
+        tenant: str = "",
+        budget_s: float = 60.0,
+    ) -> Prefetching | None:
+        """Promote a prompt's rows from chunk ``first`` on ahead of use. Holds no lease. Arguments:
+        as for ``look_up``.
+
+        None: it was not sent. Else call ``prefetched`` until it is True, or ``leave_prefetch``, or
+        ``end_prefetch``."""
         connection = self.connection
         if connection is None or self._reset.pending:
-            return False
+            return None
         message = Prefetch(
-            request="prefetch",
+            request=short_name(request),
             digests=digests[: connection.welcome.limits.keys_per_message * width],
             width=width,
             budget_ms=bounded(budget_s * 1000),
+            first=first,
+            tenant=tenant,
         )
-        if seq := self.submit(message):
-            self.discard(seq)
-        return bool(seq)
+        seq = self.submit(message)
+        return Prefetching(request, seq, connection) if seq else None
+
+    def prefetched(self, one: Prefetching) -> bool:
+        """Whether a prefetch was answered, or its connection is lost. It waits for nothing."""
+        with self.lock:
+            if one.connection is self.connection:
+                try:
+                    if not one.connection.requests.answered(one.seq):
+                        return False
+                    one.connection.requests.fetch(one.seq)
+                except Unavailable:
+                    pass
+        return True
+
+    def leave_prefetch(self, one: Prefetching) -> None:
+        """Nobody waits for the answer to a prefetch. It goes on."""
+        if one.connection is self.connection:
+            self.discard(one.seq)
+
+    def end_prefetch(self, one: Prefetching) -> None:
+        """Nobody needs what a prefetch promotes."""
+        self.leave_prefetch(one)
+        if one.connection is self.connection:
+            message = Prefetch(request=short_name(one.request), digests=b"")
+            if seq := self.submit(message):
+                self.discard(seq)
 
     def end_session(self, context: RequestContext) -> bool:
         """Send that the session of a client's request ended: the rows that it alone used are the

@@ -24,6 +24,7 @@ from kvass.engine.adapters import Adapters
 from kvass.engine.asking import Asking, Question
 from kvass.engine.boundary import log
 from kvass.engine.changes import OwnCache, WeightChanges
+from kvass.engine.early_lookups import EarlyLookups
 from kvass.engine.copy_speed import CopySpeed
 from kvass.engine.explain import Explainer
 from kvass.engine.head_of_line import HeadOfLine
@@ -103,12 +104,13 @@ class Planner:
         self.traffic = EngineTraffic()
         explain = Explainer(setup, self.client)
         self._asking = Asking(setup, self.client, self._adapters, self._times, explain)
+        self._early = EarlyLookups(setup, self.client, self._asking, pool)
         self.events: RowEvents | None = None
         if event_maker is not None:
             self.events = RowEvents(self.client, event_maker, self.traffic)
         results = LookupResults(self.client, self.traffic, counts=not setup.shadow)
         self._worth = Worth(setup, self._limits, self._times, self.copy_speed, self._requests)
-        own = tracing.begin(), results, explain, self.events, self._worth
+        own = tracing.begin(), results, explain, self.events, self._worth, self._early
         others = () if observers is None else observers(self)
         self._observers = (*(one for one in own if one is not None), *others)
         idle = Observer.stepped
@@ -135,6 +137,7 @@ class Planner:
             state.weights_changed(stale=True)
         if (adapter := request.adapter) is not None:
             self._adapters.track(adapter)
+        self._early.track(state)
 
     def forget(self, name: str, table: Table = ()) -> None:
         """A request ended: it finished or was aborted. ``table``: the blocks that it still has.
@@ -281,6 +284,7 @@ class Planner:
         state.got_blocks()
 
     def _got_blocks(self, state: RequestState, loads: int) -> None:
+        self._early.got_blocks(state.request.name)
         self.client.speed(self._times.tokens_s)
         if (answer := state.take_answer()) is not None:
             for each in self._observers:
@@ -445,6 +449,7 @@ class Planner:
         )
         log.error("kvass is off, the engine runs uncached: %s", why)
         self.stores.end()
+        self._early.end()
         self.client.tell_uncached(why)
         self.client.clear(0.0)
 

@@ -63,6 +63,11 @@ class Request(Protocol):
         they do not say all of its content."""
 
     @property
+    def precedence(self) -> tuple[int, float]:
+        """Of requests that wait, the engine takes the smallest first. Used only with
+        ``EngineSetup.by_priority``."""
+
+    @property
     def known_tokens(self) -> int:
         """How many tokens the request has: prompt and output so far."""
 
@@ -155,6 +160,10 @@ class BlockPool(Protocol):
 
     def caches(self, block: int, digest: bytes, group: int) -> bool:
         """Whether the block is cached for ``group`` under the hash ``digest``."""
+
+    def has(self, digest: bytes, groups: list[int]) -> bool:
+        """Whether the engine's own cache has blocks for all of ``groups`` under the hash
+        ``digest``."""
 
     def was_reset(self) -> bool:
         """Whether a reset of the engine's own prefix cache was attempted since the last call."""

@@ -79,6 +79,10 @@ class EngineSetup:
     hold blocks, because their load has ended, may wait behind it (``head_of_line.py``)."""
     admission: Admission | None = None
     """Set if the engine counts too few blocks when it admits a load."""
+    early_lookups: int = 0
+    """For how many waiting requests promotions begin early (``early_lookups.py``)."""
+    by_priority: bool = False
+    """The engine takes waiting requests in the order of ``Request.precedence``; else as they came."""
     adapters: str = ""
     """The engine's settings that change what a LoRA adapter computes."""
     shadow: float = 0.0

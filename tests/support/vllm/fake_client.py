@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from kvass.client.lookups import PENDING, Found, Match, Pending
-from kvass.client.scheduler import Reserving
+from kvass.client.scheduler import Prefetching, Reserving
 from kvass.messages import (
     NO_CONTEXT,
     Grant,
@@ -34,6 +34,7 @@ class FakeClient:
       ``most_items``: all items but the first so many are put off.
     - ``deaf``: ``handed_over`` fails. ``pending``: so many lookups are told to ask again.
     - ``deadline_s``: until when granted rows may be written.
+    - ``promotes_ahead``: there are tiers. A prefetch is open until its request is in ``promoted``.
     - ``tails``: hits may end inside of a chunk, and tails are stored (``SchedulerHarness``).
     """
 
@@ -57,6 +58,14 @@ class FakeClient:
         self.waits: list[bool] = []
         """Of the reserves, which may be waited for."""
         self.lookups: list[tuple[str, int]] = []
+        self.hashes: dict[str, list[bytes]] = {}
+        """Of the last lookup of each request."""
+        self.promotes_ahead = False
+        self.prefetches: list[tuple[str, list[bytes], int]] = []
+        """Each request, the hashes and the first chunk."""
+        self.promoted: set[str] = set()
+        self.left: list[str] = []
+        self.ended_early: list[str] = []
         self.contexts: dict[str, RequestContext] = {}
         """Of the last lookup of each request."""
         self.notes: list[LookupNote] = []
@@ -128,6 +137,7 @@ class FakeClient:
             return held
         self.give_back(request)
         self.lookups.append((request, first))
+        self.hashes[request] = [*hashes]
         self.contexts[request] = context
         if self.pending:
             self.pending -= 1
@@ -145,6 +155,22 @@ class FakeClient:
             slots=self.matched_slots(first, chunks),
         )
         return self.held[request]
+
+    def prefetch(
+        self, request: str, digests: bytes, width: int, first: int, tenant: str
+    ) -> Prefetching:
+        """Note what is asked for."""
+        self.prefetches.append((request, split(digests, width), first))
+        return Prefetching(request, len(self.prefetches), cast(Any, None))
+
+    def prefetched(self, one: Prefetching) -> bool:
+        return one.request in self.promoted
+
+    def leave_prefetch(self, one: Prefetching) -> None:
+        self.left.append(one.request)
+
+    def end_prefetch(self, one: Prefetching) -> None:
+        self.ended_early.append(one.request)
 
     def ended_by(self, request: str) -> str:
         """Of a match that is held, its end; else what the daemon would say."""

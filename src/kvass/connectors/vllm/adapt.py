@@ -182,6 +182,10 @@ class VllmRequest:
         return not self._request.skip_reading_prefix_cache  # vLLM sets it for prompt logprobs
 
     @property
+    def precedence(self) -> tuple[int, float]:
+        return int(self._request.priority), float(self._request.arrival_time)
+
+    @property
     def known_tokens(self) -> int:
         return int(self._request.num_tokens)
 
@@ -310,6 +314,9 @@ class VllmBlockPool:
         return bool(
             self._pool.blocks[block].block_hash == make_block_hash_with_group_id(digest, group)
         )
+
+    def has(self, digest: bytes, groups: list[int]) -> bool:
+        return self._pool.get_cached_block(digest, groups) is not None
 
     @property
     def blocks(self) -> int:

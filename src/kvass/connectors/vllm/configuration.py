@@ -152,6 +152,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         fixed_weights=options.fixed_weights,
         one_queue=_has_one_queue(layouts),
         admission=_admission(vllm_config, layouts),
+        early_lookups=options.early_lookups,
+        by_priority=vllm_config.scheduler_config.policy == "priority",
         adapters=adapters,
         global_media_ids=options.global_media_ids,
         dtype=model.dtype,

@@ -110,6 +110,7 @@ v1/core/block_pool.py
     BlockPool.blocks
     BlockPool.num_gpu_blocks
     BlockPool.cached_block_hash_to_block
+    BlockPool.get_cached_block(self, block_hash, kv_cache_group_ids)
     BlockPool.touch(self, blocks)
     BlockPool.free_blocks(self, ordered_blocks)
     BlockPool.reset_prefix_cache(self)
@@ -172,6 +173,7 @@ v1/outputs.py
 v1/request.py
     Request.request_id
     Request.all_token_ids
+    Request.arrival_time
     Request.block_hashes
     Request.drop_stale_output [optional]
     Request.num_stale_output_tokens [optional]
@@ -182,6 +184,7 @@ v1/request.py
     Request.num_tokens
     Request.prompt_embeds
     Request.prompt_is_token_ids
+    Request.priority
     Request.prompt_token_ids
     Request.session_id
     Request.skip_reading_prefix_cache
@@ -292,6 +295,8 @@ config/parallel.py
 config/pooler.py
     PoolerConfig.seq_pooling_type = None
     PoolerConfig.tok_pooling_type = None
+config/scheduler.py
+    SchedulerConfig.policy = 'fcfs'
 config/speculative.py
     SpeculativeConfig.draft_load_config = None
     SpeculativeConfig.draft_model_config = None
@@ -308,6 +313,7 @@ config/vllm.py
     VllmConfig.num_hash_lookahead_tokens [0.33]
     VllmConfig.num_prefill_lookahead_tokens [0.31]
     VllmConfig.parallel_config = Field(default_factory=ParallelConfig)
+    VllmConfig.scheduler_config = Field(default_factory=SchedulerConfig.default_factory)
     VllmConfig.speculative_config = None
 envs.py
     environment_variables
