@@ -62,8 +62,8 @@ FEATURES: Final[tuple[str, ...]] = (
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
 ``clear_tenant``: ``ClearTenant``. ``present``: ``Present``. ``end_session``: ``EndSession``.
-``drained``: ``Drained``. ``results``: ``RequestContext.reported``. ``ahead``: what ``Prefetch`` says
-of it.
+``drained``: ``Drained``. ``results``: ``RequestContext.reported``. ``ahead``: what ``Prefetch``
+says of it.
 
 A name is never used again: ``take_over`` belongs to earlier versions."""
 

@@ -25,7 +25,7 @@ from tests.engine import hybrid
 from tests.engine.conftest import Starter, store
 from tests.support.servers.redis import RedisServer
 from tests.support.vllm.judge import Judge
-from tests.support.vllm.process import EngineProcess
+from tests.support.vllm.process import EngineProcess, Prompt
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.engine
@@ -195,7 +195,8 @@ def test_a_killed_daemons_disk_serves_a_new_engine_and_the_old_one(
 def test_a_request_for_one_token_brings_its_rows_to_l1(
     place: Place, disk: Path, movables: Sequence[Movable], judge: Judge, prompt: Make
 ) -> None:
-    """What docs/tiers.md says of it. The other prompt, of which nobody asked, is the control."""
+    """What docs/tiers.md says of it. The other prompt, of which nobody asked, is the control. It
+    comes from the disk while its request waits behind a long prompt."""
     tokens, others = prompt(1000), prompt(600)
     with place.daemon(url(disk)) as daemon:
         a = movables[0].goes_to(daemon)
@@ -215,8 +216,12 @@ def test_a_request_for_one_token_brings_its_rows_to_l1(
         assert warm.external >= 768
         assert tier_of(daemon)["loaded_rows"] == 3, "they are in L1"
         judge.check(tokens, warm)
-        assert b.one(others).external == 512
+        assert daemon.status()["counters"]["prefetches"] == 0
+        warm = b.generate(Prompt(prompt(1500), 1), Prompt(others))[1]
+        assert warm.external == 512
+        assert daemon.status()["counters"]["prefetches"] == 1
         assert tier_of(daemon)["loaded_rows"] == 3 + 2, "these were not"
+        judge.check(others, warm)
         assert all(one.engine.reset() for one in movables)
 
 

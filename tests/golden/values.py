@@ -124,6 +124,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "prefetch": m.Prefetch(
         seq=3, request="r-1", digests=_DIGESTS, width=16, namespace=bytes(32), budget_ms=1000.0
     ),
+    "prefetch.ahead": m.Prefetch(
+        seq=3, request="r-1", digests=_DIGESTS, width=16, first=2, tenant="team-a"
+    ),
     "promoting": m.Promoting(seq=3),
     "prefetched": m.Prefetched(seq=3, chunks=4),
     "matched.spare": m.Matched(

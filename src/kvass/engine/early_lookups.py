@@ -29,7 +29,7 @@ from kvass.engine.request_state import RequestState
 from kvass.engine.setup import EngineSetup
 
 AT_ONCE: Final = 4
-"""How many promotions of waiting requests are open at a time. Their ends are noticed once a step."""
+"""How many promotions are open at a time. Their ends are noticed once a step."""
 
 
 class EarlyLookups(Observer):

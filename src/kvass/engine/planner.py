@@ -24,8 +24,8 @@ from kvass.engine.adapters import Adapters
 from kvass.engine.asking import Asking, Question
 from kvass.engine.boundary import log
 from kvass.engine.changes import OwnCache, WeightChanges
-from kvass.engine.early_lookups import EarlyLookups
 from kvass.engine.copy_speed import CopySpeed
+from kvass.engine.early_lookups import EarlyLookups
 from kvass.engine.explain import Explainer
 from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.held_adapters import News

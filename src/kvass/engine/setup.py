@@ -82,7 +82,8 @@ class EngineSetup:
     early_lookups: int = 0
     """For how many waiting requests promotions begin early (``early_lookups.py``)."""
     by_priority: bool = False
-    """The engine takes waiting requests in the order of ``Request.precedence``; else as they came."""
+    """The engine takes waiting requests in the order of ``Request.precedence``, else as they
+    came."""
     adapters: str = ""
     """The engine's settings that change what a LoRA adapter computes."""
     shadow: float = 0.0

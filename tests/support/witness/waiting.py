@@ -46,10 +46,9 @@ class WaitingWitness:
         """The prefetches of a request were ended: in this step they are answered with what there
         is."""
         for one in self.state.pending.values():
-            asked = one.message
-            if isinstance(asked, m.Prefetch) and one.connection == connection:
-                if asked.request == request:
-                    one.sure_until = self.state.now
+            asked, its = one.message, one.connection == connection
+            if its and isinstance(asked, m.Prefetch) and asked.request == request:
+                one.sure_until = self.state.now
 
     def _written(self, one: Pending) -> bool:
         """Whether a lookup that waits for such rows names one that is being written."""

@@ -35,7 +35,7 @@ class UseTimes:
             del self._stamps[1:-_RECENT:2], self._times[1:-_RECENT:2]
 
     def since(self, seconds: float) -> int:
-        """The stamp below which none was assigned in the last ``seconds``. While stamps are assigned
+        """A stamp: none below it was assigned in the last ``seconds``. While stamps are assigned
         all the time, those are below it that are older by twice ``STEP_S``."""
         return self._stamps[max(0, bisect_right(self._times, self.now - seconds) - 1)]
 

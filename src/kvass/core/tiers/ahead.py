@@ -2,8 +2,8 @@
 
 Laws of this file:
 
-- A tier gets a load ahead only while no lookup waits for one of its loads, and has at most ``AT_ONCE``
-  of them at a time. So the next lookup finds a thread of the tier free.
+- A tier gets a load ahead only while no lookup waits for one of its loads, and has ``AT_ONCE`` of
+  them at most. So the next lookup finds a thread of the tier free.
 - A load for which a lookup comes to wait is passed to its tier at once.
 - A load for which nobody waits any more ends, if its tier did not get it: nobody had its slots
   (law 3).
@@ -90,7 +90,7 @@ def leave(state: State, promotion: Promotion, ops: Iterable[int]) -> None:
 
 
 def withdraw(tier: TierState) -> list[TierLoad]:
-    """The loads that a tier did not get yet. It gets none of them any more; the caller ends them."""
+    """The loads that a tier did not get yet. It never gets them; the caller ends them."""
     loads = [*tier.held.values()]
     tier.ahead.update(tier.held)
     tier.held.clear()

@@ -23,7 +23,7 @@ LOADING_SHARE: Final = 0.5
 """LOADING rows take no more of L1 than this (law 12)."""
 AHEAD_SHARE: Final = 0.25
 """A prefetch loads nothing beyond this, so that it leaves room to lookups."""
-AHEAD_KEEPS_S: Final = 30.0
+AHEAD_KEEPS_S: Final = 10.0
 """A prefetch evicts no row that was used in so many seconds: what others wait for, or use often."""
 
 
@@ -87,9 +87,7 @@ def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks
     return False
 
 
-def _fitting(
-    state: State, ns: Namespace, wanted: list[I64Array], upto: int, share: float
-) -> int:
+def _fitting(state: State, ns: Namespace, wanted: list[I64Array], upto: int, share: float) -> int:
     """How many chunks, of ``upto``, can be loaded if LOADING rows take ``share`` of L1 at most."""
     sizes = np.zeros(upto, np.int64)
     for c, w in zip(ns.classes, wanted, strict=True):

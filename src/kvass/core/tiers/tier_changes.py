@@ -1,9 +1,9 @@
 """Changes of the set of tiers, or of their order, while the daemon serves.
 
 A tier keeps its number. A removed tier has place 0: it gets no new operations, its open operations
-end as usual, loads that it did not get yet fail, and the rows that are queued for it are dropped. A tier that is added again gets its
-old number. It is asked for all epochs again, because its store may have changed, and then notes the
-clears of the time in which it was removed.
+end as usual, loads that it did not get yet fail, and the rows that are queued for it are dropped. A
+tier that is added again gets its old number. It is asked for all epochs again, because its store
+may have changed, and then notes the clears of the time in which it was removed.
 """
 
 from __future__ import annotations
