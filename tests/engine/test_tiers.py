@@ -196,7 +196,7 @@ def test_a_request_for_one_token_brings_its_rows_to_l1(
     place: Place, disk: Path, movables: Sequence[Movable], judge: Judge, prompt: Make
 ) -> None:
     """What docs/tiers.md says of it. The other prompt, of which nobody asked, is the control. It
-    comes from the disk while its request waits behind a long prompt."""
+    comes from the disk while its request waits behind a full batch."""
     tokens, others = prompt(1000), prompt(600)
     with place.daemon(url(disk)) as daemon:
         a = movables[0].goes_to(daemon)
@@ -217,7 +217,8 @@ def test_a_request_for_one_token_brings_its_rows_to_l1(
         assert tier_of(daemon)["loaded_rows"] == 3, "they are in L1"
         judge.check(tokens, warm)
         assert daemon.status()["counters"]["prefetches"] == 0
-        warm = b.generate(Prompt(prompt(1500), 1), Prompt(others))[1]
+        batch = [Prompt(prompt(20), 8) for _ in range(8)]
+        warm = b.generate(*batch, Prompt(others))[-1]
         assert warm.external == 512
         assert daemon.status()["counters"]["prefetches"] == 1
         assert tier_of(daemon)["loaded_rows"] == 3 + 2, "these were not"

@@ -271,7 +271,9 @@ class SchedulerClient(Endpoint):
                 try:
                     if not one.connection.requests.answered(one.seq):
                         return False
-                    one.connection.requests.fetch(one.seq)
+                    reply = one.connection.requests.fetch(one.seq)
+                    if isinstance(reply, Error):
+                        self.refused(reply)
                 except Unavailable:
                     pass
         return True

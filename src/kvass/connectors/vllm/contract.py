@@ -313,7 +313,7 @@ config/vllm.py
     VllmConfig.num_hash_lookahead_tokens [0.33]
     VllmConfig.num_prefill_lookahead_tokens [0.31]
     VllmConfig.parallel_config = Field(default_factory=ParallelConfig)
-    VllmConfig.scheduler_config = Field(default_factory=SchedulerConfig.default_factory)
+    VllmConfig.scheduler_config
     VllmConfig.speculative_config = None
 envs.py
     environment_variables
