@@ -143,7 +143,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--decode", type=int, default=200, help="tokens that the batch decodes")
+    parser.add_argument("--decode", type=int, default=100, help="tokens that the batch decodes")
     parser.add_argument("--mb-s", type=float, default=200.0, help="of the disk")
     asked = parser.parse_args()
     print(json.dumps(measure(asked.rounds, asked.decode, asked.mb_s), indent=1))
