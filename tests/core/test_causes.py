@@ -18,7 +18,7 @@ def test_rows_that_left_name_the_cause_if_it_explains_a_miss(cause: Cause) -> No
     core.rows.free(core.store(row_class, 9), cause)
     found = core.followers.left.find(1 << 30, 200, keys(9))
     assert found == (Departure(cause, 0.0, 0) if cause in CAUSES else None)
-    assert (found is None) == (cause in ("replaced", "no_room"))
+    assert (found is None) == (cause in ("replaced", "no_room", "unwanted"))
 
 
 def test_the_list_is_closed() -> None:
