@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -55,6 +56,7 @@ ENVIRONMENT: Final = {
 }
 """Else vLLM's own buffers are mapped and faulted in anew in each step."""
 CHUNKS: Final = {"kvass": 256, "blocks": BLOCK}
+SWITCHED: Final = "tests.support.vllm.switched"
 Engines = Mapping[str, EngineProcess]
 
 
@@ -124,6 +126,39 @@ def measure_engine(l1_bytes: int, rounds: int) -> dict[str, Any]:
         say("six prompts at once")
         figures |= measure_crowd(engines)
     return figures
+
+
+@contextmanager
+def switched_engine(
+    model: Path,
+    log: Path,
+    socket: str,
+    *,
+    args: Mapping[str, Any] = ARGS,
+    kind: str = "SwitchedConnector",
+    module: str = SWITCHED,
+    options: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+) -> Iterator[EngineProcess]:
+    """An engine in which kvass can be switched off (``tests.support.vllm.switched``). ``kind``: its
+    connector in ``module``; ``options``: more of the connector's; ``environment``: more variables.
+    """
+    transfer = {
+        "kv_connector": kind,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "kvass.socket": socket,
+            "kvass.fixed_weights": True,
+            **(options or {}),
+        },
+    }
+    both = {**(ENVIRONMENT or {}), **(environment or {})} or None
+    with EngineProcess(
+        model, log, transfer=transfer, args=args, environment=both, python=python
+    ) as engine:
+        yield engine.wait_ready()
 
 
 def measure_hits(engines: Engines, load: Workload) -> dict[str, float]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from bench.engine import ARGS, ENVIRONMENT, MODELS, SHAPE, words
+from bench.engine import MODELS, SHAPE, switched_engine, words
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.vllm.models import build
 from tests.support.vllm.process import OFF, EngineProcess, Prompt
@@ -34,24 +34,10 @@ SHARES: Final = {"all": True, "tenth": 0.1}
 @contextmanager
 def engine(folder: Path, daemon: Daemon, share: float) -> Iterator[EngineProcess]:
     """An engine in shadow mode that can be switched off."""
-    transfer = {
-        "kv_connector": "SwitchedShadow",
-        "kv_connector_module_path": "tests.support.vllm.switched",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "kvass.socket": daemon.socket,
-            "kvass.shadow": share,
-            "kvass.fixed_weights": True,
-        },
-    }
-    with EngineProcess(
-        build(MODELS, SHAPE),
-        folder / f"engine-{share}.log",
-        transfer=transfer,
-        args=ARGS,
-        environment=ENVIRONMENT,
-    ) as one:
-        one.wait_ready().one(words(1500, "warm-up"), 2)
+    log, options = folder / f"engine-{share}.log", {"kvass.shadow": share}
+    model = build(MODELS, SHAPE)
+    with switched_engine(model, log, daemon.socket, kind="SwitchedShadow", options=options) as one:
+        one.one(words(1500, "warm-up"), 2)
         yield one
 
 

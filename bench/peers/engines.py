@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from bench.engine import ARGS, ENVIRONMENT, MODELS, SHAPE, words
+from bench.engine import ARGS, ENVIRONMENT, MODELS, SHAPE, switched_engine, words
 from bench.peers.engineless import Plan
 from bench.peers.results import Results, Row, attempt, in_turns
 from bench.peers.servers import LMCacheServer, Server
@@ -156,7 +156,12 @@ def measure_engines(
             if new and "kvass" in servers:
                 say(f"kvass on and off, {number + 1} of {repetitions}")
                 own = new[-len(SWITCHED) :]
-                with attempt("kvass", *own), _switched(plan, model, servers["kvass"]) as engine:
+                where = model, plan.folder / "engine-switched.log", servers["kvass"].address
+                with (
+                    attempt("kvass", *own),
+                    switched_engine(*where, python=plan.python) as engine,
+                ):
+                    engine.one(words(1500, "warm-up"), 2)
                     for shape, row in zip(SWITCHED, own, strict=True):
                         measure_switched(engine, 4 * plan.rounds, shape, row)
 
@@ -337,23 +342,6 @@ def measure_new(engines: Engines, rounds: int, *rows: Row) -> None:
                         hooks.add(mode, hooks_s / took_s * 100)
             for mode in took.keys() - {"none"} if "none" in took else ():
                 row.add(mode, (took[mode] / took["none"] - 1) * 100)
-
-
-@contextmanager
-def _switched(plan: Plan, model: Path, server: Server) -> Iterator[EngineProcess]:
-    module = "tests.support.vllm.switched"
-    named = {"kv_connector": "SwitchedConnector", "kv_connector_module_path": module}
-    with EngineProcess(
-        model,
-        plan.folder / "engine-switched.log",
-        transfer=(connector("kvass", server) or {}) | named,
-        python=plan.python,
-        args=ARGS,
-        environment=ENVIRONMENT,
-        start_timeout_s=_SLOW_S,
-    ) as engine:
-        engine.wait_ready().one(words(1500, "warm-up"), 2)
-        yield engine
 
 
 def measure_switched(

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TextIO
 
@@ -159,20 +160,27 @@ class ChildEngine:
 
     def generate(self, prompts: list[Prompt]) -> list[Answer]:
         """Run the prompts to the end, then drain the stores they left."""
-        start, hooks_s = time.monotonic(), self.hooks_clock.seconds
-        ids = [self._add(prompt) for prompt in prompts]
+        hooks_s, waiting = self.hooks_clock.seconds, deque(prompts)
+        added: dict[str, tuple[str, float]] = {}  # vLLM's name of it, and when
         first: dict[str, float] = {}
+        made: dict[str, int] = {}  # no number is higher than that of one which has ended
         done: dict[str, tuple[Any, float, float]] = {}
-        while len(done) < len(ids):
+        while len(done) < len(prompts):
+            now = time.monotonic()
+            while waiting and all(made.get(name, 0) >= waiting[0].joins for name in added):
+                name, internal = self._add(waiting.popleft())
+                added[name] = internal, now
             for output in self.step():
-                now = time.monotonic() - start
-                if output.outputs[0].token_ids:
-                    first.setdefault(output.request_id, now)
+                name, completion = output.request_id, output.outputs[0]
+                took_s = time.monotonic() - added[name][1]
+                made[name] = len(completion.token_ids)
+                if made[name]:
+                    first.setdefault(name, took_s)
                 if output.finished:
-                    hooked_s = self.hooks_clock.seconds - hooks_s
-                    done[output.request_id] = (output.outputs[0], now, hooked_s)
+                    made[name] = sys.maxsize
+                    done[name] = (completion, took_s, self.hooks_clock.seconds - hooks_s)
         self.drain()
-        return [self._answer(i, internal, first, done) for i, internal in ids]
+        return [self._answer(name, internal, first, done) for name, (internal, _) in added.items()]
 
     def _add(self, prompt: Prompt) -> tuple[str, str]:
         from vllm import SamplingParams

@@ -56,6 +56,8 @@ class Prompt(msgspec.Struct, frozen=True):
     skip_prefix_cache: bool = False
     params: dict[str, str] | None = None
     """vLLM's ``kv_transfer_params``."""
+    joins: int = 0
+    """It is added once each prompt before it has generated so many tokens, or has ended."""
 
 
 class Answer(msgspec.Struct, frozen=True):
