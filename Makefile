@@ -178,8 +178,11 @@ bench: $(READY)
 	$(BIN)/python -m bench
 
 # bench/peers/__init__.py says what ONLY, ROUNDS, REPETITIONS, SHORT and PAGE are.
+bench-peers: NEWER = $(shell $(BIN)/python -c 'from kvass._version import *; import vllm._version as v; \
+  print(*sorted(one for one in TESTED_VLLM if one > v.version)[-1:])')
 bench-peers: $(READY)
 	@bash requirements/peers.sh $(VENV) lmcache || echo "LMCache is not installed: its rows will say so" >&2
+	@bash requirements/overlays.sh $(VENV) $(NEWER) || echo "short hits run with the installed vLLM" >&2
 	$(BIN)/python -m bench.peers $(if $(SHORT),--short) $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(REPETITIONS),--repetitions $(REPETITIONS)) $(if $(PAGE),--page $(PAGE))
 

@@ -19,6 +19,8 @@ of the rounds' ratios, with their quartiles.
 
 - ``kvass_vs_computed``: 1 or less is the goal at each H. ``again_vs_computed``: noise.
   ``kvass_vs_own``: 1 is as fast as a hit can be.
+- ``steps``: the engine's steps until the first token, the mean over rounds. A busy machine does
+  not change it, unless something waits for another process: then steps compute nothing.
 - ``loaded``: the part of the H tokens that kvass loaded, the mean over rounds. What it found and
   the engine computed all the same has its reason in ``ended_by`` (docs/explain.md).
 - ``worst``: the highest ``kvass_vs_computed`` of all H, and how much ``again_vs_computed`` reaches
@@ -86,11 +88,12 @@ class Spread(NamedTuple):
 
 
 class Times:
-    """What was measured with H tokens seen: seconds to the first token by mode, and what was
-    loaded, by round."""
+    """What was measured with H tokens seen: by mode, seconds and steps to the first token; and what
+    was loaded, by round."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+        self.steps: dict[str, list[int]] = {mode: [] for mode in MODES}
         self.loaded: list[int] = []
         self.ended_by: Counter[str] = Counter()
 
@@ -102,8 +105,9 @@ class Times:
             )
             for one, other in (("kvass", "computed"), ("again", "computed"), ("kvass", "own"))
         }
+        steps = {mode: mean(self.steps[mode]) for mode in MODES}
         loaded = mean(self.loaded) / seen
-        return times | ratios | {"loaded": loaded, "ended_by": dict(self.ended_by)}
+        return times | ratios | {"steps": steps, "loaded": loaded, "ended_by": dict(self.ended_by)}
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -151,6 +155,7 @@ class Bench:
                     if counts:
                         times = self.times[name][size]
                         times.seconds[mode].append(answer.first_token_s)
+                        times.steps[mode].append(answer.first_token_steps)
                         times.loaded += [answer.external] if mode == "kvass" else []
             self._note_reasons(name, counts=counts)
 
@@ -243,7 +248,7 @@ def worst(by_size: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def markdown(figures: Mapping[str, Any]) -> str:
     """A table for each of ``BESIDE``."""
     head = ["seen", *(f"{mode}, ms" for mode in MODES), "kvass / computed", "again / computed"]
-    head += ["kvass / own", "loaded", "ended by"]
+    head += ["kvass / own", "steps: kvass, computed, own", "loaded", "ended by"]
     parts = []
     for name in BESIDE:
         lines = [head, ["---:"] * len(head)]
@@ -264,7 +269,8 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
     names = [f"{mode}_ms" for mode in MODES]
     names += ["kvass_vs_computed", "again_vs_computed", "kvass_vs_own"]
     reasons = ", ".join(f"{why} {count}" for why, count in sorted(one["ended_by"].items()))
-    return [*(shown(one[name]) for name in names), f"{one['loaded']:.0%}", reasons]
+    steps = ", ".join(f"{one['steps'][mode]:.1f}" for mode in MODES[:3])
+    return [*(shown(one[name]) for name in names), steps, f"{one['loaded']:.0%}", reasons]
 
 
 def shown(figure: Sequence[float]) -> str:

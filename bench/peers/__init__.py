@@ -9,6 +9,6 @@ From the root of the repository:
     python -m bench.peers --render .cache/peers/benchmarks.json   the pages again, of that run
 
 It installs LMCache once, into .cache/lmcache (``requirements/peers.sh``). Parts: those of
-``engineless.PARTS`` and ``engines.ENGINE_PARTS``. A part that fails has its reason in the table and
-stops no other.
+``engineless.PARTS`` and ``engines.ENGINE_PARTS``, and ``short`` (``bench.peers.short``). A part
+that fails has its reason in the table and stops no other.
 """

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from bench.peers import engineless, engines, report
+from bench.peers import engineless, engines, report, short
 from bench.peers.engineless import Plan
 from bench.peers.engines import ENGINE_PARTS, SHORT, Sizes
 from bench.peers.results import Results, now
@@ -28,7 +28,7 @@ from kvass._version import __version__
 from kvass.cli.bench.rig import say
 from kvass.errors import ConfigError, KvassError
 
-PARTS: Final = (*engineless.PARTS, *ENGINE_PARTS)
+PARTS: Final = (*engineless.PARTS, *ENGINE_PARTS, "short")
 LMCACHE: Final = Path(".cache/lmcache")
 HUGE: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -75,6 +75,8 @@ def measure(args: argparse.Namespace) -> Results:
         if mine := set(parts) & set(ENGINE_PARTS):
             sizes = SHORT if args.short else Sizes()
             engines.measure_engines(results, plan, repetitions, sizes, mine)
+        if "short" in parts:
+            short.measure_short(results, plan, short=args.short)
     return results
 
 

@@ -8,7 +8,7 @@ the run; engines are new in each repetition.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -31,6 +31,8 @@ MODES: Final = ("none", "again", "lmcache", "kvass", "offloading")
 SERVED: Final = ("lmcache", "kvass")
 CACHED: Final = (*SERVED, "offloading")
 L1_BYTES: Final = 2 << 30
+SYNC_BYTES: Final = 16 << 20
+"""Up to so many bytes vLLM's offloading loads inside a step, from vLLM 0.33 on."""
 NEW_TOKENS: Final = 1511
 CROWD: Final = 4
 CROWD_TOKENS: Final = 411
@@ -89,6 +91,7 @@ def connector(mode: str, server: Server | None) -> dict[str, Any] | None:
         options: dict[str, Any] = {
             "cpu_bytes_to_use": L1_BYTES,
             "block_size": ARGS["block_size"],
+            "sync_load_budget_bytes": SYNC_BYTES,
             "spec_name": "HostOffloadingSpec",
             "spec_module_path": "bench.peers.offloading_spec",
         }
@@ -134,15 +137,9 @@ def measure_engines(
     rows = [*(row for two in hits.values() for row in two), *new, *down]
     model = build(MODELS, SHAPE)
     with ExitStack() as ending:
-        servers: dict[str, Server] = {}
-        for system in SERVED:
-            with attempt(system, *rows):
-                server = plan.server(system, L1_BYTES)
-                ending.callback(server.close)
-                server.start()
-                servers[system] = server
+        servers = start_servers(plan, rows, ending)
         for number in range(repetitions):
-            with _engines(plan, model, servers, number, rows) as engines:
+            with start_engines(plan, model, servers, number, rows) as engines:
                 of = f"engines {number + 1} of {repetitions}"
                 for name, two in hits.items():
                     say(f"{name}, {of}")
@@ -192,31 +189,52 @@ def new_rows(results: Results) -> list[Row]:
     return rows
 
 
+def start_servers(plan: Plan, rows: Sequence[Row], ending: ExitStack) -> dict[str, Server]:
+    """The caches' servers, until ``ending``. What does not start has its reason in every row."""
+    servers: dict[str, Server] = {}
+    for system in SERVED:
+        with attempt(system, *rows):
+            server = plan.server(system, L1_BYTES)
+            ending.callback(server.close)
+            server.start()
+            servers[system] = server
+    return servers
+
+
 @contextmanager
-def _engines(
-    plan: Plan, model: Path, servers: dict[str, Server], number: int, rows: Sequence[Row]
+def start_engines(
+    plan: Plan,
+    model: Path,
+    servers: dict[str, Server],
+    number: int,
+    rows: Sequence[Row],
+    *,
+    modes: Sequence[str] = MODES,
+    args: Mapping[str, Any] = ARGS,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Engines]:
-    """New engines. What does not start has its reason in every row, and is not tried again."""
+    """New engines. What does not start has its reason in every row, and is not tried again.
+    ``environment``: more variables."""
     say("the start of the engines")
     with ExitStack() as ending:
         found: dict[str, EngineProcess] = {}
-        for mode in MODES:
+        for mode in modes:
             mine = [row for row in rows if row.part != "down" or mode in SERVED]
             if all(mode in row.trouble for row in mine):
                 continue
             with attempt(mode, *mine):
                 engine = EngineProcess(
                     model,
-                    plan.folder / f"engine-{mode}-{number}.log",
+                    plan.folder / f"engine-{rows[0].part}-{mode}-{number}.log",
                     transfer=connector(mode, servers.get(mode)),
                     python=plan.python,
-                    args=ARGS,
-                    environment=ENVIRONMENT,
+                    args=args,
+                    environment={**(ENVIRONMENT or {}), **(environment or {})} or None,
                     start_timeout_s=_SLOW_S,
                 )
                 ending.callback(engine.close)
-                first = Prompt(words(1500, ("warm-up", number)), 2)
-                engine.wait_ready().generate(first, timeout_s=_SLOW_S)
+                tokens = [4 + token % 1000 for token in words(1500, ("warm-up", number))]
+                engine.wait_ready().generate(Prompt(tokens, 2), timeout_s=_SLOW_S)
                 found[mode] = engine
         yield Engines(found, number)
 

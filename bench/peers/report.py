@@ -73,6 +73,8 @@ WHY: Final = {
     "change it, and lose their hits",
     "new": "two engine processes differ by more than kvass costs: compare the noise, the time in "
     "the connector's hooks, and kvass on against off in one engine",
+    "short": "a short hit saves little, whoever has it. kvass asks another process for it, and "
+    "vLLM's offloading asks none",
     "down_back": "how often a client tries to connect again. Shorter pauses would change it",
 }
 """By the beginning of a row's name: why kvass may not lead there, and what would change it."""

@@ -64,7 +64,7 @@ class FakeEngine:
             why, name = "" if external else "absent", f"r{len(self.lookups)}"
             fields = {"request": name, "prompt_tokens": len(prompt.tokens), "why": why}
             self.lookups.append(fields)
-        return Answer([], [], local, external, took_s, took_s)
+        return Answer([], [], local, external, took_s, took_s, first_token_steps=1 + bool(external))
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, rounds: int = 4) -> Any:
@@ -95,6 +95,7 @@ def test_a_hit_that_takes_longer_than_computing_is_told(monkeypatch: pytest.Monk
         assert one["512"]["kvass_vs_own"] == pytest.approx((66 / 16,) * 3)
         assert one["worst"] == pytest.approx(66 / 48)
         assert (one["worst_by_chance"], one["slower_at"]) == (1.0, [32])
+        assert one["64"]["steps"] == {"kvass": 2, "computed": 1, "own": 1, "again": 1}
         assert (one["64"]["loaded"], one["64"]["ended_by"]) == (1.0, {"the prompt": 4})
     assert "idle: at worst 1.38 (1.00 by chance); slower than computing at 32" in (
         text := short_hits.markdown(figures)
@@ -164,10 +165,10 @@ def test_a_prompt_joins_those_that_generate_already() -> None:
         def drain(self) -> None: ...
 
         def _answer(self, name: str, internal: str, first: Any, done: Any) -> Any:
-            return name, len(done[name][0].token_ids)
+            return name, len(done[name][0].token_ids), first[name][1]
 
     prompts = [Prompt([1], 5), Prompt([2], 2), Prompt([3], 1, joins=3), Prompt([4], 1, joins=9)]
     answers: Any = Engine().generate(prompts)
-    assert answers == [("r1", 5), ("r2", 2), ("r3", 1), ("r4", 1)]
+    assert answers == [("r1", 5, 1), ("r2", 2, 1), ("r3", 1, 1), ("r4", 1, 1)]
     steps = "add 1, add 2, step, step, step, add 3, step, step, add 4, step"
     assert log == steps.split(", ")

@@ -46,6 +46,6 @@ def test_short_hits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LMCache may be missing: its rows say so."""
     monkeypatch.setattr(peers, "python", lambda: sys.executable)
-    assert peers.main(["--short", "--only", "agent,new,down", "--out", str(tmp_path)]) == 0
+    assert peers.main(["--short", "--only", "agent,new,down,short", "--out", str(tmp_path)]) == 0
     page = (tmp_path / "benchmarks.md").read_text()
     assert "no figure of kvass" not in page

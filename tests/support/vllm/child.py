@@ -160,27 +160,29 @@ class ChildEngine:
 
     def generate(self, prompts: list[Prompt]) -> list[Answer]:
         """Run the prompts to the end, then drain the stores they left."""
-        hooks_s, waiting = self.hooks_clock.seconds, deque(prompts)
-        added: dict[str, tuple[str, float]] = {}  # vLLM's name of it, and when
-        first: dict[str, float] = {}
+        hooks_s, waiting, steps = self.hooks_clock.seconds, deque(prompts), 0
+        added: dict[str, tuple[str, float, int]] = {}  # vLLM's name, when, the steps before
+        first: dict[str, tuple[float, int]] = {}
         made: dict[str, int] = {}  # no number is higher than that of one which has ended
         done: dict[str, tuple[Any, float, float]] = {}
         while len(done) < len(prompts):
             now = time.monotonic()
             while waiting and all(made.get(name, 0) >= waiting[0].joins for name in added):
                 name, internal = self._add(waiting.popleft())
-                added[name] = internal, now
+                added[name] = internal, now, steps
+            steps += 1
             for output in self.step():
                 name, completion = output.request_id, output.outputs[0]
-                took_s = time.monotonic() - added[name][1]
+                _, since_s, before = added[name]
+                took_s = time.monotonic() - since_s
                 made[name] = len(completion.token_ids)
                 if made[name]:
-                    first.setdefault(name, took_s)
+                    first.setdefault(name, (took_s, steps - before))
                 if output.finished:
                     made[name] = sys.maxsize
                     done[name] = (completion, took_s, self.hooks_clock.seconds - hooks_s)
         self.drain()
-        return [self._answer(name, internal, first, done) for name, (internal, _) in added.items()]
+        return [self._answer(name, one[0], first, done) for name, one in added.items()]
 
     def _add(self, prompt: Prompt) -> tuple[str, str]:
         from vllm import SamplingParams
@@ -207,10 +209,11 @@ class ChildEngine:
         self,
         name: str,
         internal: str,
-        first: dict[str, float],
+        first: dict[str, tuple[float, int]],
         done: dict[str, tuple[Any, float, float]],
     ) -> Answer:
         completion, total_s, hooks_s = done[name]
+        first_s, first_steps = first.get(name, (total_s, 0))
         local, external = self.hits.pop(internal, (0, 0))
         tokens = list(completion.token_ids)
         return Answer(
@@ -220,10 +223,11 @@ class ChildEngine:
             ],
             local=local,
             external=external,
-            first_token_s=first.get(name, total_s),
+            first_token_s=first_s,
             total_s=total_s,
             finish_reason=completion.finish_reason,
             hooks_s=hooks_s,
+            first_token_steps=first_steps,
         )
 
     def drain(self) -> None:

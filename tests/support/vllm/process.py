@@ -74,6 +74,8 @@ class Answer(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     hooks_s: float = 0.0
     """The part of ``total_s`` in hooks of the connector, if ``transfer`` named it."""
+    first_token_steps: int = 0
+    """The engine's steps until the first token, those that computed nothing among them."""
 
     @property
     def cached(self) -> int:
