@@ -84,12 +84,12 @@ class Engines:
         return answer
 
 
-def connector(mode: str, server: Server | None) -> dict[str, Any] | None:
-    """vLLM's ``kv_transfer_config``."""
+def connector(mode: str, server: Server | None, memory: int = L1_BYTES) -> dict[str, Any] | None:
+    """vLLM's ``kv_transfer_config``. ``memory``: the bytes of vLLM's offloading."""
     both = {"kv_role": "kv_both"}
     if mode == "offloading":
         options: dict[str, Any] = {
-            "cpu_bytes_to_use": L1_BYTES,
+            "cpu_bytes_to_use": memory,
             "block_size": ARGS["block_size"],
             "sync_load_budget_bytes": SYNC_BYTES,
             "spec_name": "HostOffloadingSpec",
@@ -189,12 +189,15 @@ def new_rows(results: Results) -> list[Row]:
     return rows
 
 
-def start_servers(plan: Plan, rows: Sequence[Row], ending: ExitStack) -> dict[str, Server]:
-    """The caches' servers, until ``ending``. What does not start has its reason in every row."""
+def start_servers(
+    plan: Plan, rows: Sequence[Row], ending: ExitStack, memory: int = L1_BYTES
+) -> dict[str, Server]:
+    """The caches' servers, until ``ending``; ``memory``: the bytes of each. What does not start has
+    its reason in every row."""
     servers: dict[str, Server] = {}
     for system in SERVED:
         with attempt(system, *rows):
-            server = plan.server(system, L1_BYTES)
+            server = plan.server(system, memory)
             ending.callback(server.close)
             server.start()
             servers[system] = server
@@ -210,6 +213,7 @@ def start_engines(
     rows: Sequence[Row],
     *,
     modes: Sequence[str] = MODES,
+    memory: int = L1_BYTES,
     args: Mapping[str, Any] = ARGS,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Engines]:
@@ -226,7 +230,7 @@ def start_engines(
                 engine = EngineProcess(
                     model,
                     plan.folder / f"engine-{rows[0].part}-{mode}-{number}.log",
-                    transfer=connector(mode, servers.get(mode)),
+                    transfer=connector(mode, servers.get(mode), memory),
                     python=plan.python,
                     args=args,
                     environment={**(ENVIRONMENT or {}), **(environment or {})} or None,

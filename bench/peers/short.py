@@ -19,7 +19,7 @@ from bench.engine import MODELS, rotated
 from bench.peers.engineless import Plan
 from bench.peers.engines import CACHED, Engines, start_engines, start_servers
 from bench.peers.results import Results, Row, attempt
-from bench.short_hits import ARGS, BESIDE, NEW, SIZES, WARM_UP, ask, words_of_tiny
+from bench.short_hits import ARGS, BESIDE, L1_BYTES, NEW, SIZES, WARM_UP, ask, words_of_tiny
 from kvass._version import TESTED_VLLM
 from kvass.cli.bench.rig import say
 from kvass.errors import Unavailable
@@ -46,7 +46,7 @@ def measure_short(results: Results, plan: Plan, *, short: bool) -> None:
     results.versions["vLLM of short hits"] = which
     every = list(rows.values())
     with ExitStack() as ending:
-        servers = start_servers(plan, every, ending)
+        servers = start_servers(plan, every, ending, L1_BYTES)
         engines = ending.enter_context(
             start_engines(
                 plan,
@@ -55,6 +55,7 @@ def measure_short(results: Results, plan: Plan, *, short: bool) -> None:
                 0,
                 every,
                 modes=MODES,
+                memory=L1_BYTES,
                 args=ARGS,
                 environment=environment,
             )
