@@ -21,6 +21,8 @@ of the rounds' ratios, with their quartiles.
   ``kvass_vs_own``: 1 is as fast as a hit can be.
 - ``steps``: the engine's steps until the first token, the mean over rounds. A busy machine does
   not change it, unless something waits for another process: then steps compute nothing.
+- ``hooks_ms``: the part of ``kvass_ms`` in which the engine's thread is in kvass's hooks: it waits
+  for the daemon's answer, copies, or plans stores.
 - ``loaded``: the part of the H tokens that kvass loaded, the mean over rounds. What it found and
   the engine computed all the same has its reason in ``ended_by`` (docs/explain.md).
 - ``worst``: the highest ``kvass_vs_computed`` of all H, and how much ``again_vs_computed`` reaches
@@ -94,6 +96,7 @@ class Times:
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
         self.steps: dict[str, list[int]] = {mode: [] for mode in MODES}
+        self.hooks_ms: list[float] = []
         self.loaded: list[int] = []
         self.ended_by: Counter[str] = Counter()
 
@@ -107,7 +110,8 @@ class Times:
         }
         steps = {mode: mean(self.steps[mode]) for mode in MODES}
         loaded = mean(self.loaded) / seen
-        return times | ratios | {"steps": steps, "loaded": loaded, "ended_by": dict(self.ended_by)}
+        more = {"steps": steps, "loaded": loaded, "ended_by": dict(self.ended_by)}
+        return times | ratios | {"hooks_ms": spread(self.hooks_ms)} | more
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -125,7 +129,7 @@ def ask(
     that generate tokens meanwhile. ``of_all``: fields of all of these requests."""
     others = [words_of_tiny(_DECODER, ("decoder", name, number)) for number in range(beside)]
     decoders = [Prompt(one, _JOINS + _LEFT, **of_all) for one in others]
-    return engine.generate(*decoders, Prompt(prompt, 1, joins=_JOINS, **of_all))[-1]
+    return engine.generate(*decoders, Prompt(prompt, 2, joins=_JOINS, **of_all))[-1]
 
 
 def words_of_tiny(tokens: int, seed: object) -> list[int]:
@@ -156,7 +160,9 @@ class Bench:
                         times = self.times[name][size]
                         times.seconds[mode].append(answer.first_token_s)
                         times.steps[mode].append(answer.first_token_steps)
-                        times.loaded += [answer.external] if mode == "kvass" else []
+                        if mode == "kvass":
+                            times.loaded.append(answer.external)
+                            times.hooks_ms.append(1000 * answer.first_token_hooks_s)
             self._note_reasons(name, counts=counts)
 
     def figures(self) -> dict[str, Any]:
@@ -248,7 +254,13 @@ def worst(by_size: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def markdown(figures: Mapping[str, Any]) -> str:
     """A table for each of ``BESIDE``."""
     head = ["seen", *(f"{mode}, ms" for mode in MODES), "kvass / computed", "again / computed"]
-    head += ["kvass / own", "steps: kvass, computed, own", "loaded", "ended by"]
+    head += [
+        "kvass / own",
+        "in kvass's hooks, ms",
+        "steps: kvass, computed, own",
+        "loaded",
+        "ended by",
+    ]
     parts = []
     for name in BESIDE:
         lines = [head, ["---:"] * len(head)]
@@ -267,7 +279,7 @@ def verdict(name: str, figures: Mapping[str, Any]) -> str:
 
 def _cells(one: Mapping[str, Any]) -> list[str]:
     names = [f"{mode}_ms" for mode in MODES]
-    names += ["kvass_vs_computed", "again_vs_computed", "kvass_vs_own"]
+    names += ["kvass_vs_computed", "again_vs_computed", "kvass_vs_own", "hooks_ms"]
     reasons = ", ".join(f"{why} {count}" for why, count in sorted(one["ended_by"].items()))
     steps = ", ".join(f"{one['steps'][mode]:.1f}" for mode in MODES[:3])
     return [*(shown(one[name]) for name in names), steps, f"{one['loaded']:.0%}", reasons]

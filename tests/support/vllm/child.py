@@ -160,27 +160,27 @@ class ChildEngine:
 
     def generate(self, prompts: list[Prompt]) -> list[Answer]:
         """Run the prompts to the end, then drain the stores they left."""
-        hooks_s, waiting, steps = self.hooks_clock.seconds, deque(prompts), 0
-        added: dict[str, tuple[str, float, int]] = {}  # vLLM's name, when, the steps before
-        first: dict[str, tuple[float, int]] = {}
+        waiting, steps, clock = deque(prompts), 0, self.hooks_clock
+        added: dict[str, tuple[str, float, int, float]] = {}  # vLLM's name; time, steps, hooks then
+        first: dict[str, tuple[float, int, float]] = {}
         made: dict[str, int] = {}  # no number is higher than that of one which has ended
         done: dict[str, tuple[Any, float, float]] = {}
         while len(done) < len(prompts):
-            now = time.monotonic()
+            now, hooks_s = time.monotonic(), clock.seconds
             while waiting and all(made.get(name, 0) >= waiting[0].joins for name in added):
                 name, internal = self._add(waiting.popleft())
-                added[name] = internal, now, steps
+                added[name] = internal, now, steps, hooks_s
             steps += 1
             for output in self.step():
                 name, completion = output.request_id, output.outputs[0]
-                _, since_s, before = added[name]
-                took_s = time.monotonic() - since_s
+                _, since_s, before, hooks_before_s = added[name]
+                took_s, hooked_s = time.monotonic() - since_s, clock.seconds - hooks_before_s
                 made[name] = len(completion.token_ids)
                 if made[name]:
-                    first.setdefault(name, (took_s, steps - before))
+                    first.setdefault(name, (took_s, steps - before, hooked_s))
                 if output.finished:
                     made[name] = sys.maxsize
-                    done[name] = (completion, took_s, self.hooks_clock.seconds - hooks_s)
+                    done[name] = (completion, took_s, hooked_s)
         self.drain()
         return [self._answer(name, one[0], first, done) for name, one in added.items()]
 
@@ -209,11 +209,11 @@ class ChildEngine:
         self,
         name: str,
         internal: str,
-        first: dict[str, tuple[float, int]],
+        first: dict[str, tuple[float, int, float]],
         done: dict[str, tuple[Any, float, float]],
     ) -> Answer:
         completion, total_s, hooks_s = done[name]
-        first_s, first_steps = first.get(name, (total_s, 0))
+        first_s, first_steps, first_hooks_s = first.get(name, (total_s, 0, hooks_s))
         local, external = self.hits.pop(internal, (0, 0))
         tokens = list(completion.token_ids)
         return Answer(
@@ -228,6 +228,7 @@ class ChildEngine:
             finish_reason=completion.finish_reason,
             hooks_s=hooks_s,
             first_token_steps=first_steps,
+            first_token_hooks_s=first_hooks_s,
         )
 
     def drain(self) -> None:

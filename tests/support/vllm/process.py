@@ -76,6 +76,8 @@ class Answer(msgspec.Struct, frozen=True):
     """The part of ``total_s`` in hooks of the connector, if ``transfer`` named it."""
     first_token_steps: int = 0
     """The engine's steps until the first token, those that computed nothing among them."""
+    first_token_hooks_s: float = 0.0
+    """As ``hooks_s``, of ``first_token_s``."""
 
     @property
     def cached(self) -> int:
