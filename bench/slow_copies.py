@@ -32,4 +32,4 @@ def slowed(
 
 
 if SLOW in os.environ:  # of an engine's process
-    Bundle.load = slowed(Bundle.load, float(os.environ[SLOW]))  # type: ignore[method-assign]
+    Bundle.load = slowed(Bundle.load, float(os.environ[SLOW]))  # type: ignore[assignment, method-assign]
