@@ -116,11 +116,9 @@ def _side_by_side(pages: Sequence[int]) -> list[int]:
     return offsets
 
 
-def _group(
-    kind: GroupKind, block_tokens: int, pages: Sequence[int], window_tokens: int = 0
-) -> GroupLayout:
+def _group(kind: GroupKind, block_tokens: int, pages: Sequence[int]) -> GroupLayout:
     names = tuple(map(str, range(len(pages))))
-    return GroupLayout(kind, block_tokens, names, tuple(pages), window_tokens)
+    return GroupLayout(kind, block_tokens, names, tuple(pages))
 
 
 def _both(name: str, *groups: GroupLayout, chunk_tokens: int = 256) -> list[Geometry]:
@@ -145,15 +143,7 @@ _QWEN3_NEXT: Final = (
     _group("full", 544, [_kv(2, 256, 544)] * 12),
     *[_group("state", 544, [_kv(2, 256, 544)] * 12)] * 3,
 )
-# Pages as vLLM 0.32 made them for a model of four layers with the real widths, ten times over: 40
-# layers, compressed by 0, 4, 128 and 4 in turn (latent pages, the indexer's, compressors' states).
-_DEEPSEEK_V4: Final = (
-    _group("sliding_window", 64, [37440] * 20, 128),
-    _group("sliding_window", 64, [37440] * 20, 128),
-    _group("full", 256, [8640, 37440, 1728, 8640, 37440] * 10),
-    _group("sliding_window", 4, [8640, 32832] * 20, 8),
-    _group("sliding_window", 8, [32832] * 10, 128),
-)
+_DEEPSEEK_V4: Final = layout(MODELS["deepseek-v4"], 256)
 
 GEOMETRIES: Final[tuple[Geometry, ...]] = (
     *_both("llama_8b", *_LLAMA_8B),

@@ -88,6 +88,9 @@ class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_P
     global_media_ids: bool = False
     skip_slow_loads: bool = True
     """A hit is computed if that is faster than its load (``engine/worth.py``)."""
+    window_interval: Annotated[int, Meta(ge=0)] | Literal["dense"] | None = None
+    """Windows are stored at every so many tokens, and where hits are likely to end. 0 or ``dense``:
+    at each chunk."""
     shadow: bool | Annotated[float, Meta(ge=0, le=1)] = False
     """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""
     early_lookups: Annotated[int, Meta(ge=0, le=1024)] = 8

@@ -42,6 +42,11 @@ class Kind(ABC):
         """How many tokens at the end of a chunk its row keeps: those that a hit ending there may
         need."""
 
+    def sparse_tokens(self, window_tokens: int) -> int:
+        """The least interval between windows at which most of their rows are left out; 0: the group
+        has no windows. A local chunk that has just begun needs no row."""
+        return 0
+
     def oldest_first(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The order in which the rows of a hit, given in chunk order, are evicted.
 
@@ -75,6 +80,9 @@ class SlidingWindow(Kind):
     def kept(self, chunk_tokens: int, window_tokens: int) -> int:
         return min(chunk_tokens, window_tokens - 1)
 
+    def sparse_tokens(self, window_tokens: int) -> int:
+        return 4 * window_tokens
+
 
 class ChunkedLocal(Kind):
     """Each token attends to its local chunk, which begins at a multiple of ``window_tokens``."""
@@ -86,6 +94,9 @@ class ChunkedLocal(Kind):
 
     def kept(self, chunk_tokens: int, window_tokens: int) -> int:
         return chunk_tokens if chunk_tokens % window_tokens else 0
+
+    def sparse_tokens(self, window_tokens: int) -> int:
+        return window_tokens
 
 
 class RunningState(Kind):

@@ -293,6 +293,10 @@ class Matched(Message, tag="matched"):
     ``why``: why no more matched; empty if all did, or to a lookup ``again``. docs/explain.md has
     the reasons. ``kept``: how many first chunks of the prompt are retained (``keep_s``).
     ``tiers``: how many tokens of the match each tier loaded for it; empty: none did.
+
+    ``whole``: how many first chunks have the rows of all groups of which a hit needs all. If there
+    are more than ``chunks``, windows are missing at its end; 0: the daemon is older than this
+    field, or no group has windows.
     """
 
     boot: bytes = b""
@@ -307,6 +311,7 @@ class Matched(Message, tag="matched"):
     why: str = ""
     kept: int = 0
     tiers: tuple[int, ...] = ()
+    whole: int = 0
 
 
 class LookupNote(msgspec.Struct, omit_defaults=True):

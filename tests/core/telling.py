@@ -187,6 +187,7 @@ class Teller:
         if len(found.slots) > 1:
             text += f" [{' '.join(str(len(s)) for s in found.slots)}]"
         text += f", kept {found.kept}" if found.kept else ""
+        text += f", whole {found.whole}" if found.whole > found.chunks else ""
         for tier, count in enumerate(found.tiers):
             text += f", {count} tokens from t{tier}" if count else ""
         text += f", {found.why}" if found.why else ""

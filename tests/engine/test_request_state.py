@@ -61,7 +61,7 @@ EVENTS: list[Callable[[RequestState], Any]] = [
     step,
     RequestState.got_blocks,
     RequestState.load_failed,
-    lambda state: None if state.offered.never else state.offered.prompt_computed(3),
+    lambda state: None if state.offered.never else state.offered.prompt_computed(3, 1),
     lambda state: state.offered.stop(),
     *(change(tokens, stale) for tokens in (0, 7) for stale in (False, True)),
 ]
@@ -125,7 +125,7 @@ def test_only_the_first_answer_before_it_has_blocks_counts() -> None:
 
 def test_a_tail_is_due_until_the_reserve_that_names_it_is_sent() -> None:
     offered = OfferProgress()
-    offered.prompt_computed(5)
+    offered.prompt_computed(5, 2)
     assert (offered.due, offered.tail) == (5, 0), "nothing but sending makes it offered"
     offered.sent(1, 5)
     assert (offered.chunks, offered.tail) == (1, 5)
@@ -188,7 +188,7 @@ def test_what_was_loaded_counts_as_offered_and_a_restart_forgets_the_tail_that_w
     offered = OfferProgress()
     offered.loaded(3)
     assert offered.chunks == 3
-    offered.prompt_computed(5)
+    offered.prompt_computed(5, 2)
     assert offered.prefilled
     offered.stop()
     offered.restart()

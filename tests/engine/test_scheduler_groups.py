@@ -42,6 +42,7 @@ MODELS = {
     "deepseek-v4": DEEPSEEK_V4,
     "mixed": MIXED,
 }
+DENSE = {"kvass.window_interval": "dense"}
 EIGHT_FULL: list[GroupShape] = [("full", 16, 0, 1)] * 8
 EIGHT_MIXED: list[GroupShape] = [
     ("full", 16, 0, 1),
@@ -176,7 +177,7 @@ def test_window_blocks_are_held_until_they_are_copied(
 ) -> None:
     """vLLM reuses what left the window in the very next step, while the copy still waits, or the
     grant is still on its way."""
-    a, b = engine(GPT_OSS, blocks=blocks), engine(GPT_OSS)
+    a, b = engine(GPT_OSS, blocks=blocks, more=DENSE), engine(GPT_OSS)
     if not held:
         monkeypatch.setattr(adapt.VllmBlockPool, "hold", lambda self, ids: [])
         monkeypatch.setattr(adapt.VllmBlockPool, "free", lambda self, held: None)
@@ -210,7 +211,7 @@ def test_the_check_sees_a_page_of_any_group_that_was_not_loaded(engine: Any, gro
 
 
 def test_a_window_takes_its_share_of_the_arena(daemon: Daemon, engine: Any) -> None:
-    a = engine(GPT_OSS)
+    a = engine(GPT_OSS, more=DENSE)
     a.generate("a", prompt(9, 385))
     window, full = daemon.status()["namespaces"][0]["groups"]
     assert window["rows"] == full["rows"] == 6

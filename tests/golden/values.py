@@ -284,6 +284,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         absent_chunk=1,
     ),
     "matched.explain": m.Matched(seq=3, boot=BOOT, why="evicted"),
+    "matched.whole": m.Matched(seq=3, boot=BOOT, why="no_window_here", whole=5),
     "lookup_notes": m.LookupNotes(
         boot=BOOT,
         notes=(

@@ -237,10 +237,12 @@ def test_a_prompt_with_tails_may_be_longer_than_one_item() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_each_model_plays(model: str) -> None:
     played = Model(256, layout(MODELS[model], 16))
-    *_, outcome = Player(Setting(64 * played.row_bytes, 256), {0: played}).play(
-        trace_of([[1, 2], [1, 2], [1, 3]])
-    )
-    assert outcome.hits == [0, 2 * CHUNK, CHUNK]
+    trace = trace_of([[1, 2], [1, 2], [1, 3], [1, 4]])
+    windows = any(0 < group.window_tokens <= 256 for group in played.groups)  # not all are needed
+    for interval, third in ((0, CHUNK), (None, 0 if windows else CHUNK)):
+        setting = Setting(64 * played.row_bytes, 256, windows=interval)
+        *_, outcome = Player(setting, {0: played}).play(trace)
+        assert outcome.hits == [0, 2 * CHUNK, third, CHUNK]
 
 
 # ---------------------------------------------------------------- files

@@ -46,6 +46,7 @@ _SWEPT: Final[dict[str, Any]] = {
         "tails",
         "ends",
         "wrong_ends",
+        "windows",
     )
 }
 """The swept options except the sizes of chunks and of L1, and their defaults."""
@@ -87,7 +88,8 @@ def _sweep(trace: Trace, options: Namespace, layers: tuple[Layers, ...]) -> Iter
             raise UsageError("--chunk-tokens, --tails: a recording says that itself")
         if options.ends:
             raise UsageError("--ends: a recording does not say which requests are of one session")
-        options = Namespace(**vars(options) | {"tails": [bool(trace.blocks)]})
+        own = {"tails": [bool(trace.blocks)], "windows": options.windows or [0]}
+        options = Namespace(**vars(options) | own)
         yield from _with(trace, options, models)
         return
     for chunk_tokens in options.chunk_tokens or [_CHUNK_TOKENS]:
@@ -118,7 +120,8 @@ def _geometry(trace: Trace, options: Namespace) -> str:
     if trace.engines:
         ignored = ", --model is ignored" if options.model or options.token_bytes else ""
         return f"KV cache of the recorded engines{ignored}"
-    each = Size(sum(layers.count * layers.token_bytes for layers in model_layers(options)))
+    groups = layout(model_layers(options), BLOCK_TOKENS)
+    each = Size(sum(sum(group.page_bytes) // group.block_tokens for group in groups))
     if options.token_bytes:
         return f"KV cache of {each.rounded()} a token"
     if options.model:
@@ -186,6 +189,10 @@ def _sizes(text: str) -> list[int]:
 
 def _counts(text: str) -> list[int]:
     return [count(each) for each in text.split(",")]
+
+
+def _intervals(text: str) -> list[int]:
+    return [0 if each == "dense" else count(each) for each in text.split(",")]
 
 
 def _words(*known: str) -> Callable[[str], list[str]]:
@@ -262,6 +269,13 @@ def _parser() -> Parser:
         type=_shares,
         metavar="SHARES",
         help="the share of these hints that are wrong: the session goes on; default: 0",
+    )
+    parser.add_argument(
+        "--windows",
+        type=_intervals,
+        metavar="TOKENS",
+        help="how many tokens lie between windows that are stored, like dense,4096; default: as "
+        "kvass.window_interval, of a recording all that was stored",
     )
     parser.add_argument(
         "--chunk-tokens", type=_counts, metavar="N", help="like 256,512; default: 256"

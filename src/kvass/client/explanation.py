@@ -19,6 +19,9 @@ outputs, and a random suffix."""
 REASONS: Final[dict[str, str]] = {
     "": "Everything that can match did.",
     "absent": "Nobody stored {rest}, as far as the daemon remembers.",
+    "no_window_here": "No window was stored where the prompt parts from earlier ones: {detail} "
+    "more tokens of full attention are cached, and are computed once more. With them the engine "
+    "stores the window.",
     "tier_down": "L1 does not have {rest}, and a tier is down: {detail}.",
     "not_waited": "It did not wait for tiers or stores, because too many lookups waited already.",
     "not_worth_it": "A tier has {rest}, but loading it takes longer than computing it.",

@@ -62,6 +62,8 @@ class Found(NamedTuple):
     """The run of the daemon that counts the result of the lookup; empty: none does."""
     promoting: bool = False
     """Whether a pending answer waits for tiers, or for what another engine stores."""
+    whole: int = 0
+    """``Matched.whole`` of the last answer."""
 
 
 class LookupState(Enum):
@@ -110,6 +112,8 @@ class RequestLookup:
     """Why the match was not longer: ``Matched.why``, or a reason of this file."""
     kept: int = 0
     """``Matched.kept`` of the last answer."""
+    whole: int = 0
+    """``Matched.whole`` of the last answer."""
     give_up_s: float = 0.0
     """CLOCK_MONOTONIC until which the caller may get ``PENDING``; 0: nothing was sent yet."""
     acknowledged_by_s: float = 0.0
@@ -181,7 +185,7 @@ class Lookups:
         connection, boot = self._client.connection, b""
         if lookup.why not in UNASKED and connection is not None and counts_results(connection):
             boot = connection.boot
-        return Found(match, lookup.why, lookup.kept, boot)
+        return Found(match, lookup.why, lookup.kept, boot, whole=lookup.whole)
 
     def _match(
         self, lookup: RequestLookup, message: Lookup, blocks: BlockHashes | None
@@ -362,6 +366,7 @@ class Lookups:
         if lookup.state is LookupState.ASKED:
             lookup.why = reply.why
         lookup.kept = max(lookup.kept, reply.kept)
+        lookup.whole = max(lookup.whole, reply.whole)
         assert lookup.connection is not None
         if not (
             reply.boot == lookup.connection.boot

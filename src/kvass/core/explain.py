@@ -57,7 +57,9 @@ def why_ended(
 
     ``why``: the reason that is known (``metrics.MISSES``). If it is ``absent``, look for another.
     """
-    missing = view.missing(hit.chunks, there)
+    missing, lost = view.missing(hit.chunks, there), 0
+    if (whole := view.whole(there) - view.spare) > hit.chunks:
+        missing, lost = view.missing(whole - 1, there) or missing, whole - hit.chunks
     if missing is None and hit.blocks >= len(view.rest):
         return ALL
     if why != "absent":
@@ -71,6 +73,8 @@ def why_ended(
     kind = spec.layout.kind
     if (gone := state.followers.left.find(ns.id, spec.group, wanted)) is not None:
         return Ending(CAUSES[gone.cause], gone.cause, gone.when, kind)
+    if lost and spec.layout.rules.windowed:
+        return Ending("no_window_here", kind=kind, detail=f"{ns.tokens(lost, 0):,}")
     if len(state.namespaces) > 1 and (detail := _elsewhere(state, ns, after)):
         return Ending("other_namespace", kind=kind, detail=detail)
     if context.if_absent in HINTS and context.absent_chunk == hit.chunks:

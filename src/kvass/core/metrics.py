@@ -136,6 +136,7 @@ NODES: Final = "L1 on each NUMA node once all of it is populated, from a sample 
 
 MISSES: Final[dict[str, str]] = {
     "absent": "Neither L1 nor a tier that is up has them, and no other reason is known.",
+    "no_window_here": "Their full rows are cached, but no window is where the hit would end.",
     "evicted": "L1 evicted them to make room, and no tier that is up has them.",
     "over_quota": "L1 evicted them because their tenant had no more room.",
     "not_stored": "An engine computed them, but its store was refused or did not finish.",

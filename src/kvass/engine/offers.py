@@ -22,6 +22,7 @@ from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import RequestState
 from kvass.engine.setup import EngineSetup
 from kvass.layout.spans import Spans, States, Table
+from kvass.layout.windows import Points
 from kvass.messages import Grant, ReserveItem
 
 KEYS_PER_STEP: Final = 16_384
@@ -145,7 +146,8 @@ class OfferMaker:
             state.request.known_tokens if most is None else min(most, state.request.known_tokens)
         )
         if not offered.prefilled and computed >= wanted:
-            offered.prompt_computed(self.tail(state, self.blocks(state, computed)))
+            tail = self.tail(state, self.blocks(state, computed))
+            offered.prompt_computed(tail, self._prompt_chunks(wanted))
         tail = (
             self.tail(state, offered.due) if offered.due // self._blocks_per_chunk == ready else 0
         )
@@ -204,6 +206,17 @@ class OfferMaker:
             state.offered.stop()
         return named
 
+    def _prompt_chunks(self, tokens: int) -> int:
+        """The longest hit of a prompt of ``tokens`` tokens, in chunks. It lacks the last token."""
+        return max(0, (tokens - 1) // self._setup.chunk_tokens - self._setup.spare)
+
+    def _points(self, state: RequestState) -> Points:
+        """Where hits of later requests may end that begin like this one."""
+        if state.offered.prefilled:
+            return Points(state.offered.prompt_chunks, state.parts)
+        most, known = state.request.most_stored_tokens, state.request.known_tokens
+        return Points(self._prompt_chunks(known if most is None else min(most, known)), state.parts)
+
     def _boundary_states(self, left: Iterable[tuple[int, int, int]], request: Request) -> States:
         """The blocks of the states in ``left`` that are at a chunk's end, by group and chunk. They
         can be read until the forward pass of the step is over. A block may have been given to
@@ -235,7 +248,7 @@ class OfferMaker:
         states = {key: block for key, block in boundary_states.items() if key[1] < ready}
         hashes, width = state.digests(ready, salt)
         context = msgspec.structs.asdict(state.request.context)
-        runs = self._spans.runs(table, states, since, ready)
+        runs = self._spans.runs(table, states, since, ready, self._points(state))
         if not (tail > 0 and tail // each == ready and min(map(len, table)) >= tail):
             tail = 0
         if tail:

@@ -195,6 +195,7 @@ class Planner:
         since_s = max(self._freed_s, time.monotonic() - ASK_AGAIN_S)
         if not self.off and self.client.connected and state.missed_since(local, since_s):
             return 0
+        state.parts = max(state.parts, local // self._setup.chunk_tokens)
         question: Question | str | None = "loads_off"
         if not self.off:
             state.fresh = False
@@ -226,6 +227,7 @@ class Planner:
     ) -> int:
         """How many tokens of what was ``found`` can be loaded."""
         state.kept_chunks = max(state.kept_chunks, found.kept)
+        state.parts = max(state.parts, found.whole - self._setup.spare)
         local, end, named = question.local, question.end, question.named
         hit, tiers, why = 0, tuple[int, ...](), found.why or question.why
         if isinstance(match := found.match, Match):

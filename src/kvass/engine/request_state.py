@@ -90,6 +90,8 @@ class OfferProgress:
     due: int = 0
     """How many blocks the request has up to the end of its prompt's tail; 0: the prompt has no
     tail, or is not computed yet."""
+    prompt_chunks: int = 0
+    """Where the longest hit of the same prompt ends; 0: it is not computed yet."""
 
     @property
     def never(self) -> bool:
@@ -101,10 +103,10 @@ class OfferProgress:
         """Whether the prompt is computed."""
         return self.state is StoreState.PREFILLED
 
-    def prompt_computed(self, tail: int) -> None:
-        """The prompt is computed. ``tail``: as ``due``."""
+    def prompt_computed(self, tail: int, chunks: int) -> None:
+        """The prompt is computed. ``tail``: as ``due``. ``chunks``: as ``prompt_chunks``."""
         self._move(StoreState.PREFILLED)
-        self.due = tail
+        self.due, self.prompt_chunks = tail, chunks
 
     def stop(self) -> None:
         """Offer nothing of the request any more."""
@@ -182,6 +184,8 @@ class RequestState:
     """The reason in its last note (``explain.py``)."""
     missed_because: str = ""
     """Why its last lookup matched no more; empty if nothing more could match."""
+    parts: int = 0
+    """How many of its first chunks were seen before: it may part there from other requests."""
     kept_chunks: int = 0
     """How many of its first chunks the daemon retains, as it said last."""
     loaded_tokens: int = 0

@@ -72,6 +72,9 @@ class EngineSetup:
     """How many chunks after a hit must be cached, too (``messages.Lookup``)."""
     skip_slow_loads: bool = True
     """A hit is computed if that is faster than its load (``worth.py``)."""
+    window_interval: int = 0
+    """Windows are stored at every so many tokens, and where hits are likely to end; 0: at each
+    chunk (``layout/windows.py``)."""
     fixed_weights: bool = False
     """A reset of the engine's cache never means that its weights were replaced."""
     one_queue: bool = False
@@ -107,7 +110,7 @@ class EngineSetup:
     @cached_property
     def spans(self) -> Spans:
         """Which blocks of a request are the rows of its chunks."""
-        return Spans(self.groups, self.chunk_tokens)
+        return Spans(self.groups, self.chunk_tokens, self.window_interval)
 
     def register(
         self, strategy: ParallelStrategy | None = None, layout: RankLayout | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvass.layout.windows import EVERYWHERE, Points, WindowRows
 from kvass.types import GroupLayout
 
 Blocks = tuple[tuple[int, ...], ...]
@@ -19,11 +20,15 @@ States = Mapping[tuple[int, int], int]
 
 
 class Spans:
-    """Maps the chunks of an engine's requests to blocks. A chunk has ``chunk_tokens`` tokens."""
+    """Maps the chunks of an engine's requests to blocks. A chunk has ``chunk_tokens`` tokens.
+    ``window_interval``: that of ``WindowRows``."""
 
-    def __init__(self, groups: Sequence[GroupLayout], chunk_tokens: int) -> None:
+    def __init__(
+        self, groups: Sequence[GroupLayout], chunk_tokens: int, window_interval: int = 0
+    ) -> None:
         self._groups = groups
         self._chunk_tokens = chunk_tokens
+        self._windows = WindowRows(groups, chunk_tokens, window_interval)
 
     def row_blocks(self) -> tuple[int, ...]:
         """How many blocks a row of each group keeps."""
@@ -58,11 +63,15 @@ class Spans:
         return mask
 
     def runs(
-        self, table: Table, states: States, since: int, ready: int
+        self, table: Table, states: States, since: int, ready: int, points: Points = EVERYWHERE
     ) -> list[tuple[int, int, int]]:
         """Which rows can be stored of chunks ``[since, ready)``, and of the chunks with a block in
-        ``states``: ``(begin, end, mask)`` for each run of chunks with the same mask of groups."""
-        masks = {c: self.storable(table, states, c) for c in range(since, ready)}
+        ``states``: ``(begin, end, mask)`` for each run of chunks with the same mask of groups. Of
+        windows these are the rows that hits need which end at ``points``."""
+        masks = {
+            c: self.storable(table, states, c) & self._windows.wanted(c, points)
+            for c in range(since, ready)
+        }
         for group, chunk in states:  # also for chunks whose other rows were offered before
             masks[chunk] = masks.get(chunk, 0) | 1 << group
         runs: list[tuple[int, int, int]] = []

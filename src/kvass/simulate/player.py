@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
+from itertools import count, groupby
 from typing import Any, Final
 
 import msgspec
@@ -27,6 +27,7 @@ from kvass.core.pending.ledger import soonest
 from kvass.core.pending.tier_state import FlushMode
 from kvass.core.rows.index import key_array
 from kvass.errors import UsageError
+from kvass.layout.windows import EVERYWHERE, Points, WindowRows, default_interval
 from kvass.messages import (
     Commit,
     EndSession,
@@ -64,7 +65,8 @@ class Setting:
     fast it stores. ``prefill_tokens_s``: the prefill speed that engines report; 0: not known.
     ``tails``: hits end at blocks. ``ends``: the share of sessions that say that they end;
     ``wrong_ends``: the share of these hints that are wrong (``hints.py``). The other fields are
-    options of ``kvass serve``."""
+    options of ``kvass serve``. ``windows``: the interval between windows (``layout/windows.py``);
+    0: they are stored at each chunk, None: the default."""
 
     l1_bytes: int
     chunk_tokens: int
@@ -77,6 +79,7 @@ class Setting:
     tails: bool = False
     ends: float = 0.0
     wrong_ends: float = 0.0
+    windows: int | None = None
 
 
 @dataclass
@@ -85,7 +88,8 @@ class Outcome:
     of them came from the tier. ``waited_s``: how long requests waited for the tier.
     ``not_worth_it``: how many loads from it were left out, because computing is faster.
     ``stored_tokens``: the tokens of rows that were written; ``tail_tokens`` of them are in tails.
-    ``l2_stored_bytes``: the bytes that were written to the tier."""
+    ``l2_stored_bytes``: the bytes that were written to the tier. ``stored_bytes``: of all rows that
+    were written; ``window_bytes`` of them are windows."""
 
     setting: Setting
     input_tokens: int = 0
@@ -95,6 +99,8 @@ class Outcome:
     stored_tokens: int = 0
     tail_tokens: int = 0
     l2_stored_bytes: int = 0
+    stored_bytes: int = 0
+    window_bytes: int = 0
     not_worth_it: int = 0
     evicted_rows: int = 0
     waited_s: float = 0.0
@@ -143,17 +149,35 @@ def recorded(engine: EngineLine) -> Model:
 @dataclass
 class PlayedEngine:
     """An engine, and its two connections. ``found``: by request, how many chunks its last lookup
-    found."""
+    found. ``points``: by request, where hits of later ones may end."""
 
     model: Model
     scheduler: int
     worker: int
+    windows: WindowRows
     found: dict[int, int] = field(default_factory=dict)
+    points: dict[int, Points] = field(default_factory=dict)
 
-    @property
-    def mask(self) -> int:
-        """The bit mask of all groups."""
-        return (1 << len(self.model.groups)) - 1
+    def looked_up(self, request: int, found: int, points: Points) -> None:
+        """Note the result of a lookup. That of an old request is forgotten."""
+        self.found[request], self.points[request] = found, points
+        if len(self.found) > _REMEMBERED:
+            oldest = next(iter(self.found))
+            del self.found[oldest], self.points[oldest]
+
+    def runs(self, request: TraceRequest, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The chunks from ``first`` to ``end``, in runs of chunks of which the same groups are
+        stored: the first one, the end, and the mask of the groups."""
+        points = self.points.get(request.name, EVERYWHERE)
+        mask = request.groups or (1 << len(self.model.groups)) - 1
+        if not self.windows.sparse:
+            yield first, end, mask
+            return
+        chunks = range(first, end)
+        for wanted, run in groupby(chunks, lambda c: mask & self.windows.wanted(c, points)):
+            each = [*run]
+            if wanted:
+                yield each[0], each[-1] + 1, wanted
 
 
 class Player:
@@ -184,7 +208,10 @@ class Player:
         self._engines = {number: self._engine(number, model) for number, model in models.items()}
 
     def _engine(self, number: int, model: Model) -> PlayedEngine:
-        engine = PlayedEngine(model, self._connect(), self._connect())
+        interval = self.setting.windows
+        interval = default_interval(model.groups) if interval is None else interval
+        windows = WindowRows(model.groups, model.chunk_tokens, interval)
+        engine = PlayedEngine(model, self._connect(), self._connect(), windows)
         for rank, connection in ((SCHEDULER, engine.scheduler), (0, engine.worker)):
             reply = self._ask(
                 connection,
@@ -256,9 +283,9 @@ class Player:
                 found, worse = (more, found) if more.blocks else (found, more)
                 self._release(engine, worse)
             self._release(engine, found)
-        engine.found[request.name] = found.chunks
-        if len(engine.found) > _REMEMBERED:
-            del engine.found[next(iter(engine.found))]
+        last = max(0, request.input_tokens - 1) // model.chunk_tokens
+        last = min(last, len(prompt.chunks) // WIDTH)  # a trace does not know all of its last ones
+        engine.looked_up(request.name, found.chunks, Points(last, found.whole))
         outcome.hits.append(found.chunks * model.chunk_tokens + found.blocks * model.block_tokens)
         outcome.hit_tokens += outcome.hits[-1]
 
@@ -292,10 +319,22 @@ class Player:
     ) -> None:
         """Write the chunks from ``first`` on, or from the end of this cache's hit, and the tail.
         One step of the core grants only some chunks. Its answer says where to go on."""
-        mask, each = request.groups or engine.mask, prompt.blocks_per_chunk
-        chunks, tail = len(prompt.chunks) // WIDTH, prompt.tail
         if not request.looks_up:
             first = min(first, engine.found.get(request.name, first))
+        for begin, end, mask in engine.runs(request, first, len(prompt.chunks) // WIDTH):
+            self._store_run(engine, request, prompt, begin, end, mask)
+
+    def _store_run(
+        self,
+        engine: PlayedEngine,
+        request: TraceRequest,
+        prompt: PromptKeys,
+        first: int,
+        chunks: int,
+        mask: int,
+    ) -> None:
+        """Write the rows of ``mask`` of chunks ``[first, chunks)``, and the tail behind them."""
+        each, tail = prompt.blocks_per_chunk, prompt.tail
         while 0 <= first < chunks + (tail > 0):
             end = min(chunks, first + _ITEM_CHUNKS) if each else chunks
             name, digests = str(request.name), prompt.chunks[: end * WIDTH]
@@ -305,7 +344,8 @@ class Player:
             assert isinstance(granted, Granted), granted
             grant = granted.grants[0]
             if grant.reservation:
-                self._written(engine.model, grant, tail if grant.chunks[-1] == chunks else 0)
+                last = tail if grant.chunks[-1] == chunks else 0
+                self._written(engine.model, grant, mask, last)
                 commit = Commit(boot=granted.boot, reservation=grant.reservation, rank=0)
                 self._ask(engine.worker, commit)
             if grant.later > first:
@@ -315,10 +355,16 @@ class Player:
             else:
                 return
 
-    def _written(self, model: Model, grant: Grant, tail: int) -> None:
-        """Count the granted rows. The last one is a tail of ``tail`` blocks, unless that is 0."""
+    def _written(self, model: Model, grant: Grant, mask: int, tail: int) -> None:
+        """Count the granted rows of the groups of ``mask``. The last one is a tail of ``tail``
+        blocks, unless that is 0."""
         outcome, tokens = self.outcome, tail * model.block_tokens
-        outcome.stored_rows += sum(map(len, grant.slots))
+        groups = [each for g, each in enumerate(model.groups) if mask >> g & 1]
+        for group, slots in zip(groups, grant.slots, strict=True):
+            size = len(slots) * group.shard_bytes(model.chunk_tokens)
+            outcome.stored_rows += len(slots)
+            outcome.stored_bytes += size
+            outcome.window_bytes += size * group.rules.windowed
         outcome.stored_tokens += tokens + (len(grant.chunks) - (tail > 0)) * model.chunk_tokens
         outcome.tail_tokens += tokens
 

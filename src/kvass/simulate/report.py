@@ -53,6 +53,8 @@ class Result:
             "stored_rows": o.stored_rows,
             "stored_tokens": o.stored_tokens,
             "stored_tail_tokens": o.tail_tokens,
+            "stored_bytes": o.stored_bytes,
+            "stored_window_bytes": o.window_bytes,
             "evicted_rows": o.evicted_rows,
             "optimal_hit_rate": self.optimal,
             "infinite_hit_rate": self.infinite,
@@ -87,6 +89,7 @@ def _dimensions(s: Setting) -> dict[str, str]:
     return {
         "chunk": f"{s.chunk_tokens}",
         "tails": yes[s.tails],
+        "windows": {None: "default", 0: "dense"}.get(s.windows, f"{s.windows}"),
         "ends": f"{s.ends:.0%}{f', {s.wrong_ends:.0%} wrong' * (s.wrong_ends > 0)}",
         "L2": Size(s.l2_bytes).rounded() if s.l2_bytes else "none",
         **(of_tier if s.l2_bytes else {}),
@@ -140,6 +143,8 @@ def _columns(result: Result, varying: Sequence[str]) -> dict[str, str]:
     if s.prefill_tokens_s:
         columns["saved"] = f"{result.saved_s:,.0f} s"
     columns["evicted"] = f"{o.evicted_rows:,}"
+    if o.window_bytes:
+        columns["a token"] = Size(o.stored_bytes // max(1, o.stored_tokens)).rounded()
     if s.l2_bytes:
         columns["to L2"] = Size(o.l2_stored_bytes).rounded()
     if s.tails or "tails" in varying:

@@ -35,6 +35,7 @@ from kvass.engine.boundary import log
 from kvass.engine.options import gather, read
 from kvass.engine.setup import Admission, EngineSetup, Inert, choose_chunk_tokens
 from kvass.errors import ConfigError
+from kvass.layout.windows import default_interval
 from kvass.transfer import DEVICES
 from kvass.types import MAX_RANKS, GroupLayout, chunk_blocks
 
@@ -149,6 +150,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         spare=spare,
         chunk_blocks=chunk_blocks(layouts, chunk_tokens) if each_block else 0,
         skip_slow_loads=options.skip_slow_loads and not blend,
+        window_interval=_window_interval(options, vllm_config, layouts),
         fixed_weights=options.fixed_weights,
         one_queue=_has_one_queue(layouts),
         admission=_admission(vllm_config, layouts),
@@ -166,6 +168,17 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         model=options.model_id or source,
         weights=weights_name,
     )
+
+
+def _window_interval(
+    options: EngineOptions, vllm_config: Any, layouts: tuple[GroupLayout, ...]
+) -> int:
+    """``EngineSetup.window_interval``: the option's; else vLLM's own interval, if it was set. There
+    None is dense, and 0, the default, keeps no window but those where hits are likely to end."""
+    if (wanted := options.window_interval) is not None:
+        return 0 if wanted == "dense" else wanted
+    own = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", 0)
+    return 0 if own is None else own or default_interval(layouts)
 
 
 def _has_one_queue(layouts: tuple[GroupLayout, ...]) -> bool:

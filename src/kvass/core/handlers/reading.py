@@ -103,6 +103,7 @@ def lookup(state: State, connection: ClientConnection, msg: Lookup) -> Matched |
     _count(state, instance, ns, msg, asked, hit, ending)
     matched = state.matched(instance.id, msg.request, msg.first, hit, readers, msg.spare, msg.again)
     matched.why = "" if ending is None else ending.why
+    matched.whole = view.whole(there)
     matched.kept = state.keep(ns, view.to_keep(chunks), msg)
     return matched
 

@@ -28,6 +28,17 @@ def checked_groups(groups: Sequence[GroupLayout]) -> list[bool]:
     return whole if any(whole) else [not group.rules.summary for group in groups]
 
 
+def whole_end(groups: Sequence[GroupLayout], there: Sequence[BoolArray], first: int) -> int:
+    """Up to which chunk no chunk from ``first`` on lacks a row of a group of which a hit needs all.
+    ``there``: as for ``longest_hit``."""
+    end = len(there[0])
+    for group, rows in zip(groups, there, strict=True):
+        if group.rules.whole:
+            wanted = rows[first:end]
+            end = end if wanted.all() else first + int(wanted.argmin())
+    return end
+
+
 def longest_hit(
     groups: Sequence[GroupLayout],
     there: Sequence[BoolArray],
@@ -40,11 +51,7 @@ def longest_hit(
     ``there[g][c]``: whether group ``g`` has chunk ``c``. All have the same length. With EAGLE or
     MTP, ``checked_groups`` must also have the ``spare`` chunks after the hit.
     """
-    end = len(there[0])
-    for group, rows in zip(groups, there, strict=True):
-        if group.rules.whole:
-            wanted = rows[first:end]
-            end = end if wanted.all() else first + int(wanted.argmin())
+    end = whole_end(groups, there, first)
     end = max(first, end - spare)
     windows = [(g, r) for g, r in zip(groups, there, strict=True) if not g.rules.whole]
     if not windows or end == first:

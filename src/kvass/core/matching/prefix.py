@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvass.core.matching.coverage import BoolArray, checked_groups, first_chunk, longest_hit
+from kvass.core.matching.coverage import BoolArray, checked_groups, first_chunk, longest_hit, whole_end
 from kvass.core.matching.keeping import Found
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_classes import Namespace
@@ -69,6 +69,14 @@ class PrefixView:
         """The length of the longest hit in chunks, made of the chunks in ``there``; ``first`` if
         there is none."""
         return longest_hit(self._groups, there, self.ns.chunk_tokens, self.first, self.spare)
+
+    def whole(self, there: list[BoolArray]) -> int:
+        """Up to which chunk the rows reach of groups of which a hit needs all; 0 if windows end no
+        hit before that. ``there``: as for ``longest``."""
+        rules = [group.rules for group in self._groups]
+        if not any(each.windowed for each in rules) or not any(each.whole for each in rules):
+            return 0
+        return whole_end(self._groups, there, self.first)
 
     def missing(self, end: int, there: list[BoolArray]) -> tuple[int, int] | None:
         """The row for which the longest hit ends at ``end``: the number of its class, and its

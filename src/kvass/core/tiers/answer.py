@@ -10,7 +10,8 @@ import numpy as np
 
 from kvass.core import explain, results
 from kvass.core.explain import Ending, why_ended
-from kvass.core.matching.prefix import NO_HIT
+from kvass.core.matching.coverage import BoolArray
+from kvass.core.matching.prefix import NO_HIT, PrefixView
 from kvass.core.pending.promotion import Promotion, PromotionState
 from kvass.core.rows.row_table import FAILED, LOADING, ClassRows
 from kvass.core.state import State
@@ -87,7 +88,9 @@ def answer(state: State, promotion: Promotion) -> None:
             promotion.spare,
         )
         matched.why, matched.tiers, reply = why, tiers, matched
-        to_keep = promotion.view(state.rows).to_keep(promotion.hit.chunks)
+        view = promotion.view(state.rows)
+        matched.whole = view.whole(_known(promotion, view))
+        to_keep = view.to_keep(promotion.hit.chunks)
         matched.kept = state.keep(promotion.namespace, to_keep, promotion.context)
     reply.seq = promotion.seq
     state.send(promotion.connection, reply)
@@ -132,6 +135,13 @@ def _ending(state: State, promotion: Promotion) -> Ending:
         why = "tier_down"
     ending = why_ended(state, view, view.there(), promotion.hit, why, promotion.context)
     return ending._replace(detail=", ".join(down)) if ending.why == "tier_down" else ending
+
+
+def _known(promotion: Promotion, view: PrefixView) -> list[BoolArray]:
+    """By row class, which chunks have a row in L1, or in a tier that was asked."""
+    return [
+        rows | (home >= 0) for rows, home in zip(view.there(), promotion.homes, strict=True)
+    ]
 
 
 def _end(state: State, promotion: Promotion) -> None:

@@ -5,6 +5,7 @@ const KEPT = 1440, WINDOW_S = 300, GAP_S = 45;  // samples; what a rate is the m
 const EVERY_MS = 2000, ANSWER_MS = 8000;
 const REASONS = {  // why tokens missed: kvass.core.metrics.MISSES in a few words
   absent: "not in the cache",
+  no_window_here: "no window was stored there",
   evicted: "evicted for lack of room",
   over_quota: "evicted, tenant over its quota",
   not_stored: "its store did not finish",
