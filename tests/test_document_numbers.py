@@ -22,6 +22,7 @@ from kvass.core.clients import tenants
 from kvass.core.tiers import plan
 from kvass.daemon.tier_process.supervisor import Periods
 from kvass.engine import adapters, planner, setup
+from kvass.layout import windows
 from kvass.tiers.options import DiskOptions, MooncakeOptions, ObjectStoreOptions, RedisOptions
 from kvass.types import MAX_PATIENCE_S, MAX_RANKS, MOST_QUOTAS, Limits, Timing
 from kvass.web import metrics, server
@@ -81,6 +82,7 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
         (1e3 * CALL["step_wait_s"].default,),
     ),
     ("docs/vllm.md", "more than {} ranks", (MAX_RANKS,)),
+    ("docs/vllm.md", "else {}, or four times the window", (windows.INTERVAL,)),
     ("docs/sglang.md", "a call waits {} s at most", (ANSWER_S,)),
     (
         "docs/tiers.md",

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvass import Client
+from kvass.types import GroupLayout
+from tests.engine.branching import branches, simulated
 from tests.engine.hybrid import (
     GEMMA3,
     GPT_OSS,
@@ -79,11 +81,33 @@ def test_branches(pair: Pair) -> None:
     trunk = pair.prompt(600)
     first, second = trunk + pair.prompt(400), trunk + pair.prompt(300)
     pair.store(first)
-    branch = pair.load(second)
-    assert branch.external == (0 if pair.model.retained else 512)
+    assert pair.b.reset()
+    (branch,) = pair.b.store(Prompt(second, 6))
+    assert branch.external == 0, "where they part neither a state nor a window was stored"
     pair.check(second, branch)
+    third = pair.load(trunk + pair.prompt(200))
+    assert third.external == (0 if pair.model.retained else 512)
     for tokens in (first, trunk, trunk + pair.prompt(20)):
         pair.check(tokens, pair.load(tokens))
+
+
+@pytest.mark.slow  # test_scheduler_windows.py has it with stand-ins for ranks
+@pytest.mark.parametrize("pair", [GPT_OSS, SLOW], indirect=True, ids=name_of)
+def test_prompts_that_part_anywhere_hit_as_simulated_and_answer_as_computed(pair: Pair) -> None:
+    """Windows are sparse, as they are by default."""
+    prompts, hits, chunk = branches(5, 32, 1200, pair.model.chunk), list[int](), pair.model.chunk
+    for tokens in prompts:
+        assert pair.b.reset()
+        (answer,) = pair.b.store(Prompt(tokens, 6))
+        pair.check(tokens, answer)
+        hits.append(answer.external)
+    window = 128 if pair.model is GPT_OSS else 300
+    groups = (
+        GroupLayout("full", 32, ("full",), (4096,)),
+        GroupLayout("sliding_window", 32, ("window",), (4096,), window),
+    )
+    assert hits == simulated(groups, chunk, prompts, None)
+    assert sum(hit > 0 for hit in hits) > 8
 
 
 def test_a_hit_that_continues_a_local_one(pair: Pair) -> None:

@@ -31,6 +31,8 @@ MODELS = {
     "deepseek-v4": (DEEPSEEK_V4, 64),
 }
 """Groups, and the tokens to which vLLM aligns its own hits: here those of a chunk as well."""
+DENSE = {"kvass.window_interval": "dense"}
+"""vLLM's own cache has each place at which these prompts part."""
 each_model = pytest.mark.parametrize(("shapes", "chunk"), MODELS.values(), ids=MODELS)
 
 daemon = conftest.own_daemon
@@ -43,7 +45,7 @@ def engine(daemon: Daemon) -> Iterator[Any]:
 
     def make(shapes: Sequence[GroupShape], chunk: int, **options: Any) -> StubModelEngine:
         options = {"blocks": 400, "batched": 128, "drafts": 2, "drafter": "eagle", **options}
-        options |= {"shapes": shapes, "chunk": chunk, **next(places)}
+        options |= {"shapes": shapes, "chunk": chunk, "more": DENSE, **next(places)}
         return StubModelEngine(daemon.socket, daemon, **options)
 
     with making(make) as engine:

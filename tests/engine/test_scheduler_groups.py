@@ -113,7 +113,8 @@ def test_of_eight_groups_a_long_prompt_is_stored_as_far_as_it_is_looked_at(
     tmp_path: Path, pages: Iterator[dict[str, Any]], shapes: list[GroupShape], late: int
 ) -> None:
     """A daemon of 32 keys a message finds and grants 4 chunks of 8 groups, 2 in a step."""
-    options: dict[str, Any] = {"blocks": 1600, "batched": 256, "chunk": 64, **next(pages)}
+    options: dict[str, Any] = {"blocks": 1600, "batched": 256, "chunk": 64, "more": DENSE}
+    options |= next(pages)
     with running_daemon(tmp_path, l1_size="128MiB", program=FEW_KEYS) as daemon:
         a, b = (StubModelEngine(daemon.socket, daemon, shapes=shapes, **options) for _ in "ab")
         for engine in (a, b):

@@ -3,21 +3,17 @@ hits is compared with what ``kvass simulate`` says of the same prompts."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvass.connectors.vllm import configuration
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.planner import Planner
-from kvass.simulate.player import Model, Player, Setting
-from kvass.simulate.traces import Trace, TraceRequest
 from kvass.testing.daemon import Daemon
 from tests.engine import conftest
+from tests.engine.branching import branches, simulated
 from tests.engine.conftest import empty
 from tests.engine.test_scheduler_groups import DEEPSEEK_V4, GEMMA, GPT_OSS, finish, prompt
 from tests.engine.test_scheduler_load_limit import explained
@@ -55,40 +51,16 @@ def hit(engine: StubModelEngine, name: str, tokens: Sequence[int], max_tokens: i
     return int(found)
 
 
-def branches(seed: int, count: int) -> list[list[int]]:
-    """Prompts that begin like earlier ones, and part from them anywhere."""
-    rng, prompts = random.Random(seed), [prompt(seed, 700)]
-    while len(prompts) < count:
-        trunk = rng.choice(prompts)
-        prompts.append(trunk[: rng.randrange(len(trunk))] + prompt(rng.randrange(1 << 30), 200))
-    ends = [rng.randrange(1, 900) for _ in prompts]
-    return [one[: end + (end % CHUNK == 0)] for one, end in zip(prompts, ends, strict=True)]
-
-
-def simulated(engine: StubModelEngine, prompts: list[list[int]], interval: int) -> list[int]:
-    """The hits that ``kvass simulate`` predicts."""
-    requests = []
-    for number, tokens in enumerate(prompts):
-        whole = range(CHUNK, len(tokens) + 1, CHUNK)
-        ids = [blake2b(bytes(tokens[:end]), digest_size=8).digest() for end in whole]
-        pieces = np.frombuffer(b"".join(ids), np.uint64)
-        requests.append(TraceRequest(float(number), len(tokens), 1, pieces, name=number))
-    groups = engine.world.connector._planner._setup.groups
-    player = Player(Setting(1 << 30, CHUNK, windows=interval), {0: Model(CHUNK, groups)})
-    for outcome in player.play(Trace("branches", CHUNK, requests)):
-        hits = outcome.hits
-    return hits
-
-
 @each_model
 @pytest.mark.parametrize("interval", [0, 256])
 def test_prompts_that_part_anywhere_hit_as_simulated_and_right(
     daemon: Daemon, engine: Any, shapes: list[GroupShape], interval: int
 ) -> None:
     one = engine(shapes, more={"kvass.window_interval": interval})
-    prompts = branches(3, 32)
+    prompts = branches(3, 32, 900, CHUNK)
     hits = [hit(one, f"r{number}", tokens) for number, tokens in enumerate(prompts)]
-    assert hits == simulated(one, prompts, interval)
+    groups = one.world.connector._planner._setup.groups
+    assert hits == simulated(groups, CHUNK, prompts, interval)
     assert sum(found > 0 for found in hits) > 16
     empty(daemon)
 
@@ -129,6 +101,15 @@ def test_the_next_turn_hits_where_the_answer_ended(engine: Any, shapes: list[Gro
     turns = list(said.all_token_ids)
     assert hit(b, "turn 2", turns + prompt(3, 70)) == (len(turns) - 1) // CHUNK * CHUNK
     assert hit(b, "the same", prompt(2, 150)) == 128
+
+
+def test_with_a_drafter_a_hit_leaves_a_chunk_spare(engine: Any) -> None:
+    """A prompt again, and one that parts: the windows are where such hits end."""
+    one = engine(GPT_OSS, more=NEVER, drafts=2, drafter="eagle")
+    shared = prompt(1, 5 * CHUNK + 10)
+    assert [hit(one, f"same {n}", shared) for n in range(2)] == [0, 4 * CHUNK]
+    hits = [hit(one, f"r{n}", shared[: 4 * CHUNK + 9] + prompt(n, 200)) for n in range(10, 13)]
+    assert hits == [0, 3 * CHUNK, 3 * CHUNK]
 
 
 @pytest.mark.parametrize("shapes", [GPT_OSS, DEEPSEEK_V4], ids=["gpt-oss", "deepseek-v4"])

@@ -21,7 +21,8 @@ import pytest
 from kvass.cli.main import main
 from kvass.core.pending.tier_state import FlushMode
 from kvass.errors import UsageError
-from kvass.simulate.models import MODELS, Layers, layout
+from kvass.layout.windows import default_interval
+from kvass.simulate.models import MODELS, Layers, layout, token_bytes
 from kvass.simulate.optimal import Best, optimal_hits
 from kvass.simulate.player import Model, Outcome, Player, Setting
 from kvass.simulate.report import Result, advice
@@ -243,6 +244,17 @@ def test_each_model_plays(model: str) -> None:
         setting = Setting(64 * played.row_bytes, 256, windows=interval)
         *_, outcome = Player(setting, {0: played}).play(trace)
         assert outcome.hits == [0, 2 * CHUNK, third, CHUNK]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_bytes_of_a_token_are_those_of_the_page(model: str) -> None:
+    groups = layout(MODELS[model], 16)
+    found = token_bytes(groups, 256, default_interval(groups))
+    own = sum(sum(group.page_bytes) / group.block_tokens for group in groups)
+    sizes = own, found.whole, found.dense_windows, found.windows, found.whole + found.windows
+    cells = " | ".join(f"{size / 1024:.1f}" for size in sizes)
+    page = Path(__file__).parents[2] / "docs" / "sizing.md"
+    assert f"| {model} | {cells} |" in page.read_text()
 
 
 # ---------------------------------------------------------------- files

@@ -57,9 +57,17 @@ MODELS: Final[dict[str, tuple[Layers, ...]]] = {
     "deepseek-v3": (Layers(61, (512 + 64) * 2),),
     "gpt-oss-20b": (Layers(12, _heads(8, 64)), Layers(12, _heads(8, 64), "sliding_window", 128)),
     "gpt-oss-120b": (Layers(18, _heads(8, 64)), Layers(18, _heads(8, 64), "sliding_window", 128)),
+    "gemma-3-12b": (
+        Layers(8, _heads(8, 256)),
+        Layers(40, _heads(8, 256), "sliding_window", 1024),
+    ),
     "gemma-3-27b": (
         Layers(10, _heads(16, 128)),
         Layers(52, _heads(16, 128), "sliding_window", 1024),
+    ),
+    "llama-4-scout": (
+        Layers(12, _heads(8, 128)),
+        Layers(36, _heads(8, 128), "chunked_local", 8192),
     ),
     # Pages as vLLM 0.32 made them for a model of four layers with the real widths, ten times over:
     # 40 layers, compressed by 0, 4, 128 and 4 in turn (latent pages, the indexer's, compressors'

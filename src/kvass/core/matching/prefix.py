@@ -6,7 +6,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvass.core.matching.coverage import BoolArray, checked_groups, first_chunk, longest_hit, whole_end
+from kvass.core.matching.coverage import (
+    BoolArray,
+    checked_groups,
+    first_chunk,
+    longest_hit,
+    whole_end,
+)
 from kvass.core.matching.keeping import Found
 from kvass.core.rows.index import ABSENT
 from kvass.core.rows.row_classes import Namespace

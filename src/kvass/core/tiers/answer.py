@@ -139,9 +139,7 @@ def _ending(state: State, promotion: Promotion) -> Ending:
 
 def _known(promotion: Promotion, view: PrefixView) -> list[BoolArray]:
     """By row class, which chunks have a row in L1, or in a tier that was asked."""
-    return [
-        rows | (home >= 0) for rows, home in zip(view.there(), promotion.homes, strict=True)
-    ]
+    return [rows | (home >= 0) for rows, home in zip(view.there(), promotion.homes, strict=True)]
 
 
 def _end(state: State, promotion: Promotion) -> None:
