@@ -37,6 +37,8 @@ VALUES = {
     "shadow": 0.5,
     "verify": 500,
     "sync_load_ms": 7.5,
+    "early_lookups": 3,
+    "window_interval": 1024,
 }
 
 
