@@ -36,7 +36,7 @@ def status(state: State, terms_of: Collection[bytes] = ()) -> dict[str, Any]:
     ]
     groups = [g for ns in namespaces for g in ns["groups"]]
     reservations, cleared_bytes = state.reservations.all.values(), state.classes.sets.cleared_bytes
-    loads, timing = _passed_on(state), state.config.timing
+    loads, timing = state.tiers.ops.values(), state.config.timing
     matchers = [chunks.matcher for chunks in state.followers.segments.sizes.values()]
     return {
         "boot": state.config.boot.hex(),
@@ -50,7 +50,7 @@ def status(state: State, terms_of: Collection[bytes] = ()) -> dict[str, Any]:
         "reservations": len(state.reservations.all),
         "pins": state.rows.pinned,
         "rows": sum(g["rows"] for g in groups),
-        "rows_loading": sum(len(load.part.rows) for load in loads),
+        "rows_loading": sum(len(op.part.rows) for op in loads if isinstance(op, Loading)),
         "quarantined_bytes": sum(r.size_bytes for r in reservations if r.discarded),
         "l1_resting_bytes": state.settlement.resting_bytes,
         "l1_used_bytes": sum(g["used_bytes"] for g in groups) + cleared_bytes,
@@ -203,12 +203,6 @@ def _tier(tier: TierState, now: float) -> dict[str, Any]:
         **tier.counters,
         **{name: histogram.fields() for name, histogram in tier.histograms.items()},
     }
-
-
-def _passed_on(state: State) -> list[Loading]:
-    """The open loads that their tiers have got: not those ahead that wait for their turn."""
-    loads = ((n, op) for n, op in state.tiers.ops.items() if isinstance(op, Loading))
-    return [op for n, op in loads if n not in state.tiers.all[op.tier].held]
 
 
 def _group(row_class: RowClass) -> dict[str, Any]:

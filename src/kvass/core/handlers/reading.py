@@ -190,8 +190,11 @@ def prefetch(state: State, connection: ClientConnection, msg: Prefetch) -> Prefe
         return Prefetched()
     _check_leases(state, owner)
     state.counters["prefetches"] += 1
-    if ns is None or msg.first > (most := most_keys(state, ns)):
+    if ns is None:
         return Prefetched()
+    most = most_keys(state, ns)
+    if msg.first > most:
+        return Prefetched(chunks=msg.first)
     keys = keys[:most]
     view = PrefixView(state.rows, ns, keys, msg.first)
     chunks = view.use(view.longest(view.there())).chunks
