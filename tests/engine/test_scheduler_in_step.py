@@ -7,6 +7,7 @@ that failed.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -19,11 +20,14 @@ from kvass.engine.copy_speed import Copied
 from kvass.engine.in_step import TRIAL
 from tests.engine.test_scheduler_load import settled, stored
 from tests.support.vllm.fake_client import FakeClient
+from tests.support.vllm.hybrid import make_hybrid_configs
 from tests.support.vllm.scheduler import (
     BLOCK,
     CHUNK,
     FIXED,
     SchedulerHarness,
+    before,
+    make_configs,
     make_multi_configs,
     rig,
 )
@@ -207,6 +211,30 @@ def test_an_engine_that_cannot_take_back_a_step_loads_asynchronously(
     _, world = ready()
     assert world.planner.in_step.why_not == "the engine cannot take back a step"
     assert not begins_in_step(world, "b")
+
+
+@pytest.mark.parametrize(
+    ("configs", "replaced"),
+    [
+        (make_configs, True),
+        (lambda: make_configs({"kvass.sync_load_ms": 0}), False),
+        (
+            lambda: make_hybrid_configs({}, [("sliding_window", 16, 40, 1), ("full", 16, 0, 1)]),
+            False,
+        ),
+    ],
+    ids=["in-steps", "off", "two-groups"],
+)
+def test_vllm_handles_failed_loads_itself_where_none_is_inside_a_step(
+    configs: Callable[[], Any], replaced: bool
+) -> None:
+    """Another connector may report blocks. Of several groups vLLM cannot say whose they are, and
+    raises. So it must where nothing of kvass is taken back."""
+    _, world = rig(configs=configs())
+    assert ("_handle_invalid_blocks" in vars(world.scheduler)) == replaced
+    if len(world.scheduler.kv_cache_config.kv_cache_groups) > 1 and not before("0.32"):
+        with pytest.raises(RuntimeError, match="multiple KV cache groups"):
+            world.scheduler._handle_invalid_blocks({1}, {})
 
 
 def test_after_a_failure_loads_are_asynchronous_for_a_while() -> None:

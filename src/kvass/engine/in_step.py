@@ -57,8 +57,8 @@ class InStep:
         self._can_recover = True
 
     @property
-    def why_not(self) -> str:
-        """Why this engine loads nothing inside steps; empty if it may."""
+    def why_never(self) -> str:
+        """Why this engine loads nothing inside steps, even if it could take one back."""
         setup = self._setup
         if setup.sync_load_s <= 0:
             return "it is switched off"
@@ -68,7 +68,12 @@ class InStep:
             return "the engine cannot say which blocks of several layer groups are wrong"
         if setup.strategy.replicas > 1:
             return "the rank that stores what others hold, too, does not know of their failed loads"
-        return "" if self._can_recover else "the engine cannot take back a step"
+        return ""
+
+    @property
+    def why_not(self) -> str:
+        """Why this engine loads nothing inside steps; empty if it may."""
+        return self.why_never or ("" if self._can_recover else "the engine cannot take back a step")
 
     def fits(self, blocks: Sequence[int]) -> bool:
         """Whether a load of ``blocks[g]`` blocks of each layer group ``g`` may be copied inside the

@@ -164,7 +164,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         blend_oracle=options.blend_oracle,
         shadow=float(options.shadow),
         verification=replace(verdict.verification, every=options.verify),
-        sync_load_s=options.sync_load_ms / 1000 * loads_in_step(_package(), vllm.__version__),
+        sync_load_s=0.0 if blend else _sync_load_s(options),
         model=options.model_id or source,
         weights=weights_name,
     )
@@ -179,6 +179,11 @@ def _window_interval(
         return 0 if wanted == "dense" else wanted
     own = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", 0)
     return 0 if own is None else own or default_interval(layouts)
+
+
+def _sync_load_s(options: EngineOptions) -> float:
+    """``EngineSetup.sync_load_s`` without blend, whose loads are asynchronous."""
+    return options.sync_load_ms / 1000 * loads_in_step(_package(), vllm.__version__)
 
 
 def _has_one_queue(layouts: tuple[GroupLayout, ...]) -> bool:

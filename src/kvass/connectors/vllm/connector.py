@@ -218,8 +218,9 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._rest.planner = self._planner
 
     def _take_back_failed_steps(self, scheduler: Any) -> None:
-        """Load inside steps, if ``scheduler`` can forget what a step computed with a failed
-        load."""
+        """Load inside steps, if ``scheduler`` can forget what a step computed with a failed load.
+        Where nothing is loaded inside steps, vLLM handles other connectors' failed loads as it
+        does without kvass: ``bad_blocks.py`` knows one layer group only."""
 
         def take_back(failed: set[int]) -> None:
             preempted = bad_blocks.take_back(scheduler, failed)
@@ -231,9 +232,9 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             )
             self._run(self._planner, None, Planner.took_back)
 
-        if self._planner is not None and borrowed.replace_handle_invalid_blocks(
-            scheduler, take_back
-        ):
+        if self._planner is None or self._planner.in_step.why_never:
+            return
+        if borrowed.replace_handle_invalid_blocks(scheduler, take_back):
             self._planner.in_step.enable()
 
     def _observers(self, planner: Planner) -> tuple[Observer, ...]:
