@@ -16,7 +16,7 @@ from kvass.connectors.vllm import configuration
 from kvass.testing.daemon import Daemon
 from tests.engine import conftest
 from tests.engine.conftest import GPU
-from tests.engine.test_scheduler_groups import DEEPSEEK_V4, GPT_OSS, QWEN_NEXT, prompt
+from tests.engine.test_scheduler_groups import DEEPSEEK_V4, DENSE, GPT_OSS, QWEN_NEXT, prompt
 from tests.support.vllm.hybrid import GroupShape, make_hybrid_configs
 from tests.support.vllm.ranks import StubModelEngine, making, until
 from tests.support.vllm.scheduler import before, read_setup
@@ -31,7 +31,6 @@ MODELS = {
     "deepseek-v4": (DEEPSEEK_V4, 64),
 }
 """Groups, and the tokens to which vLLM aligns its own hits: here those of a chunk as well."""
-DENSE = {"kvass.window_interval": "dense"}
 """vLLM's own cache has each place at which these prompts part."""
 each_model = pytest.mark.parametrize(("shapes", "chunk"), MODELS.values(), ids=MODELS)
 

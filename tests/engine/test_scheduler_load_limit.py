@@ -15,7 +15,7 @@ from kvass.connectors.vllm.hints import MOST_LOADED, REPORT, SKIP_LOAD, VLLM_MOS
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine import conftest
 from tests.engine.conftest import empty
-from tests.engine.test_scheduler_groups import GPT_OSS, MIXED, finish, prompt
+from tests.engine.test_scheduler_groups import DENSE, GPT_OSS, MIXED, finish, prompt
 from tests.engine.test_scheduler_reports import reports
 from tests.support.vllm.hybrid import GroupShape
 from tests.support.vllm.ranks import StubModelEngine, making, until
@@ -112,7 +112,7 @@ def test_a_load_ends_where_a_hit_of_a_shorter_prompt_would(
     daemon: Daemon, engine: Any, shapes: list[GroupShape], drafts: int
 ) -> None:
     """Also with a drafter, which must find a chunk more than is loaded."""
-    options = {"shapes": shapes, "blocks": 400, "batched": 128, "chunk": 64}
+    options = {"shapes": shapes, "blocks": 400, "batched": 128, "chunk": 64, "more": DENSE}
     options |= {"drafts": drafts, "drafter": "eagle"} if drafts else {}
     a, b = engine(**options), engine(**options, kv_role="kv_consumer")
     tokens = prompt(1, 400)
@@ -134,7 +134,7 @@ def test_a_match_that_became_too_long_is_asked_again(
     daemon: Daemon, engine: Any, shapes: list[GroupShape]
 ) -> None:
     """While the request waited, the engine's own cache lost blocks of it."""
-    options = {"shapes": shapes, "blocks": 400, "chunk": 64}
+    options = {"shapes": shapes, "blocks": 400, "chunk": 64, "more": DENSE}
     a, b = engine(**options), engine(**options)
     tokens = prompt(1, 300)
     a.generate("a", tokens)

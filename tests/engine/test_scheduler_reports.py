@@ -29,7 +29,7 @@ TOLD = {
     *("weights_unnamed", "weights_changed"),
 }
 NOT_TOLD = {
-    *("absent", "evicted", "over_quota", "cleared", "not_stored", "engine_busy"),
+    *("absent", "evicted", "over_quota", "cleared", "not_stored", "engine_busy", "no_window_here"),
     *("other_namespace", "other_salt", "other_adapter"),
     *("tier_down", "not_waited", "not_worth_it", "no_room", "load_failed", "late"),
     # it matched, so somebody had computed it
