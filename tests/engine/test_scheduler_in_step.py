@@ -15,7 +15,7 @@ import pytest
 
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm import bad_blocks
-from kvass.engine import in_step
+from kvass.engine import in_step, step_times
 from kvass.engine.copy_speed import Copied
 from kvass.engine.in_step import TRIAL
 from tests.engine.test_scheduler_load import settled, stored
@@ -162,18 +162,20 @@ def test_a_load_that_took_long_ends_loads_inside_steps_at_once() -> None:
 
 
 def test_copies_take_a_share_of_the_steps_duration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps of an engine that schedules ahead are planned in pairs."""
+    """Whether the engine rests between steps does not count."""
     _, world = stored()
     report(world, 0.0002)
-    planned = world.planner.in_step
+    planner = world.planner
     monkeypatch.setattr(in_step, "STEP_SHARE", 0.5)
     now = SimpleNamespace(s=100.0)
-    monkeypatch.setattr(in_step, "time", SimpleNamespace(monotonic=lambda: now.s))
-    for pause_s, fits in ((0.002, True), (0.0005, False), (0.002, True)):
-        for step in range(2 * in_step.STEPS):
-            now.s += pause_s * 2 * (step % 2)
-            planned.new_step()
-        assert planned.fits([4]) == fits
+    monkeypatch.setattr(planner._times, "clock", lambda: now.s)
+    for step_s, fits in ((0.002, True), (0.0005, False), (0.002, True)):
+        for _ in range(step_times.SAMPLES):
+            planner._times.planned(1, frozenset({"one"}))
+            now.s += step_s
+            planner._times.ended()
+            now.s += 1.0
+        assert planner.in_step.fits([4]) == fits
 
 
 def test_a_lease_that_is_not_fresh_is_not_used_inside_a_step(

@@ -213,11 +213,6 @@ class Lookups:
                 client.counters["misses" if lookup.match is None else "hits"] += 1
         return lookup.match
 
-    def peek(self, request: str) -> Match | None:
-        """The match that is held for a request; None: none is."""
-        lookup = self._of.get(request)
-        return None if lookup is None or lookup.in_flight else lookup.match
-
     def take(self, request: str) -> Match | None:
         """Return the held match and hand its lease to the caller. None: none is held, or its
         connection is lost."""

@@ -215,10 +215,6 @@ class SchedulerClient(Endpoint):
             self._giver = self._giver or connection
         return taken
 
-    def peek(self, request: str) -> Match | None:
-        """The match that is held for ``request``, which the caller does not own; None: none is."""
-        return self.lookups.peek(request)
-
     def give_back(self, request: str) -> None:
         """Give back the match of ``request`` and discard its lookup: the request ended, was
         preempted, or got no external tokens. Idempotent."""

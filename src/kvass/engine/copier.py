@@ -25,20 +25,21 @@ Laws of this file:
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.engine import tracing
 from kvass.engine.boundary import Boundary, log
+from kvass.engine.clients import worker_client
 from kvass.engine.copy_speed import Copied
 from kvass.engine.held_adapters import HeldAdapters, News
 from kvass.engine.memory import KVMemory, MakeMover, open_mover
+from kvass.engine.rank_report import NEVER, EndedLoads, RankReport
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import AdapterHeld, Compared, Load, ShadowCheck, StepWork, Store
 from kvass.engine.traffic import EngineTraffic
@@ -59,27 +60,8 @@ to wait."""
 CLOSE_WAIT_S: Final = 30.0
 """How long the engine waits for copies before its KV memory is taken away."""
 
-NEVER: Final = sys.maxsize
-"""A step number that is never reached."""
-
 _lost: Final[list[object]] = []
 """KV memory that a failed device may still access. It is kept until the process ends."""
-
-
-class RankReport(NamedTuple):
-    """What a rank reports. ``steps``: the steps (``StepWork.step``) whose last store ended.
-    ``adapters``: by rank, what it holds under each LoRA adapter id that changed. ``compared``: the
-    checks that ended. ``wrong``: the copies that verification found wrong. ``copied``: by rank, the
-    loads that ended well. ``in_step``: which loads inside steps ended, and whether well.
-    ``failed_step``: the last step of one that failed; 0: none did."""
-
-    steps: list[int]
-    adapters: dict[int, News]
-    compared: list[Compared]
-    wrong: list[str]
-    copied: dict[int, Copied]
-    in_step: dict[str, bool]
-    failed_step: int
 
 
 class Copier:
@@ -110,18 +92,9 @@ class Copier:
         self._verifier: Verifier | None = None
         self._wrong: list[str] = []
         """What verification found wrong and no report has, one line for each copy."""
-        self._copied_bytes = 0, 0.0
-        """The bytes of the loads that ended well and that no report has, and ``Done.copying_s``."""
         self._planes: tuple[GroupPlanes, ...] = ()
         self._owners: tuple[object, ...] = ()
-        self._finished: set[str] = set()
-        self._failed: set[str] = set()
-        self._in_step: dict[str, bool] = {}
-        """The loads inside steps that no report has, and whether they ended well."""
-        self._bad_blocks: set[int] = set()
-        """The blocks of those that failed and that the engine was not told."""
-        self._failed_steps: list[int] = []
-        """The steps with such loads that the scheduler has not taken back, in order."""
+        self._loads = EndedLoads()
         self._copying = 0
         self._open: Counter[int] = Counter()
         self._ended_steps: list[int] = []
@@ -150,10 +123,7 @@ class Copier:
             log.error("kvass is off, the engine runs uncached: %s", reason)
             return
         self._verifier = Verifier(memory, self._setup.verification, self._boundary)
-        self._client = WorkerClient(
-            self._setup.socket, registration, incomplete=True, daemon_uid=self._setup.daemon_uid
-        )
-        self._setup.when_named(self._client.complete)
+        self._client = worker_client(self._setup, registration)
 
     def _make_comparer(self, memory: KVMemory) -> Comparer | None:
         """The comparer of shadow mode. Raises MissingError."""
@@ -173,7 +143,7 @@ class Copier:
             self._first_bad_step = NEVER
         # The number is 0 if planning raised before it set the number.
         self._step_number = work.number or self._step_number
-        self._failed_steps = [n for n in self._failed_steps if n > work.recovered]
+        self._loads.taken_back(work.recovered)
         self._unstored, self._computed, self._empty_step = work, False, not work.computes
         self._note_adapters(self._step_number)
         for load in work.loads:
@@ -237,7 +207,7 @@ class Copier:
         if (
             self._empty_step
             and self._mover is not None
-            and not (self._finished or self._ended_steps)
+            and not (self._loads.finished or self._ended_steps)
         ):
             self._mover.drain(COPY_WAIT_S)
             if self._comparer is not None:
@@ -245,35 +215,31 @@ class Copier:
             self._poll()
         if not computed:
             return set(), set()
-        finished, failed = self._finished, self._failed
-        self._finished, self._failed = set(), set()
-        return finished, failed
+        return self._loads.take()
 
     def take_report(self) -> RankReport | None:
         """What is to be reported since the last call; None: nothing, or the step raised."""
         self._poll()
         if not self._computed:
             return None
-        failed = any(not good for good in self._in_step.values())
         report = RankReport(
             self._ended_steps,
             self._boundary.run({}, self._news),
             self._compared,
             self._wrong,
             self._boundary.run({}, self._take_copied),
-            self._in_step,
-            self._failed_steps[-1] if failed else 0,
+            *self._loads.take_in_step(),
         )
         if not any(report):
             return None
-        self._ended_steps, self._compared, self._wrong, self._in_step = [], [], [], {}
+        self._ended_steps, self._compared, self._wrong = [], [], []
         return report
 
     def _take_copied(self) -> dict[int, Copied]:
         """What was loaded since the last call, by rank."""
-        if not self._copied_bytes[0] or self._verifier is None:
+        copied = self._loads.take_copied()
+        if not copied[0] or self._verifier is None:
             return {}
-        copied, self._copied_bytes = self._copied_bytes, (0, 0.0)
         sizes = tuple(planes.block_bytes for planes in self._planes)
         verified = self._verifier.loads_verified(self._planes)
         in_step = self._mover is not None and self._mover.copies_now
@@ -281,8 +247,7 @@ class Copier:
 
     def take_bad_blocks(self) -> set[int]:
         """The ids of the blocks that this rank could not load inside the step."""
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
+        return self._loads.take_bad_blocks()
 
     def _news(self) -> dict[int, News]:
         if self._held is None:
@@ -346,7 +311,7 @@ class Copier:
     def _computed_well(self, adapter: AdapterHeld | None, first: int, last: int) -> bool:
         """Whether no forward pass up to step ``last`` failed, and this rank held ``adapter`` in
         every step since ``first``, the first that computed the request."""
-        return last < min([self._first_bad_step, *self._failed_steps]) and (
+        return last < min(self._first_bad_step, self._loads.first_bad_step) and (
             adapter is None
             or (self._held is not None and self._held.computed(adapter, first, last))
         )
@@ -487,8 +452,7 @@ class Copier:
         else:
             self._loaded(copy, done.ok)
             if done.ok:
-                had, took_s = self._copied_bytes
-                self._copied_bytes = had + done.job.bytes, took_s + done.copying_s
+                self._loads.add_copied(done.job.bytes, done.copying_s)
         if not done.ok:
             self._boundary.count(
                 f"{copy.kind}_{done.outcome}",
@@ -500,17 +464,9 @@ class Copier:
 
     def _loaded(self, load: Load, ok: bool) -> None:
         """Note that a load ended, and whether well."""
-        if not load.in_step:
-            self._finished.add(load.request)
-            if not ok:
-                self._failed.add(load.request)
-            return
-        self._in_step[load.request] = ok
-        if ok:
+        self._loads.add(load, ok, self._step_number)
+        if ok and load.in_step:
             self.traffic.count("loads_in_step")
-        else:
-            self._bad_blocks.update(load.in_step)
-            self._failed_steps.append(self._step_number)
 
     def _check_ended(self, check: ShadowCheck, result: Compared) -> None:
         """Take in the end of a check."""

@@ -18,22 +18,20 @@ Laws of this file:
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
-from statistics import median
 from typing import Final
 
 from kvass.client.lookups import Match
 from kvass.engine.copy_speed import CopySpeed
 from kvass.engine.hit_limits import HitLimits
+from kvass.engine.protocols import Request
 from kvass.engine.request_state import RequestState
 from kvass.engine.setup import EngineSetup
+from kvass.engine.step_times import StepTimes
 from kvass.layout.spans import Table
 
 STEP_SHARE: Final = 0.5
 """The most of a step's duration that copies inside it may take."""
-STEPS: Final = 16
-"""How many of the last steps say how long a step takes."""
 FRESH_S: Final = 1.0
 """A lease is fresh for the first half of its time, and while so much is left of it."""
 TRIAL: Final = 16
@@ -43,11 +41,11 @@ TRIAL: Final = 16
 class InStep:
     """The loads inside the steps of one engine. Used from its scheduler's thread only."""
 
-    def __init__(self, setup: EngineSetup, limits: HitLimits, speed: CopySpeed) -> None:
-        self._setup, self._limits, self._speed = setup, limits, speed
+    def __init__(
+        self, setup: EngineSetup, limits: HitLimits, times: StepTimes, speed: CopySpeed
+    ) -> None:
+        self._setup, self._limits, self._times, self._speed = setup, limits, times, speed
         self._can_recover = False
-        self._planned_s: deque[float] = deque(maxlen=STEPS)
-        """CLOCK_MONOTONIC at which the last steps were planned."""
         self._spent_s = 0.0
         """How long the copies take that the next step has so far."""
         self._trial = 0
@@ -91,17 +89,13 @@ class InStep:
             return hit
         return max(0, self._limits.end_before(local + int(left_s / block_s) * tokens) - local)
 
-    def tokens(self, state: RequestState, match: Match | None) -> int:
-        """How many tokens of ``match`` are loaded inside the step that is being planned; 0: its
-        load is asynchronous. The engine must compute at least one token of the request."""
-        state.in_step = 0
-        answer = state.answer
-        if match is None or answer is None or not self._is_fresh(match):
+    def tokens(self, request: Request, match: Match, local: int, end: int) -> int:
+        """How many of the tokens ``[local, end)`` of ``match`` are loaded inside the step that is
+        being planned; 0: its load is asynchronous. The engine must compute at least one token of
+        the request."""
+        if not self._is_fresh(match) or not self.fits(self._blocks(local, end)):
             return 0
-        if not self.fits(self._blocks(answer.local, answer.end)):
-            return 0
-        state.in_step = min(answer.end, state.request.known_tokens - 1) - answer.local
-        return state.in_step
+        return min(end, request.known_tokens - 1) - local
 
     def blocks(self, state: RequestState, table: Table) -> tuple[int, ...]:
         """The ids of the blocks that are wrong if the load of a request fails: all that it has
@@ -119,7 +113,6 @@ class InStep:
     def new_step(self) -> None:
         """A step was planned; the next one begins."""
         self._spent_s = 0.0
-        self._planned_s.append(time.monotonic())
 
     def ended(self, loads: int, failed: bool) -> None:
         """So many loads ended well, and one inside a step ``failed``."""
@@ -139,9 +132,6 @@ class InStep:
         return self._budget_s() - self._spent_s
 
     def _budget_s(self) -> float:
-        """The budget of one step. With asynchronous scheduling one step is planned soon after the
-        one before, and the next one late, so two are taken together."""
-        times = [*self._planned_s]
-        pairs = [(later - first) / 2 for first, later in zip(times, times[2:], strict=False)]
-        most_s = self._setup.sync_load_s
-        return min(most_s, STEP_SHARE * median(pairs)) if pairs else most_s
+        """The budget of one step."""
+        most_s, step_s = self._setup.sync_load_s, self._times.recent_s
+        return min(most_s, STEP_SHARE * step_s) if step_s else most_s

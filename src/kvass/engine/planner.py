@@ -18,12 +18,12 @@ from typing import Any, Final
 
 from kvass.client.explanation import told
 from kvass.client.lookups import Found, Match, Pending
-from kvass.client.scheduler import SchedulerClient
 from kvass.engine import tracing
 from kvass.engine.adapters import Adapters
 from kvass.engine.asking import Asking, Question
 from kvass.engine.boundary import log
 from kvass.engine.changes import OwnCache, WeightChanges
+from kvass.engine.clients import scheduler_client
 from kvass.engine.copy_speed import CopySpeed
 from kvass.engine.early_lookups import EarlyLookups
 from kvass.engine.explain import Explainer
@@ -77,15 +77,7 @@ class Planner:
         self._setup = setup
         self._spans = setup.spans
         self._limits = HitLimits(setup)
-        self.client = SchedulerClient(
-            setup.socket,
-            setup.register(),
-            readers=setup.strategy.readers,
-            spare=setup.spare,
-            incomplete=True,
-            daemon_uid=setup.daemon_uid,
-        )
-        setup.when_named(self.client.complete)
+        self.client = scheduler_client(setup)
         self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
         self._emptied = False
@@ -95,7 +87,7 @@ class Planner:
         """Whether a copy was wrong, so that the engine runs uncached until it ends."""
         self._times = StepTimes()
         self.copy_speed = CopySpeed(setup.strategy.ranks)
-        self.in_step = InStep(setup, self._limits, self.copy_speed)
+        self.in_step = InStep(setup, self._limits, self._times, self.copy_speed)
         self._make = LoadMaker(setup, self._limits, self.in_step)
         self._recovered = 0
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
@@ -229,7 +221,7 @@ class Planner:
         state.kept_chunks = max(state.kept_chunks, found.kept)
         state.parts = max(state.parts, found.whole - self._setup.spare)
         local, end, named = question.local, question.end, question.named
-        hit, tiers, why = 0, tuple[int, ...](), found.why or question.why
+        hit, inside, tiers, why = 0, 0, tuple[int, ...](), found.why or question.why
         if isinstance(match := found.match, Match):
             tiers = match.tiers
             matched = self._hit(match, local, end if most is None else min(end, most))
@@ -238,9 +230,11 @@ class Planner:
                 why = CHEAPER
             if hit == 0:  # or the match ends in the chunk in which the engine's own hit ends
                 self.client.give_back(state.request.name)
+            else:
+                inside = self.in_step.tokens(state.request, match, local, local + hit)
         asked, now_s = end - local, time.monotonic()
         answer = Answer(local, local + hit, named, asked, why, tiers, found.boot, now_s)
-        first = state.answered(answer)
+        first, state.in_step = state.answered(answer), inside
         for each in self._observers:
             each.answered(state, answer, first)
         return hit
@@ -339,7 +333,7 @@ class Planner:
     def loads_in_step(self, name: str) -> int:
         """How many tokens of the match that is held are loaded inside this step; 0: its load is
         asynchronous. Call it after ``match``."""
-        return self.in_step.tokens(self._requests[name], self.client.peek(name))
+        return self._requests[name].in_step
 
     def ensure_load(self, name: str, table: Table = ()) -> None:
         """The engine waits for a load of this request into ``table``. If none is planned, plan one

@@ -38,6 +38,7 @@ class StepTimes:
         self._curve: list[tuple[float, float]] | None = None
         """Tokens and seconds, both rising; None: it is computed when it is needed."""
         self._speeds: deque[float] = deque([0.0], maxlen=SAMPLES)
+        self._recent: deque[float] = deque(maxlen=SAMPLES)
         self.names: Set[str] = frozenset()
         """Of the requests of which the last step that was planned computes tokens. A step without
         tokens does not count."""
@@ -62,6 +63,7 @@ class StepTimes:
         if tokens and took_s > 0:
             samples = self._sizes.setdefault(tokens.bit_length(), deque(maxlen=SAMPLES))
             samples.append((tokens, took_s))
+            self._recent.append(took_s)
             self._curve = None
             if tokens >= MIN_SAMPLE_TOKENS:
                 self._speeds.append(tokens / took_s)
@@ -72,6 +74,11 @@ class StepTimes:
         the high side: the fastest of the last samples counts. If it were too low, a request would
         wait for tiers that take longer than computing."""
         return max(self._speeds)
+
+    @property
+    def recent_s(self) -> float:
+        """How long the last steps took, whatever they computed: their median; 0: unknown."""
+        return median(self._recent) if self._recent else 0.0
 
     def seconds(self, tokens: float) -> float:
         """How long a step of ``tokens`` tokens takes; 0: unknown. Of fewer tokens than any step had

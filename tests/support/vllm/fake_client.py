@@ -200,10 +200,6 @@ class FakeClient:
             self.taken[match.lease] = request
         return match
 
-    def peek(self, request: str) -> Match | None:
-        """It stays held."""
-        return self.held.get(request)
-
     def give_back(self, request: str) -> None:
         """Give back what is held for ``request``."""
         if match := self.held.pop(request, None):

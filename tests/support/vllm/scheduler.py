@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-CLIENT = "kvass.engine.planner.SchedulerClient"
+CLIENT = "kvass.engine.clients.SchedulerClient"
 CHUNK_BLOCKS = "kvass.connectors.vllm.configuration.chunk_blocks"
 BLOCK = 16
 CHUNK = 32

@@ -1,6 +1,7 @@
 """``Connector``, the connector that loads prefixes: its hooks call the planner and the copier.
 
-Law of this file: no exception of kvass reaches vLLM, except a ``ConfigError`` for unusable options.
+Law of this file: no exception of kvass reaches vLLM, except a ``ConfigError`` for unusable options,
+and one in taking back a step whose load failed: an engine that went on would give wrong tokens.
 
 vLLM makes one connector in the scheduler's process and one in each worker's. The scheduler's
 connector has a ``Planner``, a worker's has a ``Copier``. An inert connector has neither and answers
