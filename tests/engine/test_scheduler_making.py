@@ -29,8 +29,12 @@ from tests.support.vllm.scheduler import (
 
 
 def saved(folder: Path) -> Path:
-    """A model that is saved now."""
-    return Path(shutil.copytree(tiny_model(), folder / "model", copy_function=shutil.copyfile))
+    """A model that was saved just now, but at an earlier time of the file system's clock."""
+    model = shutil.copytree(tiny_model(), folder / "model", copy_function=shutil.copyfile)
+    newest_ns = max(one.stat().st_ctime_ns for one in [model, *model.iterdir()])
+    while newest_ns > weights.now_ns():
+        time.sleep(0.001)
+    return Path(model)
 
 
 def save_again(model: Path) -> None:
