@@ -134,7 +134,7 @@ def test_a_save_that_fails_is_a_line(
 
 def test_a_tier_counts_what_it_writes_and_keeps_it(folder: Path) -> None:
     """It stores over its budget, too: the core chooses what it is to store."""
-    url = f"disk:{folder}?capacity=16MiB&write=240KiB/day"
+    url = f"disk:{folder}?capacity=16MiB&write=240KiB/day&compress=off"
     tier = open_tier(url)
     assert isinstance(tier, DiskTier)
     before = tier.report()["write_budget_left_bytes"]

@@ -53,7 +53,7 @@ def disk(folder: Path, key_file: Path) -> Iterator[Callable[..., EncryptedTier]]
     opened: list[Tier] = []
 
     def open_(path: Path = key_file) -> EncryptedTier:
-        opened.append(open_tier(f"disk:{folder}?capacity=16MiB&key_file={path}"))
+        opened.append(open_tier(f"disk:{folder}?capacity=16MiB&key_file={path}&compress=off"))
         assert isinstance(opened[-1], EncryptedTier)
         return opened[-1]
 
@@ -71,7 +71,7 @@ class TestEncryptedDisk(TierSuite):
 def test_redis(server: RedisServer, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, and records in pieces. A byte that is flipped in either is a miss."""
     monkeypatch.setattr(redis, "PIECE_BYTES", 8 * PAGE)
-    tier = open_tier(f"redis:{server.address}?prefix=enc:&key_file={key_file}")
+    tier = open_tier(f"redis:{server.address}?prefix=enc:&key_file={key_file}&compress=off")
     assert isinstance(tier, EncryptedTier)
     large = (LARGE, LARGE // 3)
     assert works(tier)
@@ -97,7 +97,7 @@ def test_redis(server: RedisServer, key_file: Path, monkeypatch: pytest.MonkeyPa
 def test_s3(start: Start, key_file: Path) -> None:
     server = start(S3Server)
     with credentials():
-        tier = open_tier(server.url("encrypted", f"&key_file={key_file}"))
+        tier = open_tier(server.url("encrypted", f"&key_file={key_file}&compress=off"))
         assert isinstance(tier, EncryptedTier)
         assert works(tier)
         write_keys(key_file, OTHER)

@@ -44,7 +44,7 @@ def test_large_shards_go_straight_and_small_ones_beside_the_header(
 ) -> None:
     """``rdma``: what is registered is, and nothing else is used; the transport is TCP all the
     same, for want of a device."""
-    tier = start(open_tier, f"mooncake:{server.address}?prefix={protocol}:")
+    tier = start(open_tier, f"mooncake:{server.address}?prefix={protocol}:&compress=off")
     assert isinstance(tier, MooncakeTier)
     assert works(tier)
     link: Any = tier._mooncake

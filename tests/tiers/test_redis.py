@@ -209,7 +209,7 @@ def test_a_clear_that_may_delete_some_says_so(start: Start) -> None:
     client: Any = server.client()
     client.execute_command("ACL", "SETUSER", "me", "on", ">s3cret", "+@all", *mine)
     tier = start(open_tier, f"redis:{server.address}?username=me&password=s3cret")
-    writer = start(open_tier, f"redis:{server.address}")
+    writer = start(open_tier, f"redis:{server.address}?compress=off")
     assert all(fill(writer, KEYS))
     with pytest.raises(ItemRefused, match="permission"):
         tier.clear()
@@ -220,7 +220,7 @@ def test_a_clear_that_may_delete_some_says_so(start: Start) -> None:
 
 def test_a_full_server_refuses_and_serves(start: Start) -> None:
     server = start(RedisServer, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
-    tier = start(open_tier, f"redis:{server.address}")
+    tier = start(open_tier, f"redis:{server.address}?compress=off")
     many = keys_of(400)
     stored = fill(tier, many)
     assert 10 < sum(stored) < 400
@@ -243,7 +243,7 @@ NO_WRITES: dict[str, tuple[str, ...]] = {
 def test_a_server_that_takes_no_writes_is_read(start: Start, why: str) -> None:
     """With and without a note of an earlier check: a kvass of before it had checks wrote none."""
     server = start(RedisServer)
-    tier = start(open_tier, f"redis:{server.address}")
+    tier = start(open_tier, f"redis:{server.address}?compress=off")
     tier.set_note("epoch", b"7")
     tier.check_store()
     assert all(fill(tier, KEYS))
@@ -281,7 +281,7 @@ def test_what_cannot_be_a_record_is_not_found_and_is_replaced(
     server: RedisServer, start: Start
 ) -> None:
     """A store asks first what is there."""
-    tier = start(open_tier, f"redis:{server.address}?prefix=odd:")
+    tier = start(open_tier, f"redis:{server.address}?prefix=odd:&compress=off")
     client: Any = server.client()
     client.rpush(b"odd:r:" + KEYS[0], "a list")
     client.set(b"odd:r:" + KEYS[1], b"")
@@ -304,7 +304,7 @@ def test_other_lengths_are_no_damage(server: RedisServer, start: Start) -> None:
 
 
 def test_calls_that_run_when_another_one_fails_go_on(server: RedisServer, start: Start) -> None:
-    tier = start(open_tier, f"redis:{server.address}?prefix=running:")
+    tier = start(open_tier, f"redis:{server.address}?prefix=running:&compress=off")
     assert works(tier)
     with ThreadPoolExecutor(3) as pool:
         asks = [pool.submit(lambda: all(hits(tier, KEYS))) for _ in range(20)]

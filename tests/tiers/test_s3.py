@@ -275,7 +275,7 @@ def test_a_proxy_of_the_environment_is_used_and_not_repeated(
 
 def test_requests_and_bytes_in_flight_are_bounded(start: Start) -> None:
     """By the pool, as ``test_worker_pool.py`` shows."""
-    tier = start(open_tier, "s3:bucket?connections=5")
+    tier = start(open_tier, "s3:bucket?connections=5&compress=off")
     assert (tier._pool._size, tier._pool._max_bytes) == (5, 64 << 20)
 
 

@@ -59,6 +59,20 @@ Shards: TypeAlias = Sequence[Buffer]
 """One record's data: the source of a store, or the destination of a load."""
 
 
+class Varying(list[Buffer]):
+    """The data of a record whose one shard has another length than those of its kind. A tier that
+    keeps records of equal size may waste a thirtieth of its room. A load fills the beginning of the
+    buffer with a record of one shard that is not longer."""
+
+
+def taking(lengths: Sequence[int], into: Shards) -> Shards | None:
+    """Return the buffers for a record with shards of these lengths. None if ``into`` is for
+    others."""
+    if isinstance(into, Varying) and len(lengths) == 1 and lengths[0] <= len(into[0]):
+        return [into[0][: lengths[0]]]
+    return into if tuple(lengths) == tuple(map(len, into)) else None
+
+
 @runtime_checkable
 class Tier(Protocol):
     """A store of records. The top of this file says what holds for every method."""

@@ -44,7 +44,7 @@ import numpy as np
 import xxhash
 
 from kvass.errors import UsageError
-from kvass.tiers.base import MAX_KEY_BYTES, MAX_SHARDS, Buffer, Shards
+from kvass.tiers.base import MAX_KEY_BYTES, MAX_SHARDS, Buffer, Shards, taking
 from kvass.tiers.buffers import page_buffer, size_of
 from kvass.tiers.pacing import CHECKSUM_BYTES, paced
 
@@ -256,8 +256,10 @@ def unpack_body(
     """
     if header.key != key or size != sum(header.lengths):
         return None
-    if header.lengths != tuple(map(len, into)):
+    there = taking(header.lengths, into)
+    if there is None:
         return False
+    into = there
     if open_ is None:
         whole = not header.seal and _fill(into, pieces, _copy)
         return True if whole and payload_checksum(into) == header.payload_checksum else None

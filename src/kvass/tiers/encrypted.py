@@ -35,6 +35,7 @@ class EncryptedTier:
     """``Tier`` and ``DividedTier``: encrypts what ``tier`` keeps."""
 
     def __init__(self, tier: RecordTier, encryption: Encryption) -> None:
+        self.name = tier.name
         self._tier, self._encryption = tier, encryption
         tier.sealing = encryption
         self._noting = threading.Lock()

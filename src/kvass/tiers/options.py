@@ -31,13 +31,26 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordOptions(TierOptions, frozen=True, kw_only=True):
+    """Base class of the options of tiers of records."""
+
+    compress: Literal["lossless", "off", "auto"] = "auto"
+    """``lossless``: records are compressed, bit by bit. ``auto``: where the store is slower than a
+    core compresses, and only if a library for it is installed."""
+
+    @property
+    def over_rdma(self) -> bool:
+        """Whether records go from memory to memory without a processor."""
+        return False
+
+
+class SealedOptions(RecordOptions, frozen=True, kw_only=True):
     """Base class of the options of tiers that can encrypt their records."""
 
     key_file: Annotated[str, Meta(min_length=1)] = ""
     """The file with the keys (``key_file``). Empty: records are not encrypted."""
 
 
-class DiskOptions(RecordOptions, frozen=True, kw_only=True):
+class DiskOptions(SealedOptions, frozen=True, kw_only=True):
     """Options of ``disk:FOLDER?capacity=SIZE``."""
 
     capacity: Size
@@ -66,7 +79,7 @@ class DiskOptions(RecordOptions, frozen=True, kw_only=True):
         _ = self.day_bytes
 
 
-class RedisOptions(RecordOptions, frozen=True, kw_only=True):
+class RedisOptions(SealedOptions, frozen=True, kw_only=True):
     """Options of ``redis:HOST[:PORT]`` and ``redis:/path/of/socket``."""
 
     db: Number = 0
@@ -84,7 +97,7 @@ class RedisOptions(RecordOptions, frozen=True, kw_only=True):
             raise ValueError("db: a cluster has none but 0")
 
 
-class ObjectStoreOptions(RecordOptions, frozen=True, kw_only=True):
+class ObjectStoreOptions(SealedOptions, frozen=True, kw_only=True):
     """Options of ``gcs:BUCKET[/PREFIX]``, and base class of the options of all object stores."""
 
     endpoint: str = ""
@@ -111,7 +124,7 @@ class AzureOptions(ObjectStoreOptions, frozen=True, kw_only=True):
     account: Word = ""
 
 
-class MooncakeOptions(TierOptions, frozen=True, kw_only=True):
+class MooncakeOptions(RecordOptions, frozen=True, kw_only=True):
     """Options of ``mooncake:MASTER[:PORT]``."""
 
     metadata: Annotated[str, Meta(min_length=1)] = "P2PHANDSHAKE"
@@ -133,6 +146,10 @@ class MooncakeOptions(TierOptions, frozen=True, kw_only=True):
         if 0 < self.segment < _LEAST_SEGMENT:
             raise ValueError(f"segment: {self.segment} is less than {_LEAST_SEGMENT}")
 
+    @property
+    def over_rdma(self) -> bool:
+        return self.protocol == "rdma"
+
 
 AnyOptions = TypeVar("AnyOptions", bound=TierOptions)
 
@@ -151,7 +168,7 @@ def read_options(kind: type[AnyOptions], texts: Mapping[str, str]) -> AnyOptions
     what is allowed. About what stands behind a secret it quotes nothing: it may be the secret's
     end."""
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    own = [name for name in fields if name not in RecordOptions.__struct_fields__]
+    own = [name for name in fields if name not in SealedOptions.__struct_fields__]
     known = f"its options: {', '.join([*own, *(name for name in fields if name not in own)])}"
     values: dict[str, Any] = {}
     secret = "a login" if any("@" in text for text in texts.values()) else ""

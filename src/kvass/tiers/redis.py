@@ -42,7 +42,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from kvass.errors import ConfigError, ItemRefused, ItemUnreadable, TierDown
-from kvass.tiers.base import MAX_NOTE_BYTES, Shards
+from kvass.tiers.base import MAX_NOTE_BYTES, Shards, Varying
 from kvass.tiers.buffers import batches_by_size, size_of, split
 from kvass.tiers.codec import (
     MAX_HEADER_BYTES,
@@ -211,7 +211,8 @@ class RedisTier(RecordTier):
                 if len(value) > _most(into):  # we have its beginning only
                     size = self._ask_one("STRLEN", self._record_name(key)) - header_bytes(header)
                 elif names := self._piece_names(key, header):
-                    size, chunks = sum(header.lengths), self._pieces(names, size_of(into))
+                    size = sum(header.lengths)
+                    chunks = self._pieces(names, min(size, size_of(into)))
                 right = unpack_body(key, header, size, chunks, into, self._open)
             except _REFUSED as error:
                 return error
@@ -342,6 +343,8 @@ class RedisTier(RecordTier):
 def _most(into: Shards) -> int:
     """Return the most bytes that the value of a record with these shards may have."""
     size = size_of(into)
+    if isinstance(into, Varying):
+        size = min(size, PIECE_BYTES)
     return MAX_HEADER_BYTES + (size if size <= PIECE_BYTES else 0)
 
 

@@ -14,7 +14,7 @@ hidden in all its texts (``redacted``).
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -34,6 +34,7 @@ from kvass.tiers.options import (
     RecordOptions,
     RedisOptions,
     S3Options,
+    SealedOptions,
     TierOptions,
     host_and_port,
     is_secret,
@@ -59,6 +60,7 @@ _EXTRAS: Final = {
     "obstore": "s3",
     "mooncake": "mooncake",
     "cryptography": "encryption",
+    "zstandard": "compress",
 }
 """Package -> the extra of kvass that installs it."""
 
@@ -226,9 +228,13 @@ def open_tier(text: str) -> Tier:
         module, _, name = BUILT_IN_TIERS[url.scheme][0].partition(":")
         open_ = functools.partial(_import(text, module, name), url.where, options)
     try:
-        if isinstance(options, RecordOptions) and options.key_file:
+        if isinstance(options, SealedOptions) and options.key_file:
             encrypted = _import(text, "kvass.tiers.encrypted", "open_encrypted")
             open_ = functools.partial(encrypted, open_, options.key_file)
+        if isinstance(options, RecordOptions) and _compresses(options):
+            compressed = _import(text, "kvass.tiers.compressed", "open_compressed")
+            how = {"remote": url.scheme != "disk", "never": options.over_rdma}
+            open_ = functools.partial(compressed, open_, options.compress, **how)
         tier = open_()
     except (ConfigError, OSError):
         raise
@@ -237,6 +243,13 @@ def open_tier(text: str) -> Tier:
     if not isinstance(tier, Tier):
         raise _refused(text, f"it gives a {type(tier).__name__}, which is no Tier")
     return tier
+
+
+def _compresses(options: RecordOptions) -> bool:
+    """Whether a tier compresses records, or may. ``auto`` does not without a library for it."""
+    if options.compress == "auto":
+        return any(map(importlib.util.find_spec, ("compression", "zstandard")))
+    return options.compress == "lossless"
 
 
 def _failed(text: str, error: Exception) -> ConfigError:

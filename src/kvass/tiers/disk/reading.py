@@ -23,13 +23,13 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from kvass.tiers.base import Buffer, Shards
-from kvass.tiers.buffers import HUGE_PAGE, huge_buffer, page_buffer
+from kvass.tiers.base import Buffer, Shards, Varying, taking
+from kvass.tiers.buffers import HUGE_PAGE, huge_buffer, page_buffer, size_of
 from kvass.tiers.codec import Header, Open, decode_header, payload_checksum
 from kvass.tiers.disk.choice import Choice
 from kvass.tiers.disk.segment import SegmentFile, page_aligned, slot_bytes_of
 from kvass.tiers.pacing import CHECKSUM_BYTES, IO_BYTES, paced
-from kvass.types import align_up
+from kvass.types import PAGE, align_up
 
 LEAST_STAGED: Final = 1 << 20
 
@@ -66,21 +66,28 @@ class SlotReader:
     ) -> str:
         """Fill ``into`` with a record. Returns what is wrong, ``mismatched`` or ``damaged``, or an
         empty text. Raises ``OSError``."""
+        if isinstance(into, Varying):
+            into = Varying([into[0][: file.slot_bytes - PAGE]])
         if slot_bytes_of(into) != file.slot_bytes:
             return "mismatched"
         pairs = self.read(file, slot, into)
         header = decode_header(next(pairs, (b"",))[0])
         if header is None or header.key != key:
             return "damaged"
-        if header.lengths != tuple(map(len, into)):
+        there = taking(header.lengths, into)
+        if there is None:
             return "mismatched"
+        if isinstance(into, Varying):
+            pairs = _beginning(pairs, size_of(there))
         right = _checked if open_ is None else partial(_decrypted, open_)
         return "" if right(header, pairs) else "damaged"
 
     def read(self, file: SegmentFile, slot: int, shards: Shards) -> Iterator[Pair]:
         """Read a record's slot, a few MiB at a time. Yields the bytes in order, after they were
         read: first the page with the header, then those of the shards. Who takes a pair moves its
-        bytes to where they belong. Stops early if the file is too short. Raises ``OSError``."""
+        bytes to where they belong. Stops early if the file is too short. Raises ``OSError``.
+
+        A ``Varying`` shard is not read through the thread's memory: it is in such memory itself."""
         aligned, stage = page_aligned(shards), self._memory.next
         targets = [self._memory.page, *shards]
         begins = [*accumulate((align_up(len(target)) for target in targets), initial=0)]
@@ -92,6 +99,7 @@ class SlotReader:
                 if begin < at + size and begin + len(target) > at and len(target)
             ]
             free = aligned and file.direct and size >= LEAST_STAGED
+            free = free and not isinstance(shards, Varying)
             staged = self._choice.staged() if free else not aligned
             if staged:
                 stage[::HUGE_PAGE] = 0  # the system gives the memory now, not while the disk reads
@@ -134,3 +142,12 @@ def _decrypted(open_: Open, header: Header, pairs: Iterator[Pair]) -> bool:
     for source, target in pairs:
         opening.move(source, target)
     return opening.right()
+
+
+def _beginning(pairs: Iterator[Pair], size: int) -> Iterator[Pair]:
+    """Yield the first ``size`` bytes of all pairs. All of them are read."""
+    for source, target in pairs:
+        part = target[:size]
+        if part:
+            yield (part if source is target else source[:size]), part
+        size -= len(part)

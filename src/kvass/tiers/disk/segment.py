@@ -32,7 +32,7 @@ import xxhash
 
 from kvass.errors import ConfigError
 from kvass.folder import Folder
-from kvass.tiers.base import Buffer, Shards
+from kvass.tiers.base import Buffer, Shards, Varying
 from kvass.tiers.buffers import page_buffer, split
 from kvass.tiers.pacing import IO_BYTES, yield_cpu
 from kvass.types import DEFAULT_TENANT, PAGE, I64Array, U64Array, align_up
@@ -77,8 +77,12 @@ def most_slots(slot_bytes: int, room: int) -> int:
 
 
 def slot_bytes_of(shards: Shards) -> int:
-    """Return the size in bytes of a slot for a record with these shards."""
-    return PAGE + sum(align_up(len(shard)) for shard in shards)
+    """Return the size in bytes of a slot for a record with these shards. Of ``Varying`` ones there
+    are few sizes: they have six bits."""
+    size = sum(align_up(len(shard)) for shard in shards)
+    if isinstance(shards, Varying):
+        size = align_up(size, PAGE << max(0, (size // PAGE).bit_length() - 6))
+    return PAGE + size
 
 
 def page_aligned(shards: Shards) -> bool:

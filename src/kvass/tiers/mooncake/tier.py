@@ -23,8 +23,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from kvass.errors import ItemRefused, ItemUnreadable, TierDown
-from kvass.tiers.base import MAX_NOTE_BYTES, Buffer, Shards
+from kvass.tiers.base import MAX_NOTE_BYTES, Buffer, Shards, Varying
 from kvass.tiers.buffers import batches_by_size
+from kvass.tiers.codec import Header, header_bytes
 from kvass.tiers.mooncake.client import (
     ABSENT,
     LEASE_OVER,
@@ -94,7 +95,7 @@ class MooncakeTier(RecordTier):
         left: Sequence[int] = range(len(keys))
         while left:
             now = {keys[i]: i for i in left}  # a request may contain each name only once
-            some = self._transfers(list(now), [into[i] for i in now.values()])
+            some = self._transfers(list(now), [self._there(k, into[i]) for k, i in now.items()])
             for i, outcome in zip(now.values(), self._in_groups(some, self._fetch), strict=True):
                 outcomes[i] = outcome
             left = [i for i in left if now[keys[i]] != i]
@@ -144,6 +145,15 @@ class MooncakeTier(RecordTier):
         direct = self._mooncake.direct
         pairs = zip(keys, data, strict=True)
         return [ObjectTransfer(self._record(key), key, shards, direct) for key, shards in pairs]
+
+    def _there(self, key: bytes, into: Shards) -> Shards:
+        """Return the part of ``into`` that the object takes. The library loads no object into a
+        larger buffer, so it is asked for the size of one that varies."""
+        if not isinstance(into, Varying):
+            return into
+        head = header_bytes(Header(key, (0,), 0, 0))
+        size = self._mooncake.client().get_size(self._record(key)) - head
+        return [into[0][:size]] if 0 <= size <= len(into[0]) else into
 
     def _in_groups(
         self, transfers: Transfers, move: Callable[[Transfers], list[Outcome]]
