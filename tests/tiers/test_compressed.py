@@ -19,7 +19,8 @@ from kvass.tiers import Tier, codings, compressed, open_tier, redis
 from kvass.tiers.base import Buffer
 from kvass.tiers.compressed import CompressedTier, Form
 from kvass.tiers.disk import DiskTier
-from kvass.tiers.planes import Coding, encode
+from kvass.tiers.planes import Coding, best_coding, encode
+from kvass.tiers.rates import Rate
 from kvass.types import PAGE
 from tests.support.servers.mooncake import MooncakeServer
 from tests.support.servers.redis import RedisServer
@@ -153,11 +154,15 @@ def rows(count: int, size: int = SIZE) -> list[list[Buffer]]:
 
 
 def gives_back(tier: Tier, keys: list[bytes], data: list[list[Buffer]]) -> bool:
-    """Whether it has all of them. What it has is right, or the test fails."""
+    return all(loads(tier, data, keys))
+
+
+def loads(tier: Tier, data: list[list[Buffer]], keys: list[bytes] = KEYS) -> list[bool]:
+    """Which are there. What is there is right, or the test fails."""
     into = [room_for((len(shard),), aligned=True) for (shard,) in data]
     held = tier.load(keys, into)
     assert all(same(got, want) for got, want, one in zip(into, data, held, strict=True) if one)
-    return all(held)
+    return held
 
 
 def test_records_take_less_room(disk: Any) -> None:
@@ -225,7 +230,7 @@ def test_a_kind_that_does_not_become_smaller_is_no_longer_tried(
     disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A probe of the first ones says so; what others become is not changed by that."""
-    probes = Mock(side_effect=codings.best_coding)
+    probes = Mock(side_effect=best_coding)
     monkeypatch.setattr(codings, "best_coding", probes)
     monkeypatch.setattr(codings, "AGAIN", 20)
     tier, noise, data = disk(), (SIZE + 16,), rows(10)
@@ -294,6 +299,31 @@ def test_what_cannot_be_decoded_is_a_counted_miss(disk: Any, why: str) -> None:
     assert all(tier.probe(KEYS))
 
 
+def test_damage_of_the_disk_is_one_miss(folder: Path, disk: Any) -> None:
+    """A flipped byte in each of a record's parts, and behind it; a file that was cut."""
+    tier, data = disk(), rows(10)
+    assert all(tier.store(KEYS, data))
+    tier.close()
+    path = folder / "00000001.seg"
+    second = 0
+    for at, misses in ((0, 1), (40, 1), (PAGE, 1), (PAGE + 40, 1), (150_000, 1), (-1, 0)):
+        raw = bytearray(path.read_bytes())
+        first = raw.index(b"kvassrec", PAGE)
+        second = raw.index(b"kvassrec", first + 1)
+        raw[(second if at < 0 else first) + at] ^= 1
+        path.write_bytes(raw)
+        tier = disk()
+        assert loads(tier, data).count(False) == misses, at
+        assert all(tier.store(KEYS, data))
+        assert gives_back(tier, KEYS, data)
+        tier.close()
+    os.truncate(path, second + 20_000)
+    tier = disk()
+    assert loads(tier, data).count(True) < 10
+    assert all(tier.store(KEYS, data))
+    assert gives_back(tier, KEYS, data)
+
+
 @pytest.mark.usefixtures("always")
 def test_without_the_checksum_wrong_bytes_would_be_served(
     disk: Any, monkeypatch: pytest.MonkeyPatch
@@ -309,7 +339,7 @@ def test_without_the_checksum_wrong_bytes_would_be_served(
     put_body(tier, KEYS[0], wrong)
     assert hits(tier, KEYS[:1], (5000,)) == [False]
     tier._refusals = type(tier._refusals)(tier.name)
-    monkeypatch.setattr(compressed, "decode", lambda body, into: into[0].fill(0) or "")
+    monkeypatch.setattr(compressed, "decode", Mock(return_value=""))
     with pytest.raises(AssertionError, match="wrong bytes"):
         hits(tier, KEYS[:1], (5000,))
 
@@ -438,3 +468,22 @@ def test_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without = open_tier(f"disk:{folder}?capacity=16MiB")
     assert isinstance(without, DiskTier), "auto needs no library"
     without.close()
+
+
+def test_a_rate_is_of_the_time_in_which_anything_ran() -> None:
+    """Two that ran at the same time took that time once, and what moved nothing took none."""
+    now = [0.0]
+    rates = [Rate(each, lambda: now[0]) for each in (False, True)]
+    size = 8 << 20
+
+    def pause(seconds: float) -> None:
+        now[0] += seconds
+
+    for rate in rates:
+        assert rate.value() is None
+        for _ in range(2):
+            rate.timed(
+                lambda rate=rate: rate.timed(lambda: pause(1), lambda _: size), lambda _: size
+            )
+        rate.timed(lambda: pause(100), lambda _: 0)
+    assert [rate.value() for rate in rates] == [2 * size, size]

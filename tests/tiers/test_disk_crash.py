@@ -14,9 +14,12 @@ import pytest
 
 from kvass.errors import ItemRefused, TierDown
 from kvass.testing.tier_suite import data_of, fetch, same
+from kvass.tiers import codings, compressed
 from kvass.tiers.base import Buffer
+from kvass.tiers.compressed import CompressedTier
 from kvass.tiers.disk import DiskTier, reading
 from kvass.tiers.disk.segment import SegmentFile
+from kvass.tiers.record_tier import RecordTier
 from tests.tiers.conftest import OpenDisk
 from tests.tiers.records import SHAPE, fill, hits, keys_of
 
@@ -25,11 +28,16 @@ ROOT = Path(__file__).parent.parent.parent
 SHAPES = [(5000, 4096), (20_000,), (300,)]
 WRITER = """
 import sys
+from kvass.tiers import codings, compressed
+from kvass.tiers.compressed import CompressedTier
 from kvass.tiers.disk import DiskTier
 from kvass.tiers.disk.segment import SegmentFile
 from tests.tiers.records import data_of, keys_of
 from tests.tiers.test_disk_crash import SHAPES
 tier = DiskTier(sys.argv[1], 3 << 20)
+if sys.argv[2] == "compressed":
+    compressed.LEAST_BYTES, codings.WORTH = 100, 1.2
+    tier = CompressedTier(tier, "lossless", remote=False)
 keys = keys_of(400)
 for i in range(10**9):
     at, version = i * 7 % 400, i % 4
@@ -42,10 +50,13 @@ for i in range(10**9):
 """
 
 
-def answers_of_a_writer_killed(folder: Path, after: int) -> dict[int, str]:
+def answers_of_a_writer_killed(folder: Path, after: int, how: str) -> dict[int, str]:
     """Key number -> the version stored last, or "deleted"; ``after`` so many answers it dies."""
     child = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(folder), how],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
     try:
@@ -59,12 +70,18 @@ def answers_of_a_writer_killed(folder: Path, after: int) -> dict[int, str]:
     return {int(at): answer for at, answer in said.items()}
 
 
-@pytest.mark.parametrize("answers", [40, 900])
-def test_kill_9_in_the_middle_of_writing(folder: Path, open_disk: OpenDisk, answers: int) -> None:
+@pytest.mark.parametrize(("answers", "how"), [(40, "plain"), (900, "plain"), (600, "compressed")])
+def test_kill_9_in_the_middle_of_writing(
+    folder: Path, open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch, answers: int, how: str
+) -> None:
     """What was answered last about a key is what is found, if anything is: a kill is no power loss.
     The folder turns over several times its capacity meanwhile."""
-    said = answers_of_a_writer_killed(folder, answers)
-    tier = open_disk(3 << 20)
+    said = answers_of_a_writer_killed(folder, answers, how)
+    tier: RecordTier = open_disk(3 << 20)
+    if how == "compressed":
+        monkeypatch.setattr(compressed, "LEAST_BYTES", 100)
+        monkeypatch.setattr(codings, "WORTH", 1.2)
+        tier = CompressedTier(tier, "lossless", remote=False)
     in_doubt = 0
     for at, key in enumerate(keys_of(400)):
         shape = SHAPES[at % 3]
@@ -78,6 +95,7 @@ def test_kill_9_in_the_middle_of_writing(folder: Path, open_disk: OpenDisk, answ
     keys = keys_of(50, "next")
     assert all(fill(tier, keys))
     assert all(hits(tier, keys))
+    assert tier.report().get("compressed_records", 50) == 50
 
 
 @pytest.mark.parametrize("newer_is_first", [True, False])

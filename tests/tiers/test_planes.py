@@ -1,4 +1,4 @@
-"""The bytes of compressed records: nothing is lost, whatever they are, and no wrong one is served."""
+"""The bytes of compressed records: nothing is lost, and no wrong one is served."""
 
 from __future__ import annotations
 

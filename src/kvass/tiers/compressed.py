@@ -427,8 +427,8 @@ def try_a_core(encodes: Rate, decodes: Rate) -> float:
     room, back = np.empty(_TRIED_BYTES, np.uint8), np.empty(_TRIED_BYTES, np.uint8)
     size = 0
     while encodes.value() is None or decodes.value() is None:
-        size = encodes.timed(lambda: encode([plain], coding, room), lambda _: len(plain))
-        decodes.timed(lambda: decode(room[:size], [back]), lambda _: len(plain))
+        size = encodes.timed(partial(encode, [plain], coding, room), lambda _: len(plain))
+        decodes.timed(partial(decode, room[:size], [back]), lambda _: len(plain))
     return size / len(plain)
 
 

@@ -92,7 +92,7 @@ def encode(shards: Shards, coding: Coding, into: Buffer) -> int:
         return 0
     state, sizes = xxhash.xxh3_64(), []
     for part in _parts(shards):
-        state.update(part)
+        state.update(part.data)
         values = len(part) // coding.width
         words = part[: values * coding.width].view(f"<u{coding.width}")
         for k, packed in enumerate(coding.packed):
@@ -122,7 +122,7 @@ def decode(body: Buffer, into: Shards) -> str:
     ``OTHER_LENGTHS`` if it is a record of other shards."""
     if len(body) < _FIXED.size:
         return "it is cut"
-    version, width, mask, shards, check = _FIXED.unpack_from(body)
+    version, width, mask, shards, check = _FIXED.unpack_from(body.data)
     if version != VERSION or width not in WIDTHS or mask >> width or shards > MAX_SHARDS:
         return f"its form is unknown: {version}, {width}, {mask}"
     lengths = tuple(map(len, into))
@@ -130,12 +130,12 @@ def decode(body: Buffer, into: Shards) -> str:
     packed = [bool(mask >> k & 1) for k in range(width)]
     if len(body) < table_at:
         return "it is cut"
-    if struct.unpack_from(f"<{shards}Q", body, _FIXED.size) != lengths:
+    if struct.unpack_from(f"<{shards}Q", body.data, _FIXED.size) != lengths:
         return OTHER_LENGTHS
     count = _count(lengths) * sum(packed)
     if len(body) < table_at + 4 * count:
         return "it is cut"
-    sizes = iter(struct.unpack_from(f"<{count}I", body, table_at))
+    sizes = iter(struct.unpack_from(f"<{count}I", body.data, table_at))
     left, state = body[table_at + 4 * count :], xxhash.xxh3_64()
     for part in _parts(into):
         values = len(part) // width
@@ -156,7 +156,7 @@ def decode(body: Buffer, into: Shards) -> str:
         rest[:] = left[: len(rest)]
         left = left[len(rest) :]
         _join(planes, part[: values * width].view(f"<u{width}"))
-        state.update(part)
+        state.update(part.data)
     return "" if state.intdigest() == check else "its checksum is wrong"
 
 
