@@ -41,7 +41,9 @@ def _own(url: TierUrl) -> Iterator[TierUrl]:
             yield own
         return
     with tempfile.TemporaryDirectory(prefix="kvass-bench-", dir=url.where) as folder:
-        yield msgspec.structs.replace(url, where=folder, options={"capacity": "512MiB"})
+        yield msgspec.structs.replace(
+            url, where=folder, options={"capacity": "512MiB", "compress": "off"}
+        )
 
 
 def measure(url: TierUrl, size: int, count: int, rounds: int) -> tuple[float, float]:

@@ -18,6 +18,7 @@ tier with a raw file.
 - ``lookup_p99_under_tier_load_us``: round trip of a lookup of 8,192 tokens (32 rows, all of them in
   L1), one a millisecond, while the same daemon flushes and promotes as fast as its tier can
   (``tier_load_store_gbps``, ``tier_load_load_gbps``); ``..._idle_us``: while it does nothing else.
+- ``compress_gbps`` and the like: those of ``kvass bench``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from bench.flood import QUEUE_BYTES, Flood
 from bench.pressure import measure_pressure
 from bench.rows import Rows, flushed, wait_tier
 from kvass._version import __version__
+from kvass.cli.bench.coding import measure_coding
 from kvass.cli.bench.disk import own_folder, spelled
 from kvass.cli.bench.rig import (
     PATIENCE_S,
@@ -77,6 +79,7 @@ def measure_tier(text: str, l1_bytes: int, rounds: int, plan: Plan | None = None
     plan = plan or (DISK if url.scheme == "disk" else SERVER)
     figures = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
     figures["tier"] = redacted(text)
+    figures |= measure_coding()
     if url.scheme == "disk":
         with own_folder(Path(url.where), plan.tier_bytes) as folder:
             (folder / "tier").mkdir()
@@ -192,7 +195,8 @@ def _sweep(url: TierUrl) -> None:
 
 def _opened(url: TierUrl, ending: ExitStack) -> Tier:
     """The tier, which answers. Raises ``TierDown``."""
-    tier = open_tier(_text(url))
+    options = url.options | {"compress": "off"}  # records are random
+    tier = open_tier(spelled(url.scheme, url.where, options))
     ending.callback(tier.close)
     tier.probe([b"bench"])
     return tier

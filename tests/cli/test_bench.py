@@ -42,6 +42,7 @@ SET = {"model", "chunk_tokens", "engines", "tier"}
 TIER = {
     *("direct_io", "tier_store_vs_raw", "tier_load_vs_raw"),
     *("tier_store_gbps", "tier_load_gbps", "raw_write_gbps", "raw_read_gbps"),
+    *("compressed_part", "compress_gbps", "decompress_gbps"),
 }
 
 

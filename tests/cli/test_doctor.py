@@ -44,6 +44,7 @@ ALL = {
     "redis": "8.1.0",
     "hiredis": "3.5.0",
     "obstore": "0.12.1",
+    "zstandard": "0.25.0",
     "mooncake-transfer-engine-non-cuda": "0.3.13.post1",
 }
 FILES = {
@@ -127,6 +128,11 @@ def writes(up_s: float, **stored: float) -> dict[str, Any]:
 
 
 TIER = {"tier": "s3:b", "up": True, "store_failures": 0, "stored_rows": 0}
+COMPRESSED = {
+    "compress": "on: the store takes 0.10 GB/s",
+    "compressed_from_bytes": 1000,
+    "compressed_to_bytes": 700,
+}
 KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     # GPUs.
     ({}, "GPU", "ok", "none; CPU"),
@@ -356,6 +362,12 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"packages": {}}, "redis", "note", "not installed; pip install 'kvass[redis]'"),
     ({"packages": {}}, "s3", "note", "s3:, gcs:, azure:; pip install 'kvass[s3]'"),
     ({"packages": {}}, "mooncake", "note", "pip install 'kvass[mooncake]'"),
+    ({"packages": {}}, "compression", "note", "a third smaller; pip install 'kvass[compress]'"),
+    ({}, "compression", "ok", "zstandard 0.25.0; slower than a core"),
+    (
+        {"daemon": {"tiers": [TIER | COMPRESSED]}},
+        *("compression", "ok", "s3:b: on: the store takes 0.10 GB/s; 0.70 of their size"),
+    ),
     ({}, "redis", "ok", "redis 8.1.0; redis:"),
     (without("hiredis"), "redis", "warning", "slower"),
     ({}, "mooncake", "ok", "0.3.13.post1"),

