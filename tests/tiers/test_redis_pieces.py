@@ -66,7 +66,7 @@ def tier(server: RedisServer, small_pieces: None) -> Iterator[RedisTier]:
 
 
 def opened(server: RedisServer, options: str = "") -> RedisTier:
-    tier = open_tier(f"redis:{server.address}?timeout_s=5{options}")
+    tier = open_tier(f"redis:{server.address}?timeout_s=5&compress=off{options}")
     assert isinstance(tier, RedisTier)
     return tier
 
@@ -80,7 +80,7 @@ def names(server: RedisServer, kind: bytes = b"p") -> list[bytes]:
 
 
 def test_pieces_as_they_come(server: RedisServer) -> None:
-    tier = open_tier(f"redis:{server.address}?prefix=huge:")
+    tier = open_tier(f"redis:{server.address}?prefix=huge:&compress=off")
     shape = (1000, 20 << 20)
     assert all(fill(tier, KEYS[:1], shape))
     client: Any = server.client()
@@ -102,7 +102,7 @@ def test_nothing_is_left_of_what_was_replaced(server: RedisServer, tier: RedisTi
 
 
 def test_pieces_live_on_every_node(cluster: RedisCluster, small_pieces: None) -> None:
-    tier = open_tier(f"redis:{cluster.address}?cluster=yes&prefix=kvass:")
+    tier = open_tier(f"redis:{cluster.address}?cluster=yes&prefix=kvass:&compress=off")
     assert all(fill(tier, KEYS, (50_000,)))
     assert all(names(node) for node in cluster.nodes)
     assert all(hits(tier, KEYS, (50_000,)))

@@ -57,7 +57,7 @@ def no_tier() -> object:
 
 
 def test_a_disk_opens(folder: Path) -> None:
-    tier = open_tier(f"disk:{folder}?capacity=16MiB&threads=2")
+    tier = open_tier(f"disk:{folder}?capacity=16MiB&threads=2&compress=off")
     assert isinstance(tier, DiskTier)
     assert isinstance(tier, Tier)
     tier.close()
