@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from itertools import count
@@ -426,11 +427,22 @@ def test_auto_compresses_for_what_is_slower_than_a_core(
 ) -> None:
     tier = CompressedTier(DiskTier(folder, 1 << 20), "auto", remote=remote)
     assert tier._on is remote
-    tier._on = on
+    tier._on, tier._try_at = on, math.inf
     own: Any = tier
     own._writes, own._reads = Mock(value=lambda: write), Mock(value=lambda: read)
     own._encodes = own._decodes = Mock(value=lambda: 1.0)
     assert tier._compressing() is then
+    tier.close()
+
+
+def test_a_core_that_was_busy_is_tried_again(folder: Path) -> None:
+    tier = CompressedTier(DiskTier(folder, 1 << 20), "auto", remote=True)
+    own: Any = tier
+    own._writes, own._encodes = Mock(value=lambda: 2.0), Mock(value=lambda: 1.0)
+    own._decodes, own._try_at = own._encodes, math.inf
+    assert [tier._compressing() for _ in range(2)] == [False] * 2
+    own._try_at = 0.0
+    assert [tier._compressing() for _ in range(2)] == [True] * 2
     tier.close()
 
 

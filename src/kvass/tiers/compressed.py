@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,8 @@ takes more than all of it."""
 _USUAL: Final = 0.7
 """The part of their size that records in bfloat16 take."""
 _TRIED_BYTES: Final = 2 << 20
+_TRY_AGAIN_S: Final = 60.0
+"""Seconds until a core that was too slow is tried again: it may have been busy."""
 
 
 class Form(Enum):
@@ -109,6 +112,7 @@ class CompressedTier(RecordTier):
         """The form in which a record was seen last; the oldest ones first."""
         self._writes, self._reads = Rate(), Rate()
         self._encodes, self._decodes = Rate(each=True), Rate(each=True)
+        self._try_at = 0.0
         self._records = self._kept_plain = self._from_bytes = self._to_bytes = 0
         if hasattr(tier, "register_memory"):
             self.register_memory = tier.register_memory
@@ -361,6 +365,9 @@ class CompressedTier(RecordTier):
 
     def _is_slow(self, write: float | None, read: float | None) -> bool:
         """Whether the store takes, and gives, less than a core compresses and decompresses."""
+        if not self._on and (now := time.monotonic()) >= self._try_at:
+            self._try_at = now + _TRY_AGAIN_S
+            self._encodes, self._decodes = Rate(each=True), Rate(each=True)
         if self._encodes.value() is None or self._decodes.value() is None:
             try_a_core(self._encodes, self._decodes)
         part = 1.0 if self._on else _CLEARLY
