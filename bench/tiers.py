@@ -77,7 +77,7 @@ def measure_tier(text: str, l1_bytes: int, rounds: int, plan: Plan | None = None
     if url.scheme not in _SCHEMES:
         raise ConfigError(f"tier {redacted(text)!r}: bench knows {', '.join(_SCHEMES)}")
     plan = plan or (DISK if url.scheme == "disk" else SERVER)
-    figures = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
+    figures: dict[str, Any] = {"version": __version__, "cores": os.cpu_count(), "rounds": rounds}
     figures["tier"] = redacted(text)
     figures |= measure_coding()
     if url.scheme == "disk":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -354,11 +355,12 @@ def test_a_tier_that_is_down_says_so_and_is_not_asked_again(
     for name in ("probe", "load", "store_for"):
         monkeypatch.setattr(tier._tier, name, asked)
     tier._seen.clear()
-    for ask in (
+    asks: list[Callable[[], object]] = [
         lambda: tier.probe(KEYS),
         lambda: tier.load(KEYS, data),
         lambda: tier.store(KEYS, data),
-    ):
+    ]
+    for ask in asks:
         asked.reset_mock()
         with pytest.raises(TierDown, match="no answer"):
             ask()
@@ -401,6 +403,14 @@ def test_a_refusal_is_counted_once(start: Start) -> None:
         with pytest.raises(TierDown):
             fill(tier, KEYS)
         tier.close()
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_check_says_whether_the_store_was_written_to(disk: Any, written: bool) -> None:
+    """Otherwise nothing is stored any more after a store has failed."""
+    tier = disk()
+    tier._tier.check_store = Mock(return_value=written)
+    assert tier.check_store() is written
 
 
 # ---------------------------------------------------------------- auto
@@ -494,8 +504,7 @@ def test_a_rate_is_of_the_time_in_which_anything_ran() -> None:
     for rate in rates:
         assert rate.value() is None
         for _ in range(2):
-            rate.timed(
-                lambda rate=rate: rate.timed(lambda: pause(1), lambda _: size), lambda _: size
-            )
+            inner = partial(rate.timed, partial(pause, 1), lambda _: size)
+            rate.timed(inner, lambda _: size)
         rate.timed(lambda: pause(100), lambda _: 0)
     assert [rate.value() for rate in rates] == [2 * size, size]

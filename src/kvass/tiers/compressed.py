@@ -154,8 +154,9 @@ class CompressedTier(RecordTier):
     def _put_note(self, name: str, value: bytes) -> None:
         self._tier.set_note(name, value)
 
-    def _prove(self, depth: Depth, since: float) -> None:
+    def _prove(self, depth: Depth, since: float) -> bool:
         """The tier below has done so."""
+        return False
 
     @contextmanager
     def _one(self, since: float, depth: Depth = "read") -> Iterator[None]:
@@ -170,9 +171,9 @@ class CompressedTier(RecordTier):
         with self._call():
             self._tier.set_note(name, value)
 
-    def check_store(self, whole: bool = True) -> None:
+    def check_store(self, whole: bool = True) -> bool:
         with self._call():
-            self._tier.check_store(whole)
+            return self._tier.check_store(whole)
 
     def _close(self) -> None:
         self._pool.close()
