@@ -17,7 +17,7 @@ import pytest
 
 from kvass.tiers.disk.segment import SEGMENT
 from tests.support.soak.__main__ import GAP_S, plan, soak
-from tests.support.soak.record import MAY_GROW, growth, process_figures, stores
+from tests.support.soak.record import MAY_GROW, compressed, growth, process_figures, stores
 from tests.support.soak.world import EARLY, MISCHIEF, World
 
 SEED = 7
@@ -136,6 +136,12 @@ def test_a_seed_is_a_plan_and_some_mischief_is_early() -> None:
 def test_stores_that_lie_cost_no_right_byte(tmp_path: Path) -> None:
     """Too short for S3 to be down each time: one that is a portal for long enough is noticed."""
     assert red(soak(SEED, 20, tmp_path, rate=2, gap=4, stores=True)) == []
+
+
+def test_a_tier_that_compresses_nothing_is_noticed() -> None:
+    before = [{}, {"compressed": {"disk": 5, "redis": 0}}, {"compressed": {"disk": 1}}]
+    assert red(compressed(before)) == ["records compressed by redis, in one boot: 0"]
+    assert compressed([{}, {"compressed": {}}]) == []
 
 
 def seen(s: float, doing: str = "", **up: bool) -> dict[str, Any]:

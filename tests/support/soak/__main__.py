@@ -51,7 +51,7 @@ STEADY: Final = 10
 QUIET_S: Final = 90.0
 """A tier that failed often is tried again after a minute."""
 SOAK: Final = "tests.support.soak"
-REAL: Final = ("vllm", "sglang", "transformers")
+REAL: Final = ("vllm", "gemma3", "sglang", "transformers")
 QUOTAS: Final = {"sglang": "4MiB:2MiB", "transformers": "1MiB:1MiB"}
 """The tenants of real engines: less than what they store."""
 _EVENTS: Final = 40
@@ -222,11 +222,12 @@ def soak(
     gap: float = GAP_S,
     mischief: Mapping[str, tuple[str, Mischief]] = MISCHIEF,
     stores: bool = False,
+    compress: str = "",
     program: Sequence[str] = PROGRAM,
 ) -> list[Check]:
     """The verdict of one run. ``real``: how many real engines of each kind. ``rate``: requests a
     second of each engine. ``gap``: ``GAP_S``. ``stores``: stores lie, and nothing else is done.
-    ``program``: as for ``Daemon``."""
+    ``compress``: of all tiers. ``program``: as for ``Daemon``."""
     out.mkdir(parents=True, exist_ok=True)
     if trace is None:
         trace = out / "trace.jsonl"
@@ -236,7 +237,7 @@ def soak(
         setups = setups_of(Path(folder), trace, seed, engines, real or {}, rate)
         daemon = options_of(seed, {setup.kind for setup in setups}, stores)
         kind, mischief = (StoresWorld, STORES) if stores else (World, mischief)
-        with closing(kind(Path(folder), setups, daemon, program)) as world:
+        with closing(kind(Path(folder), setups, daemon, program, compress)) as world:
             run = Soak(world, out, mischief)
             try:
                 checks = run.run(plan(seed, seconds, mischief, gap), seconds)
@@ -292,7 +293,7 @@ def options_of(
 def _l1_size(kinds: Collection[str], stores: bool) -> str:
     if QUOTAS.keys() & kinds:
         return "64MiB"
-    return "32MiB" if "vllm" in kinds else "4MiB" if stores else "16MiB"
+    return "32MiB" if {"vllm", "gemma3"} & {*kinds} else "4MiB" if stores else "16MiB"
 
 
 def main() -> int:
@@ -311,6 +312,7 @@ def main() -> int:
     parser.add_argument(
         "--stores", action="store_true", help="also S3; stores lie, and nothing else is done"
     )
+    parser.add_argument("--compress", default="", help="of all tiers: lossless, auto, off")
     options = vars(parser.parse_args())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all processes are ended
     minutes = options.pop("minutes")

@@ -20,6 +20,7 @@ first quarter is left out because caches and indexes fill then. What may differ:
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -103,6 +104,11 @@ def sample(world: World, at_s: float) -> Sample:
         schemes = {t["tier"].partition(":")[0]: t for t in status["tiers"]}
         taken["tiers"] = {name: t.get("loaded_rows", 0) for name, t in schemes.items()}
         taken["up"] = {name: t.get("up", False) for name, t in schemes.items()}
+        taken["compressed"] = {
+            name: t["compressed_records"]
+            for name, t in schemes.items()
+            if t.get("compress") == "on"
+        }
         taken["tenants"] = {
             t["tenant"]: (t["l1_bytes"], t["cap_bytes"])
             for t in status["tenants"]
@@ -161,6 +167,7 @@ def verdict(samples: Sequence[Sample], tally: Mapping[str, int], log: str) -> li
         Check(not never, f"mischief that never happened: {', '.join(never) or 'none'}"),
         Check(not traces, f"tracebacks in the daemon's log: {traces}"),
         *caps(samples),
+        *compressed(samples),
         *growth(samples),
     ]
 
@@ -200,6 +207,18 @@ def caps(samples: Sequence[Sample]) -> list[Check]:
     return [
         Check(0 < taken <= cap, f"L1 of {tenant}: at most {taken:,} of {cap:,} bytes")
         for tenant, (taken, cap) in most.items()
+    ]
+
+
+def compressed(samples: Sequence[Sample]) -> list[Check]:
+    """Each tier with ``compress=lossless`` has compressed records."""
+    most: Counter[str] = Counter()
+    for one in samples:
+        most |= Counter(one.get("compressed", {}))
+    tiers = {name for one in samples for name in one.get("compressed", {})}
+    return [
+        Check(most[name] > 0, f"records compressed by {name}, in one boot: {most[name]:,}")
+        for name in sorted(tiers)
     ]
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from tests.support.soak.engine import Line, Setup, prompts, requests, tell
 from tests.support.vllm.judge import Judge, apart
-from tests.support.vllm.models import TINY, build
+from tests.support.vllm.models import TINY, Sizes, build
 from tests.support.vllm.process import Answer, EngineProcess
 
 CHUNK_TOKENS: Final = 64
@@ -44,9 +44,11 @@ def tokens_of(pieces: list[int]) -> list[int]:
 
 
 @contextmanager
-def _engine(folder: Path, name: str, socket: Path | None = None) -> Iterator[EngineProcess]:
+def _engine(
+    folder: Path, name: str, model: Sizes, socket: Path | None = None
+) -> Iterator[EngineProcess]:
     with EngineProcess(
-        build(folder / "models"),
+        build(folder / "models", model),
         folder / f"{name}.log",
         socket=socket,
         args={"max_model_len": 1024, "num_gpu_blocks_override": 128},
@@ -55,14 +57,16 @@ def _engine(folder: Path, name: str, socket: Path | None = None) -> Iterator[Eng
         yield engine.wait_ready()
 
 
-def write_answers(trace: Path, folder: Path) -> str:
+def write_answers(
+    trace: Path, folder: Path, model: Sizes = TINY, name: str = "answers.json"
+) -> str:
     """Ask an engine without kvass; the path of the file."""
     chosen = [tokens_of(pieces) for pieces in islice(requests(trace, MOST_CHUNKS), PROMPTS)]
-    with _engine(folder, "plain") as plain:
+    with _engine(folder, "plain", model) as plain:
         judge = Judge(plain)
         answers = [judge.cold(tokens, ANSWER_TOKENS) for tokens in chosen]
         expected = Expected(chosen, answers, judge.noise())
-    file = folder / "answers.json"
+    file = folder / name
     file.write_bytes(msgspec.json.encode(expected))
     return str(file)
 
@@ -73,10 +77,10 @@ def differs(answer: Answer, right: Answer, noise: float) -> str:
     return f"{answer.tokens}, not {right.tokens}: {worst:g} apart" if worst > noise else ""
 
 
-def play(setup: Setup) -> None:
+def play(setup: Setup, model: Sizes = TINY) -> None:
     file = Path(setup.answers)
     expected = msgspec.json.decode(file.read_bytes(), type=Expected)
-    with _engine(file.parent, f"vllm-{setup.number}", Path(setup.socket)) as engine:
+    with _engine(file.parent, f"vllm-{setup.number}", model, Path(setup.socket)) as engine:
         tell(Line(setup.first))
         for n, _ in prompts(setup):
             number, began_s = n % len(expected.prompts), time.monotonic()

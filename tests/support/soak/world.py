@@ -100,7 +100,8 @@ class Engine:
 
 
 class World:
-    """All of it, from a folder of its own. ``program``: as for ``Daemon``."""
+    """All of it, from a folder of its own. ``program``: as for ``Daemon``. ``compress``: of
+    all tiers; empty: as by default."""
 
     def __init__(
         self,
@@ -108,6 +109,7 @@ class World:
         setups: list[Setup],
         options: Mapping[str, str | list[str]],
         program: Sequence[str],
+        compress: str = "",
     ) -> None:
         self.folder = folder
         self.socket = str(folder / "kvass.sock")
@@ -120,7 +122,7 @@ class World:
         """Ends those of the tiers."""
         with ExitStack() as undo:
             undo.callback(self.servers.close)
-            tiers = self.start_tiers()
+            tiers = [url + (compress and f"&compress={compress}") for url in self.start_tiers()]
             undo.pop_all()
         self.tiers = [url.partition(":")[0] for url in tiers]
         self.daemon = Daemon(folder, {**OPTIONS, **options, "tier": tiers}, program)
