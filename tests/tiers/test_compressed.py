@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -484,12 +485,17 @@ def test_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = open_tier(f"disk:{folder}?capacity=16MiB&compress=off")
     assert isinstance(plain, DiskTier)
     plain.close()
-    with pytest.raises(ConfigError, match="compress"):
+    with pytest.raises(ConfigError, match=r"compress: .zstd.: say one of lossless, off, auto$"):
         open_tier(f"disk:{folder}?capacity=16MiB&compress=zstd")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for module in ("kvass.tiers.zstd", "kvass.tiers.planes", "kvass.tiers.compressed"):
+        monkeypatch.delitem(sys.modules, module)
+    for package in ("compression", "zstandard"):
+        monkeypatch.setitem(sys.modules, package, None)
     without = open_tier(f"disk:{folder}?capacity=16MiB")
     assert isinstance(without, DiskTier), "auto needs no library"
     without.close()
+    with pytest.raises(ConfigError, match=r"install the extra: kvass\[compress\]"):
+        open_tier(f"disk:{folder}?capacity=16MiB&compress=lossless")
 
 
 def test_a_rate_is_of_the_time_in_which_anything_ran() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -199,7 +199,9 @@ def _value(kind: type[TierOptions], name: str, text: str, known: str) -> Any:
     try:
         return msgspec.convert(text, fields[name].type, strict=False, dec_hook=_size)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{name}: {text!r:.120}: {error}") from error
+        choices = [one for one in get_args(fields[name].type) if isinstance(one, str)]
+        why = f"say one of {', '.join(choices)}" if choices else error
+        raise ValueError(f"{name}: {text!r:.120}: {why}") from error
 
 
 def host_and_port(scheme: str, where: str, port: int) -> tuple[str, int]:

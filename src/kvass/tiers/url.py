@@ -14,10 +14,11 @@ hidden in all its texts (``redacted``).
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, unquote
 
@@ -248,7 +249,8 @@ def open_tier(text: str) -> Tier:
 def _compresses(options: RecordOptions) -> bool:
     """Whether a tier compresses records, or may. ``auto`` does not without a library for it."""
     if options.compress == "auto":
-        return any(map(importlib.util.find_spec, ("compression", "zstandard")))
+        with suppress(ImportError):
+            return bool(importlib.import_module("kvass.tiers.zstd"))
     return options.compress == "lossless"
 
 
