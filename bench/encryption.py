@@ -41,9 +41,7 @@ def _own(url: TierUrl) -> Iterator[TierUrl]:
             yield own
         return
     with tempfile.TemporaryDirectory(prefix="kvass-bench-", dir=url.where) as folder:
-        yield msgspec.structs.replace(
-            url, where=folder, options={"capacity": "512MiB", "compress": "off"}
-        )
+        yield msgspec.structs.replace(url, where=folder, options={"capacity": "512MiB"})
 
 
 def measure(url: TierUrl, size: int, count: int, rounds: int) -> tuple[float, float]:
@@ -57,7 +55,7 @@ def measure(url: TierUrl, size: int, count: int, rounds: int) -> tuple[float, fl
         source, target = memory.buffer.reshape(2, count, size)
         source[:] = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
         tiers: list[Tier] = []
-        for options in ({}, {"key_file": str(key_file)}):
+        for options in ({"compress": "off"}, {"compress": "off", "key_file": str(key_file)}):
             own = ending.enter_context(_own(url))
             tiers.append(open_tier(spelled(own.scheme, own.where, own.options | options)))
             ending.callback(tiers[-1].close)

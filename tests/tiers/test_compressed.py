@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +22,7 @@ from kvass.testing import TierSuite
 from kvass.testing.tier_suite import ROOM, MakeTier, data_of, room_for, same
 from kvass.tiers import Tier, codings, compressed, open_tier, redis
 from kvass.tiers.base import Buffer
-from kvass.tiers.compressed import CompressedTier, Form
+from kvass.tiers.compressed import CompressedTier, Form, try_a_core
 from kvass.tiers.disk import DiskTier
 from kvass.tiers.planes import Coding, best_coding, encode
 from kvass.tiers.rates import Rate
@@ -454,6 +456,26 @@ def test_a_core_that_was_busy_is_tried_again(folder: Path) -> None:
     assert [tier._compressing() for _ in range(2)] == [False] * 2
     own._try_at = 0.0
     assert [tier._compressing() for _ in range(2)] == [True] * 2
+    tier.close()
+
+
+def test_a_core_is_tried_by_one_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for what it measures; they have what it has begun anew."""
+    tries: list[float] = []
+
+    def tried(*rates: Rate) -> float:
+        time.sleep(0.05)
+        tries.append(try_a_core(*rates))
+        return tries[-1]
+
+    monkeypatch.setattr(compressed, "try_a_core", tried)
+    tier = CompressedTier(DiskTier(folder, 1 << 20), "auto", remote=False)
+    own: Any = tier
+    own._writes = Mock(value=lambda: 1.0)
+    with ThreadPoolExecutor(4) as pool:
+        asks = [pool.submit(tier._compressing) for _ in range(4)]
+        assert all(ask.result() for ask in asks)
+    assert len(tries) == 1
     tier.close()
 
 

@@ -113,6 +113,8 @@ class CompressedTier(RecordTier):
         self._writes, self._reads = Rate(), Rate()
         self._encodes, self._decodes = Rate(each=True), Rate(each=True)
         self._try_at = 0.0
+        self._trying = threading.Lock()
+        """One thread tries a core at a time: two would be in each other's way."""
         self._records = self._kept_plain = self._from_bytes = self._to_bytes = 0
         if hasattr(tier, "register_memory"):
             self.register_memory = tier.register_memory
@@ -366,13 +368,14 @@ class CompressedTier(RecordTier):
 
     def _is_slow(self, write: float | None, read: float | None) -> bool:
         """Whether the store takes, and gives, less than a core compresses and decompresses."""
-        if not self._on and (now := time.monotonic()) >= self._try_at:
-            self._try_at = now + _TRY_AGAIN_S
-            self._encodes, self._decodes = Rate(each=True), Rate(each=True)
-        if self._encodes.value() is None or self._decodes.value() is None:
-            try_a_core(self._encodes, self._decodes)
+        with self._trying:
+            if not self._on and (now := time.monotonic()) >= self._try_at:
+                self._try_at = now + _TRY_AGAIN_S
+                self._encodes, self._decodes = Rate(each=True), Rate(each=True)
+            if self._encodes.value() is None or self._decodes.value() is None:
+                try_a_core(self._encodes, self._decodes)
+            encode_, decode_ = self._encodes.value(), self._decodes.value()
         part = 1.0 if self._on else _CLEARLY
-        encode_, decode_ = self._encodes.value(), self._decodes.value()
         assert encode_ is not None
         assert decode_ is not None
         writes_slowly = self._remote if write is None else write < part * encode_
