@@ -30,11 +30,20 @@ def bf16(values: npt.NDArray[np.float32]) -> Buffer:
     return (values.view("<u4") >> 16).astype("<u2").view(np.uint8)
 
 
+def e4m3(values: npt.NDArray[np.float32]) -> Buffer:
+    """Eight bits: the sign, four of the exponent, three of the mantissa. Small ones become 0."""
+    bits = values.view("<u4")
+    rest = (bits >> 20 & 0x7FF).astype(np.int64) - (120 << 3)
+    return (bits >> 24 & 0x80 | np.clip(rest, 0, 0x7E)).astype(np.uint8)
+
+
 NORMAL = made.standard_normal(100_000, np.float32)
 KINDS = {
     "bfloat16": (bf16(NORMAL), 2),
     "float16": (NORMAL.astype(np.float16).view(np.uint8), 2),
     "float32": (NORMAL.view(np.uint8), 4),
+    "float8, e4m3": (e4m3(NORMAL), 1),
+    "float8, e5m2": (NORMAL.astype(np.float16).view(np.uint8)[1::2].copy(), 1),
     "eight bits": (np.clip(NORMAL * 20 + 128, 0, 255).astype(np.uint8), 1),
     "zero": (np.zeros(100_000, np.uint8), 1),
 }
