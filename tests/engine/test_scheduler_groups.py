@@ -248,6 +248,29 @@ def hand_over(a: StubModelEngine, max_tokens: int) -> tuple[list[Any], int]:
     return flying, block.block_id
 
 
+@pytest.mark.parametrize("late", [0, 2], ids=["granted at once", "granted late"])
+@pytest.mark.parametrize("shapes", [QWEN_NEXT, MIXED], ids=["qwen-next", "mixed"])
+def test_a_new_daemon_gets_the_state_that_the_engine_has_itself(
+    daemon: Daemon, engine: Any, shapes: list[GroupShape], late: int
+) -> None:
+    """vLLM reports no state of a prompt that it answers from its own cache."""
+    tokens = prompt(3, 400)
+    a, b = engine(shapes), engine(shapes)
+    a.generate("a", tokens)
+    daemon.restart()
+    a.wait_connected()
+    b.wait_connected()
+    a.delay_grants(lambda: late)
+    assert a.load("again", tokens)[1] == 384
+    finish(a)
+    daemon.wait_until(reservations=0)
+    stored = {group["kind"]: group["rows"] for group in daemon.status()["namespaces"][0]["groups"]}
+    assert (stored["state"], stored["full"]) == (1, 6)
+    assert b.load("b", tokens)[1] == 384
+    finish(b)
+    empty(daemon)
+
+
 @pytest.mark.parametrize("blocks", [12, 13, 14])
 def test_a_state_whose_block_went_to_another_request_is_not_stored(
     engine: Any, blocks: int

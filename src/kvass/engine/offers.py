@@ -122,6 +122,7 @@ class OfferMaker:
         self._pool = pool
         self._blocks_per_chunk = max(1, setup.chunk_blocks)
         """1 if hits end at chunk boundaries only."""
+        self._summaries = [n for n, group in enumerate(setup.groups) if group.rules.summary]
 
     def tokens_of_next(self, state: RequestState) -> int:
         """How many tokens must be computed before the request has something to offer. 0: it may
@@ -141,7 +142,8 @@ class OfferMaker:
         name, offered = state.request.name, state.offered
         most, computed = state.request.most_stored_tokens, self.may_be_stored(state, computed)
         ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
-        states = self._boundary_states(step.boundary_states.get(name, ()), state.request)
+        left = [*step.boundary_states.get(name, ()), *self._begins_from(state, step)]
+        states = self._boundary_states(left, state.request)
         wanted = (
             state.request.known_tokens if most is None else min(most, state.request.known_tokens)
         )
@@ -216,6 +218,18 @@ class OfferMaker:
             return Points(state.offered.prompt_chunks, state.parts)
         most, known = state.request.most_stored_tokens, state.request.known_tokens
         return Points(self._prompt_chunks(known if most is None else min(most, known)), state.parts)
+
+    def _begins_from(self, state: RequestState, step: Step) -> Iterator[tuple[int, int, int]]:
+        """The states from which ``step`` computes the request, as ``Step.boundary_states``, unless
+        they were offered or loaded. The engine had them itself, and does not tell of them."""
+        tokens = state.request.computed_tokens
+        chunks = tokens // self._setup.chunk_tokens
+        if not self._summaries or chunks <= state.offered.chunks:
+            return
+        table = step.block_table(state.request.name)
+        for group in self._summaries:
+            for block in self._spans.row(group, table[group], chunks - 1):
+                yield group, block, tokens
 
     def _boundary_states(self, left: Iterable[tuple[int, int, int]], request: Request) -> States:
         """The blocks of the states in ``left`` that are at a chunk's end, by group and chunk. They
