@@ -35,6 +35,13 @@ DEEPSEEK_V4: list[GroupShape] = [
     ("sliding_window", 8, 32, 1),
 ]
 MIXED: list[GroupShape] = [("state", 64, 0, 1), ("sliding_window", 32, 20, 1), ("full", 64, 0, 2)]
+GLM_NEXT: list[GroupShape] = [("full", 64, 0, 2), ("ring", 8, 0, 1)]
+DEEPSEEK_V41: list[GroupShape] = [
+    ("full", 64, 0, 2),
+    ("replayed", 64, 100, 1),
+    ("ring", 8, 0, 1),
+    ("full", 32, 0, 1),
+]
 MODELS = {
     "gpt-oss": GPT_OSS,
     "gemma": GEMMA,
@@ -105,6 +112,29 @@ def test_d2_every_group_of_a_hit_is_right(
         assert found or tokens <= chunk
         finish(b)
         assert b.world.scheduler.kv_cache_manager.reset_prefix_cache()
+    empty(daemon)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "replayed"), [(GLM_NEXT, 0), (DEEPSEEK_V41, 100)], ids=["ring", "replayed"]
+)
+def test_groups_that_vllm_does_not_cache_are_left_to_vllm(
+    daemon: Daemon, engine: Any, shapes: list[GroupShape], replayed: int
+) -> None:
+    """A hit is as long as vLLM's own, and both engines go on from it alike."""
+    a, b = engine(shapes), engine(shapes)
+    for seed, tokens in enumerate((65, 127, 129, 193, 400)):
+        said, whole = prompt(seed, tokens), (tokens - 1) // 64 * 64
+        begins = max(0, whole - replayed) if whole > replayed else 0
+        a.generate(f"a{seed}", said)
+        assert b.load(f"b{seed}", said)[1] == begins
+        finish(b)
+        assert b.load(f"own {seed}", said)[1] == begins
+        finish(b)
+        assert b.world.scheduler.kv_cache_manager.reset_prefix_cache()
+    stored = daemon.status()["namespaces"][0]["groups"]
+    assert [group["rows"] > 0 for group in stored] == [kind == "full" for kind, *_ in shapes]
+    assert all(e.world.free_blocks == e.world.pool.num_gpu_blocks - 1 for e in (a, b))
     empty(daemon)
 
 

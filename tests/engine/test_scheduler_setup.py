@@ -211,8 +211,8 @@ def unreadable(config: Any, caches: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (ring, "KV cache group 0 of kind CircularBufferSpec"),
-        (ephemeral, "KV cache group 0 (FullAttentionSpec) is not prefix-cacheable"),
+        (ring, "no KV cache group is prefix-cacheable"),
+        (ephemeral, "no KV cache group is prefix-cacheable"),
         (states_of_a_request, "mamba_cache_mode"),
         (looks_ahead, "attention that is not causal"),
         (pooled("MEAN"), "pooled by MEAN"),

@@ -41,9 +41,10 @@ class Spans:
         return tuple(ids[end - one.row_blocks(self._chunk_tokens) : end])
 
     def covered(self, table: Table) -> int:
-        """The number of leading chunks that have blocks in every group."""
-        each = zip(table, self._groups, strict=True)
-        return min(len(ids) * one.block_tokens for ids, one in each) // self._chunk_tokens
+        """The number of leading chunks that have blocks in every group that keeps any."""
+        each = zip(table, self._groups, self.row_blocks(), strict=True)
+        tokens = (len(ids) * one.block_tokens for ids, one, kept in each if kept)
+        return min(tokens, default=0) // self._chunk_tokens
 
     def storable(self, table: Table, states: States, chunk: int) -> int:
         """Bit mask of the groups whose row of a covered ``chunk`` can be copied now.

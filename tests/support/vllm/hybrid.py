@@ -8,7 +8,10 @@ from typing import Any, Literal
 from kvass.types import PAGE
 from tests.support.vllm.scheduler import make_configs, tell
 
-GroupShape = tuple[Literal["full", "sliding_window", "chunked_local", "state"], int, int, int]
+Shape = Literal["full", "sliding_window", "chunked_local", "state", "ring", "replayed"]
+"""A kind of kvass, or a group that vLLM does not cache: a circular buffer, or a window that vLLM
+computes again after a hit."""
+GroupShape = tuple[Shape, int, int, int]
 """Kind, block tokens, window tokens, layers."""
 
 
@@ -78,6 +81,11 @@ def _spec(kind: str, block_tokens: int, window: int, page: int, draft_states: in
     }
     if kind == "full":
         return kv.FullAttentionSpec(**common)
+    if kind == "ring":
+        return kv.CircularBufferSpec(**common)
+    if kind == "replayed":
+        replayed = common | {"head_size": 16, "bounded_replay": True}
+        return kv.SlidingWindowMLASpec(**replayed, sliding_window=window)
     if kind == "sliding_window":
         return kv.SlidingWindowSpec(**common, sliding_window=window)
     return kv.ChunkedLocalAttentionSpec(**common, attention_chunk_size=window)

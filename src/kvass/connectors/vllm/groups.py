@@ -11,6 +11,10 @@ Facts relied on:
 - A layer's spec may differ from its group's only inside ``UniformTypeKVCacheSpecs``.
 - vLLM keeps ``extra_retained_tokens`` beyond a sliding window.
 - A spec is a dataclass. Its fields say what its pages mean: dtypes, shapes, quantization.
+- Of a group that is not prefix-cacheable a hit needs nothing in two cases. A circular buffer keeps
+  what is still to be compressed, and that is nothing where vLLM's own hits end. What has
+  ``prefix_replay_tokens`` vLLM computes again after each hit, also after one of a connector that
+  does not say that it loads such groups.
 - In ``align`` mode a Mamba group keeps the state of the last computed token in that token's block.
   vLLM reports which block holds the state at a block boundary.
 """
@@ -72,9 +76,15 @@ def read_groups(
     """
     cacheable = kv_cache_config.prefix_cacheable_group_ids
     found = []
+    if not cacheable:
+        raise Unsupported("no KV cache group is prefix-cacheable")
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = _specs(group)
         names = {type(spec).__name__ for spec in specs}
+        if number not in cacheable and group.enable_kv_transfer and all(map(_rebuilt, specs)):
+            # Of a window of one token a hit needs nothing, and there are no layers to copy.
+            found.append(GroupLayout("sliding_window", max(block_tokens), (), (), 1))
+            continue
         if unknown := ", ".join(sorted(names - SPECS.keys())):
             raise Unsupported(f"KV cache group {number} of kind {unknown} is not supported")
         if number not in cacheable:
@@ -90,6 +100,12 @@ def read_groups(
         pages = tuple(each[name].page_size_bytes for name in layers)
         found.append(GroupLayout(kind, block_tokens[number], layers, pages, window_tokens))
     return tuple(found)
+
+
+def _rebuilt(spec: Any) -> bool:
+    """Whether vLLM has what a hit needs of a group that is not prefix-cacheable."""
+    circular = type(spec).__name__ == "CircularBufferSpec"
+    return circular or getattr(spec, "prefix_replay_tokens", 0) > 0
 
 
 def _shape(number: int, spec: Any) -> tuple[GroupKind, int]:
