@@ -24,6 +24,8 @@ GroupKind = Literal["full", "sliding_window", "chunked_local", "state"]
 class Kind(ABC):
     """What all groups of a kind have in common."""
 
+    called = ""
+    """What an operator reads of the rows of this kind."""
     whole = False
     """Whether a hit needs the rows of all its chunks. Then no hit reaches beyond a missing row,
     and a row has the KV of all tokens of its chunk."""
@@ -59,6 +61,7 @@ class Kind(ABC):
 class Full(Kind):
     """Each token attends to all tokens before it."""
 
+    called = "full attention"
     whole = True
 
     def needs(self, tokens: Tokens, window_tokens: int) -> Tokens:
@@ -71,6 +74,7 @@ class Full(Kind):
 class SlidingWindow(Kind):
     """Each token attends to itself and ``window_tokens - 1`` tokens before it."""
 
+    called = "windows"
     windowed = True
 
     def needs(self, tokens: Tokens, window_tokens: int) -> Tokens:
@@ -87,6 +91,7 @@ class SlidingWindow(Kind):
 class ChunkedLocal(Kind):
     """Each token attends to its local chunk, which begins at a multiple of ``window_tokens``."""
 
+    called = "windows"
     windowed = True
 
     def needs(self, tokens: Tokens, window_tokens: int) -> Tokens:
@@ -102,6 +107,7 @@ class ChunkedLocal(Kind):
 class RunningState(Kind):
     """Each token changes a state, which is kept in the block that ends at the token."""
 
+    called = "states"
     summary = True
 
     def needs(self, tokens: Tokens, window_tokens: int) -> Tokens:

@@ -127,6 +127,17 @@ def writes(up_s: float, **stored: float) -> dict[str, Any]:
     return {"daemon": {"up_s": up_s, "tiers": tiers}}
 
 
+def stored(**rows: int) -> dict[str, Any]:
+    """A daemon with a model of layers of these kinds, so many rows of 4 KiB of each, in chunks of
+    16 tokens."""
+    size = 4096
+    groups = [
+        {"kind": kind, "row_bytes": size, "rows": n, "used_bytes": n * size}
+        for kind, n in rows.items()
+    ]
+    return {"namespaces": [{"model": "m", "chunk_tokens": 16, "groups": groups}]}
+
+
 TIER = {"tier": "s3:b", "up": True, "store_failures": 0, "stored_rows": 0}
 COMPRESSED = {
     "compress": "on: the store takes 0.10 GB/s",
@@ -342,6 +353,13 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
         *("daemon", "note", "no recording; by every engine"),
     ),
     # Wear.
+    ({}, "bytes per token", "ok", "no daemon with a model; docs/sizing.md"),
+    ({"daemon": stored(full=2)}, "bytes per token", "ok", "m full attention 256B"),
+    (
+        {"daemon": stored(full=4, sliding_window=1, chunked_local=1, state=1)},
+        *("bytes per token", "ok"),
+        "m full attention 256B, windows 512B (stored: 128B), states 256B (stored: 64B)",
+    ),
     ({}, "disk writes", "ok", "no daemon with a disk tier"),
     (writes(3600, redis=1), "disk writes", "ok", "no daemon with a disk tier"),
     (writes(60, disk=1), "disk writes", "note", "has run for 60 s; when the daemon has served"),

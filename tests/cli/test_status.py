@@ -164,6 +164,24 @@ def test_where_l1_lies_on_several_nodes(own_fields: dict[str, Any]) -> None:
     assert not [line for line in report(own_fields) if "nodes" in line]
 
 
+def test_what_a_token_takes_is_told_by_kind_of_layers(own_fields: dict[str, Any]) -> None:
+    def told(*kinds: str) -> list[str]:
+        group = {"row_bytes": 1 << 20, "rows": 8, "used_bytes": 8 << 20}
+        groups = [{"kind": kind, **group} for kind in kinds]
+        groups[-1] |= {"rows": 1, "used_bytes": 1 << 20}
+        fields = {"namespace": "0123456789", "like": "", "model": "m", "chunk_tokens": 1024}
+        lines = report(own_fields | {"namespaces": [{**fields, "groups": groups}]})
+        return [line for line in lines if "per token:" in line]
+
+    assert told("full", "full") == [], "the table says it"
+    assert told("full", "sliding_window") == [
+        "  01234567 per token: full attention 1KiB, windows 1KiB (stored: 128B)"
+    ]
+    assert told("full", "kind of later") == [
+        "  01234567 per token: full attention 1KiB, kind of later 1KiB (stored: 128B)"
+    ]
+
+
 def test_what_rests_since_the_last_daemon(own_fields: dict[str, Any]) -> None:
     rests = {"place": "/dev/shm/k", "started_empty": "", "adopted_rows": 3, "adopted_bytes": 4096}
     rests |= {"resting_bytes": 5 << 20, "resting_s": 43.0, "resting_pids": []}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import Any, Final
 
+from kvass.cli.kinds import token_kinds
 from kvass.client.health import notes, tier_note, tier_state, troubles, used_tiers
 from kvass.types import printable
 
@@ -160,6 +161,8 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
         ("model", "namespace", "rows", "used", "per token", "hit rate", "minute"), rows
     )
     for ns in namespaces:
+        if len(kinds := token_kinds(ns)) > 1:
+            yield f"  {ns['namespace'][:8]} per token: {', '.join(kinds)}"[:WIDTH]
         if fields := ns.get("differs_in"):
             text = f"{ns['namespace'][:8]} shares nothing with {ns['like'][:8]} of the same model; "
             yield from wrap(

@@ -1,4 +1,5 @@
-"""The check of ``kvass doctor`` whether L1 is larger than what the engines cache themselves.
+"""The checks of ``kvass doctor`` whether L1 is larger than what the engines cache themselves, and
+what a token takes in it.
 
 What an engine's own KV cache has, it does not ask for. Both keep what was used last, so an L1 as
 large as the engines' caches together has nothing that they lack.
@@ -10,6 +11,7 @@ from kvass.arena.room import room
 from kvass.cli.doctor.beside import KV_SPACE, PROCESS_BYTES, VLLM_SHARE, on_cpu, whole_gib
 from kvass.cli.doctor.finding import Finding, note, ok, shown, warning
 from kvass.cli.doctor.machine import Machine
+from kvass.cli.kinds import token_kinds
 from kvass.client.health import used_tiers
 from kvass.types import L1_OF_CACHES, Size
 
@@ -36,6 +38,16 @@ def beside_their_caches(m: Machine) -> Finding:
         "few hits; none if L1 is no larger than their caches",
         f"kvass serve --l1-size {Size(least).rounded()} or more, or a tier behind L1",
     )
+
+
+def bytes_per_token(m: Machine) -> Finding:
+    models = [
+        f"{ns['model'] or ns['namespace'][:8]} {', '.join(token_kinds(ns))}"
+        for ns in (m.daemon or {}).get("namespaces", [])
+    ]
+    if not models:
+        return ok("no daemon with a model answers", "docs/sizing.md has a table of models")
+    return ok("; ".join(models), "what a token takes in L1")
 
 
 def _expected(m: Machine) -> tuple[int, str]:

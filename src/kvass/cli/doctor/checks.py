@@ -19,7 +19,7 @@ from kvass.arena.huge import lacking, page_bytes, pool
 from kvass.arena.nodes import nodes
 from kvass.arena.room import room
 from kvass.cli.doctor.beside import beside_an_engine
-from kvass.cli.doctor.caches import beside_their_caches
+from kvass.cli.doctor.caches import beside_their_caches, bytes_per_token
 from kvass.cli.doctor.compression import compression
 from kvass.cli.doctor.devices import run_python
 from kvass.cli.doctor.finding import Finding, error, note, ok, shown, warning
@@ -354,6 +354,7 @@ CHECKS: Final[Mapping[str, Callable[[Machine], Finding]]] = {
     "memory": memory,
     "beside an engine": beside_an_engine,
     "engines' caches": beside_their_caches,
+    "bytes per token": bytes_per_token,
     "shared memory": shared_memory,
     "huge pages": huge_pages,
     "NUMA": numa,
