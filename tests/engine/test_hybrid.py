@@ -25,6 +25,7 @@ from tests.engine.hybrid import (
 )
 from tests.support.vllm.judge import Wrong, check_same
 from tests.support.vllm.process import Prompt, Settings
+from tests.support.vllm.ranks import until
 
 pytestmark = pytest.mark.engine
 MODELS = [GPT_OSS, GEMMA3, QWEN3_NEXT]
@@ -179,6 +180,25 @@ def test_stores_that_come_late_from_blocks_nobody_holds_are_seen(pair: Pair) -> 
     with Client(pair.daemon.socket) as client:
         client.clear(everything=True)
     assert wrong_after_stores() == 0
+
+
+@pytest.mark.parametrize("pair", [QWEN3_NEXT], indirect=True, ids=name_of)
+def test_a_new_daemon_gets_what_an_engine_answers_from_its_own_cache(pair: Pair) -> None:
+    """vLLM reports no state then."""
+    tokens = pair.prompt(1000)
+    pair.store(tokens)
+    pair.daemon.restart()
+
+    def registered() -> list[bool]:
+        engines = pair.daemon.status()["engines"]
+        return [each["scheduler"] and not each["missing_ranks"] for each in engines]
+
+    until(lambda: registered() == [True, True], "both engines")
+    (again,) = pair.a.store(Prompt(tokens, 1))
+    assert (again.local, again.external) == (pair.model.hit(1000), 0)
+    warm = pair.load(tokens)
+    assert (warm.local, warm.external) == (0, pair.model.hit(1000))
+    pair.check(tokens, warm)
 
 
 def test_nothing_is_owed_afterwards(pair: Pair) -> None:
