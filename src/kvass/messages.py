@@ -56,14 +56,15 @@ END_SESSION: Final = "end_session"
 DRAINED: Final = "drained"
 RESULTS: Final = "results"
 AHEAD: Final = "ahead"
+SESSIONS: Final = "sessions"
 FEATURES: Final[tuple[str, ...]] = (
-    *("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION, DRAINED, RESULTS, AHEAD),
+    *("explain", "shadow", CLEAR_TENANT, PRESENT, END_SESSION, DRAINED, RESULTS, AHEAD, SESSIONS),
 )
 """Optional abilities, which both sides must name to use one. What needs none belongs to protocol 1.
 ``explain``: the messages ``LookupNotes`` and ``Explain``. ``shadow``: ``ShadowReport``.
 ``clear_tenant``: ``ClearTenant``. ``present``: ``Present``. ``end_session``: ``EndSession``.
 ``drained``: ``Drained``. ``results``: ``RequestContext.reported``. ``ahead``: what ``Prefetch``
-says of it.
+says of it. ``sessions``: ``AskSession``.
 
 A name is never used again: ``take_over`` belongs to earlier versions."""
 
@@ -86,7 +87,9 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     ``tenant``: who pays for its rows, and in whose figures its lookups count; empty: the default
     one. ``session``: the tag of the client's session (``types.session_tag``); 0: it is not known.
-    ``keep_s``: retain its rows for so many seconds, at most a day; 0: do not.
+    ``keep_s``: retain its rows for so many seconds, at most a day; 0: do not. ``then_s``: the
+    session's next request comes in about so many seconds, so have its rows in L1 by then; 0: it is
+    not known.
 
     The other fields are of one lookup, and no ``ReserveItem`` says them. ``budget_ms``: how long
     the answer may take; 0: the daemon's ``lookup_budget_ms``. ``prefill_tokens_s``: how many tokens
@@ -108,6 +111,7 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     session: SessionTag = 0
     keep_s: Seconds = 0.0
     reported: bool = False
+    then_s: Seconds = 0.0
 
 
 NO_CONTEXT: Final = RequestContext()
@@ -661,6 +665,39 @@ class SessionEnded(Message, tag="session_ended"):
     rows: int = 0
 
 
+class AskSession(Message, tag="ask_session"):
+    """Where are the rows of the last prompt of the client's session with the tag ``session``, whose
+    rows ``tenant`` pays for? Answered by ``SessionIs``, as late as tiers answer. Feature
+    ``SESSIONS``.
+
+    ``fetch``: load from tiers what L1 lacks of it, in each namespace that the session used. It is
+    answered when that begins, and tiers are not asked for the answer. Lookups come first, as they
+    do with ``Prefetch``."""
+
+    session: SessionTag
+    tenant: Name = ""
+    fetch: bool = False
+
+
+class SessionIs(Message, tag="session_is"):
+    """Answer to ``AskSession``, about the namespace that the session used last. ``model``: of its
+    engine.
+
+    ``chunks``: of its last prompt; 0: no such session is known. ``hit_chunks``: the hit that a
+    lookup of it has in L1. ``l1_bytes``, ``loading_bytes``: of its rows that L1 has, and that come
+    from tiers now. ``tier_bytes``: those that L1 has not yet, by the name of the first tier that
+    has them. ``fetching``: how many fetches of the session go on."""
+
+    model: str = ""
+    chunk_tokens: int = 0
+    chunks: int = 0
+    hit_chunks: int = 0
+    l1_bytes: int = 0
+    loading_bytes: int = 0
+    tier_bytes: dict[str, int] = {}
+    fetching: int = 0
+
+
 class Removals(Message, tag="removals"):
     """A scheduler's question: which rows of its namespace left L1 since ``since``, and which of the
     digests in ``present`` (by group) are in L1? ``since``: the last answer's ``upto``; 0: none yet.
@@ -766,6 +803,7 @@ Request = (
     | EmptyTier
     | SetQuota
     | EndSession
+    | AskSession
     | Removals
     | Present
     | Status
@@ -786,6 +824,7 @@ FromDaemon = (
     | Cleared
     | QuotaSet
     | SessionEnded
+    | SessionIs
     | Removed
     | Presence
     | StatusReply

@@ -230,6 +230,7 @@ class World:
             m.ClearTenant(seq=3, tenant="t"),
             m.EmptyTier(seq=3, tier="t"),
             m.EndSession(seq=3, session=7, tenant="t"),
+            m.AskSession(seq=3, session=7, tenant="t"),
         ]
 
     def say(self, connection: int, kind: type, fields: dict[str, Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from kvass.connectors.vllm.hints import (
     SKIP_LOAD,
     SKIP_SAVE,
     TENANT,
+    THEN,
     TTL,
     VLLM_MOST_LOADED,
     Hints,
@@ -139,6 +140,9 @@ def test_a_bad_value_is_ignored_counted_and_logged_once(
         ({TTL: 0, SESSION: "s"}, Hints(session="s", ends=True)),
         ({TTL: False, SESSION: ""}, Hints(bad=(SESSION, TTL))),
         ({TTL: -1, SESSION: 7}, Hints(bad=(SESSION, TTL))),
+        ({THEN: "5m", TTL: 7}, Hints(keep_s=7, then_s=300)),
+        ({THEN: 0}, NO_HINTS),
+        ({THEN: "soon", TTL: "soon"}, Hints(bad=(TTL, THEN))),
         ({TENANT: ["a"]}, Hints(bad=(TENANT,))),
         ({TENANT: "not a name"}, Hints("other", bad=(TENANT,))),
     ],
@@ -166,6 +170,8 @@ def tags(client: FakeClient) -> set[int]:
         ({SESSION: "s", TENANT: "t"}, "own", "s", "session"),
         ({TTL: 0}, None, "a", "request"),
         ({TTL: 0}, "own", "own", "session"),
+        ({THEN: 5}, "own", "own", "session"),
+        ({THEN: 5}, None, "a", "request"),
     ],
 )
 def test_a_session_is_named_in_all_that_is_asked_and_ends_if_the_request_says_so(
@@ -178,6 +184,7 @@ def test_a_session_is_named_in_all_that_is_asked_and_ends_if_the_request_says_so
     tenant = params.get(TENANT, "")
     tag = session_tag(name, tenant, kind)
     assert tags(client) == {tag}
+    assert {c.then_s for c in client.contexts.values()} == {params.get(THEN, 0)}
     assert client.ended == ([(tag, tenant)] if TTL in params else [])
 
 

@@ -260,6 +260,22 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     ),
     "end_session": m.EndSession(seq=13, session=(1 << 32) - 1, tenant="team-a"),
     "session_ended": m.SessionEnded(seq=13, rows=65536),
+    "lookup.then": m.Lookup(seq=3, request="r-1", digests=b"", then_s=300.0),
+    "reserve.then": m.Reserve(
+        seq=5, items=[m.ReserveItem(request="r-1", digests=b"", then_s=300.0)]
+    ),
+    "ask_session": m.AskSession(seq=14, session=(1 << 32) - 1, tenant="team-a", fetch=True),
+    "session_is": m.SessionIs(
+        seq=14,
+        model="m",
+        chunk_tokens=256,
+        chunks=4,
+        hit_chunks=1,
+        l1_bytes=65536,
+        loading_bytes=65536,
+        tier_bytes={"disk:/var/cache/kvass": 131072},
+        fetching=1,
+    ),
     "empty_tier": m.EmptyTier(seq=11, tier="disk:/var/cache/kvass"),
     "set_quota": m.SetQuota(seq=10, quota=Quota("team-a", 1 << 33, 1 << 30), remove=True),
     "quota_set": m.QuotaSet(seq=10),

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -202,6 +202,12 @@ def test_clear_and_prefetch(web: WebServer, daemon: Daemon) -> None:
             assert ask(web, "POST", "/api/v1/clear", body, **WRITE) == (200, {"rows": 2})
 
 
+_WRONG_SESSIONS: Final[list[dict[str, Any]]] = [
+    *({}, {"session": 1}, {"session": "s", "x": 1}),
+    *({"session": "s", "tenant": t} for t in (1, "t" * 65, "t" * 5_000, "\ud800", "a b")),
+]
+
+
 def test_a_session_is_forgotten(web: WebServer, daemon: Daemon) -> None:
     with ExitStack() as ending:
         rows = Rows(daemon.socket, "mine", 64 << 10, ending)
@@ -212,10 +218,26 @@ def test_a_session_is_forgotten(web: WebServer, daemon: Daemon) -> None:
             assert ask(web, "POST", "/api/v1/forget", body, **WRITE) == (200, {"rows": found})
         assert rows.find(keys).chunks == 2
         assert ask(web, "POST", "/api/v1/forget", body)[0] == 401
-    tenants = (1, "t" * 65, "t" * 5_000, "\ud800", "a b")
-    named: list[dict[str, object]] = [{"session": "s", "tenant": tenant} for tenant in tenants]
-    for wrong in ({}, {"session": 1}, {"session": "s", "x": 1}, *named):
+    for wrong in _WRONG_SESSIONS:
         assert ask(web, "POST", "/api/v1/forget", json.dumps(wrong).encode(), **WRITE)[0] == 400
+
+
+def test_a_session_is_shown_fetched_and_released(web: WebServer, daemon: Daemon) -> None:
+    def said(fields: dict[str, Any]) -> Any:
+        return ask(web, "POST", "/api/v1/session", json.dumps(fields).encode(), **WRITE)
+
+    with ExitStack() as ending:
+        rows = Rows(daemon.socket, "mine", 64 << 10, ending)
+        rows.store([os.urandom(WIDTH) for _ in range(2)], session=session_tag("w"))
+        status, shown = said({"session": "w"})
+        assert (status, shown["chunks"], shown["l1_bytes"]) == (200, 2, 128 << 10)
+        fetched = {"model": "mine", "chunks": 2, "hit_chunks": 2, "fetching": 0}
+        assert said({"session": "w", "do": "fetch"}) == (200, fetched | {"model": shown["model"]})
+        assert said({"session": "w", "do": "release"}) == (200, {"rows": 2})
+    unknown: list[dict[str, Any]] = [{"session": "x"}, {"session": "w", "do": "x"}]
+    for wrong in (*_WRONG_SESSIONS, *unknown, {"session": "w", "do": ["fetch"]}):
+        assert said(wrong)[0] == 400
+    assert ask(web, "POST", "/api/v1/session", b'{"session": "w"}')[0] == 401
 
 
 @pytest.mark.parametrize(

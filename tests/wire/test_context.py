@@ -19,6 +19,7 @@ WHOLE = RequestContext(
     session=6,
     keep_s=7.5,
     reported=True,
+    then_s=8.5,
 )
 
 

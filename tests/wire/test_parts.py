@@ -89,7 +89,11 @@ def test_a_large_frame_of_small_parts_is_refused_undecoded(frame: bytes) -> None
 
 def test_the_largest_reserve_has_fewer_parts() -> None:
     one = ReserveItem(
-        *("r" * 512, bytes(2048), 1, 1, bytes(512)), tenant="t" * 64, session=1, keep_s=1.0
+        *("r" * 512, bytes(2048), 1, 1, bytes(512)),
+        tenant="t" * 64,
+        session=1,
+        keep_s=1.0,
+        then_s=1.0,
     )
     said = Reserve(items=[one] * 1024)
     assert len(framing.encode(said)) > 3 << 20

@@ -27,6 +27,7 @@ REPLY_TO: Final[dict[type[m.FromClient], type[m.FromDaemon]]] = {
     m.ClearTenant: m.Cleared,
     m.EmptyTier: m.Cleared,
     m.EndSession: m.SessionEnded,
+    m.AskSession: m.SessionIs,
     m.Removals: m.Removed,
     m.Present: m.Presence,
     m.Status: m.StatusReply,

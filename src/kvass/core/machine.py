@@ -29,6 +29,7 @@ from kvass.core.handlers import (
     reading,
     segments,
     session_ending,
+    session_fetching,
     shadow,
     writing,
 )
@@ -64,6 +65,7 @@ _MESSAGES: Final[dict[type, Callable[[State, ClientConnection, Any], FromDaemon 
     messages.EmptyTier: clearing.empty_tier,
     messages.SetQuota: clearing.set_quota,
     messages.EndSession: session_ending.end_session,
+    messages.AskSession: session_fetching.ask_session,
     messages.Removals: reading.removals,
     messages.Present: reading.present,
     messages.LookupNotes: explaining.lookup_notes,
@@ -133,6 +135,7 @@ def _reclaim(state: State) -> None:
 _WORK: Final[dict[str, Callable[[State], None]]] = {
     "clears": clearing.clear_more,
     "endings": session_ending.end_more,
+    "fetch_due": session_fetching.fetch_next,
     "followers.kept.sweeping": lambda state: state.followers.kept.sweep_more(state.now),
     "unreclaimed": _reclaim,
 }
@@ -228,6 +231,7 @@ class CacheMachine:
         if state.promotions.going or any(_UNDONE(state)):
             return state.now  # this step has left work for the next one
         due = soonest(state.settlement.next_due, state.connection_limits.next_due)
+        due = soonest(due, state.sessions.next_due)
         if not (state.tiers.all or state.promotions.all):
             return due
         return soonest(due, soonest(state.promotions.next_due, state.tiers.next_due))

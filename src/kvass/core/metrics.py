@@ -37,6 +37,8 @@ COUNTERS: Final[dict[str, str]] = {
     "not_kept_chunks": "Chunks that were not retained because their tenant may retain no more.",
     "sessions_ended": "Sessions of clients that have ended.",
     "session_rows_ended": "Rows of these that no other session had used.",
+    "session_fetches": "Fetches of what a client's session will ask for (`kvass.then`, "
+    "`kvass session --fetch`).",
     "chunks_wanted": "New chunks that engines asked to store, within their limits.",
     "chunks_granted": "Chunks that engines were allowed to store.",
     "tails_granted": "Those of `chunks_granted` of which only the first blocks are stored (tails).",

@@ -10,6 +10,7 @@ import msgspec
 from kvass.core.clients.connection_limits import ConnectionLimits
 from kvass.core.clients.lookup_log import LookupLog
 from kvass.core.clients.registry import ClientConnection, Instance, Refusal
+from kvass.core.clients.session_prompts import SessionPrompts
 from kvass.core.clients.shadow_figures import ShadowFigures
 from kvass.core.effects import Effect, Send
 from kvass.core.histogram import Histogram
@@ -33,8 +34,15 @@ from kvass.core.saved.index_file import SavedIndex
 from kvass.messages import FromClient, FromDaemon, Matched, RequestContext
 from kvass.types import Limits, Quota, Timing
 
+NOBODY: Final = -1
+"""In place of a connection: the core itself asked, and gets no answer."""
 _REFUSALS: Final = 8
 """The most entries of ``State.refusals``."""
+SHORT_PAUSE_S: Final = 60.0
+"""Rows of a session that comes back within this are retained until then. To keep those of longer
+pauses would take the room from sessions that are sooner back: they are fetched."""
+SLACK: Final = 1.5
+"""How many times as long as it said a session may take, and find its rows retained."""
 
 
 class CoreConfig(msgspec.Struct, frozen=True):
@@ -122,6 +130,7 @@ class State:
         self.messages: Counter[type[FromClient]] = Counter()
         """The number of received messages by kind, including refused ones."""
         self.log = LookupLog()
+        self.sessions = SessionPrompts()
         self.clears: list[Clearing] = []
         """The clears that have something in L1 left to clear; the oldest is first."""
         self.endings: list[SessionEnd] = []
@@ -143,6 +152,11 @@ class State:
         return self.stopping and self.config.lasting
 
     @property
+    def fetch_due(self) -> bool:
+        """Whether it is time to fetch what a session will ask for."""
+        return (due := self.sessions.next_due) is not None and due <= self.now
+
+    @property
     def unreclaimed(self) -> bool:
         """Whether ``reclaim``, or ``warm`` of the classes, has work left."""
         return bool(self.allocator.unfinished or self.followers.segments.cleared)
@@ -153,8 +167,9 @@ class State:
         self.followers.segments.reclaim()
 
     def send(self, connection: int, message: FromDaemon, with_arena: bool = False) -> None:
-        """Add an effect that sends a message."""
-        self.out.append(Send(connection, message, with_arena))
+        """Add an effect that sends a message, unless it is for ``NOBODY``."""
+        if connection != NOBODY:
+            self.out.append(Send(connection, message, with_arena))
 
     def matched(
         self,
@@ -192,7 +207,10 @@ class State:
     def keep(self, ns: Namespace, found: list[Found], context: RequestContext) -> int:
         """Retain rows of a prompt, if its request asks for that. Returns how many chunks are
         retained. ``found``: as of ``matching.keeping``."""
-        if not (seconds := context.keep_s):
+        seconds = context.keep_s
+        if not seconds and context.then_s <= SHORT_PAUSE_S:
+            seconds = SLACK * context.then_s
+        if not seconds:
             return 0
         payer = self.tenants.payer(context.tenant)
         kept, clipped = keeping.keep(self.rows, self.followers.kept, ns, found, seconds, payer)

@@ -20,7 +20,7 @@ from tests.support.simulation.random_models import (
     random_shapes,
 )
 
-_OF_COMMANDS: Final = (m.SetQuota, m.ClearTenant, m.EmptyTier, m.EndSession)
+_OF_COMMANDS: Final = (m.SetQuota, m.ClearTenant, m.EmptyTier, m.EndSession, m.AskSession)
 _KINDS: Final = (
     *(k for k in get_args(m.FromClient) if k not in _OF_COMMANDS),
     *(m.Register, m.Reserve),
@@ -98,7 +98,7 @@ class _Maker:
         names = [
             name
             for name in kind.__struct_fields__
-            if name not in ("seq", "tenant", "session", "keep_s")
+            if name not in ("seq", "tenant", "session", "keep_s", "then_s")
         ]
         return {name: self.value(name, kind) for name in names}
 

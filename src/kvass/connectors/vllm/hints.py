@@ -38,6 +38,8 @@ SESSION: Final = "kvass.session"
 TTL: Final = "kvass.ttl"
 """0: the session ends with this request. Seconds up to a day, or a text like ``5m`` or ``1h``: its
 rows are retained for so long."""
+THEN: Final = "kvass.then"
+"""When the session's next request comes, about: values as those of ``kvass.ttl``."""
 MOST_NAME: Final = 1024
 """The most characters of a session's name."""
 
@@ -51,7 +53,8 @@ class Hints(msgspec.Struct, frozen=True):
     tokens may be stored; None: all. ``most_loaded``: how many tokens may be loaded; None: all.
     ``report``: whether the answer says what kvass did.
     ``session``: the session's name; empty without one. ``ends``: the session ends with the request.
-    ``keep_s``: for how long its rows are retained; 0: they are not.
+    ``keep_s``: for how long its rows are retained; 0: they are not. ``then_s``: in how many seconds
+    the session's next request comes; 0: it is not known.
     ``bad``: the keys whose values were ignored."""
 
     tenant: str = ""
@@ -61,6 +64,7 @@ class Hints(msgspec.Struct, frozen=True):
     session: str = ""
     ends: bool = False
     keep_s: float = 0.0
+    then_s: float = 0.0
     bad: tuple[str, ...] = ()
 
 
@@ -84,9 +88,10 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
     if not (session is None or (isinstance(session, str) and 0 < len(session) <= MOST_NAME)):
         bad.append(SESSION)
         session = None
-    seconds = ttl_seconds(ttl)
-    if seconds is None and ttl is not None:
-        bad.append(TTL)
+    seconds, then_s = ttl_seconds(ttl), ttl_seconds(params.get(THEN))
+    for key, value in ((TTL, seconds), (THEN, then_s)):
+        if value is None and params.get(key) is not None:
+            bad.append(key)
     return Hints(
         tenant=tenant or "",
         most_tokens=most,
@@ -95,6 +100,7 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
         session=session or "",
         ends=seconds == 0,
         keep_s=seconds or 0.0,
+        then_s=then_s or 0.0,
         bad=tuple(bad),
     )
 
@@ -114,12 +120,14 @@ def _most(
 
 def request_context(request: Any, hints: Hints) -> RequestContext:
     """What vLLM's ``request`` says of itself. Without a hint its salt is its tenant; a salt may be
-    long, so it is hashed. A request that ends no session and has none has no tag."""
+    long, so it is hashed. A request without a session has a tag of its own if it ends or comes
+    back."""
     tenant, name = hints.tenant, hints.session or request.session_id
     if not tenant and request.cache_salt:
         tenant = f"salt-{text_digest(request.cache_salt).hex()[:16]}"
     tag = 0
-    if name or hints.ends:
+    if name or hints.ends or hints.then_s:
         kind: Literal["session", "request"] = "session" if name else "request"
         tag = session_tag(name or str(request.request_id), tenant, kind)
-    return RequestContext(tenant=tenant, session=tag, keep_s=hints.keep_s)
+    times = {"keep_s": hints.keep_s, "then_s": hints.then_s}
+    return RequestContext(tenant=tenant, session=tag, **times)

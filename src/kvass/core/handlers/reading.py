@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-import numpy as np
-
 from kvass.core import explain, results
 from kvass.core.clients.registry import ClientConnection, Instance
+from kvass.core.handlers import session_fetching
 from kvass.core.handlers.checks import (
     check_request,
     known_ranks,
@@ -25,7 +24,7 @@ from kvass.core.handlers.checks import (
     split_keys,
 )
 from kvass.core.matching.prefix import NO_BLOCKS, Hit, PrefixView
-from kvass.core.pending.promotion import NOT_ASKED, PROMOTION_BYTES, Promotion
+from kvass.core.pending.promotion import Asker, Promotion, promotion_of
 from kvass.core.rows.index import digests_of
 from kvass.core.rows.removed import AT_ONCE
 from kvass.core.rows.row_classes import Namespace
@@ -80,6 +79,7 @@ def lookup(state: State, connection: ClientConnection, msg: Lookup) -> Matched |
     if cut:
         keys, blocks = keys[:most], blocks[:0]
     state.followers.tags.resume(msg.session)
+    session_fetching.remember(state, ns, msg, keys)
     view = PrefixView(state.rows, ns, keys, msg.first, msg.spare, blocks, start)
     there, why = view.there(), "absent"
     chunks = view.longest(there)
@@ -229,29 +229,9 @@ def _promotion(
     context: RequestContext = NO_CONTEXT,
 ) -> Promotion:
     """A promotion of the rows that ``view`` lacks. Without ``readers`` it is a prefetch's."""
-    ns, keys, rest, start = view.ns, view.keys, view.rest, view.start
-    homes = [np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes]
-    arrays_bytes = keys.nbytes + rest.nbytes + start.nbytes + sum(home.nbytes for home in homes)
-    return Promotion(
-        id=next(state.promotions.numbers),
-        connection=connection.id,
-        seq=msg.seq,
-        instance=_owner_of(connection),
-        request=msg.request,
-        readers=set(readers),
-        namespace=ns,
-        epoch=ns.epoch,
-        keys=keys,
-        rest=rest,
-        start=start,
-        first=view.first,
-        begun=state.now,
-        deadline=state.now + wait_s,
-        size_bytes=PROMOTION_BYTES + len(msg.request) + arrays_bytes,
-        spare=view.spare,
-        homes=homes,
-        context=context,
-    )
+    asker = Asker(connection.id, msg.seq, _owner_of(connection), msg.request)
+    number, span = next(state.promotions.numbers), (state.now, state.now + wait_s)
+    return promotion_of(number, asker, view, span, readers, context)
 
 
 def release(state: State, connection: ClientConnection, msg: Release) -> None:

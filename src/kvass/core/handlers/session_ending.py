@@ -22,6 +22,8 @@ def end_session(state: State, connection: ClientConnection, msg: EndSession) -> 
     if not msg.session:
         raise Refused("bad_value", "session: 0 is no session")
     tags, payer = state.followers.tags, state.tenants.payer(msg.tenant).id
+    for prompt in state.sessions.of(msg.session, payer):
+        state.sessions.wake_at(prompt, None)
     if tags.has_ended(msg.session, payer):
         state.send(connection.id, SessionEnded(seq=msg.seq))
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvass.core import results
 from kvass.core.clients.registry import ClientConnection
-from kvass.core.handlers import granting
+from kvass.core.handlers import granting, session_fetching
 from kvass.core.handlers.checks import open_lease, open_reservation, own_rank, scheduler_of
 from kvass.core.handlers.reserve_items import checked, items_of_a_step, items_of_one_payer
 from kvass.core.state import State
@@ -49,6 +49,8 @@ def reserve(state: State, connection: ClientConnection, msg: Reserve) -> Granted
         if grants:  # an item before it may have been granted some of the same rows
             found = granting.find(ns, item)
         grants.append(granting.grant(state, instance, ns, item, protect, found))
+        whole = item.keys[: len(item.keys) - (item.tail > 0)]  # no tier is offered a tail
+        session_fetching.remember(state, ns, item.context, whole)
         grants[-1].kept = state.keep(ns, found, item.context)
     grants += [Grant(later=item.first) for item in msg.items[now:]]
     flush.queue_next_victims(state)

@@ -17,11 +17,12 @@ answered when it ends, and it ends once (law 11).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvass.core.matching.prefix import NO_BLOCKS, NO_HIT, Hit, PrefixView
 from kvass.core.pending.ledger import Entry, Ledger, Reservation
@@ -170,6 +171,50 @@ class Promotion(Entry, kw_only=True):
     def void(self) -> bool:
         """Whether nobody waits for it, or its namespace was cleared since it began."""
         return self.asker_gone or self.epoch != self.namespace.epoch
+
+
+class Asker(NamedTuple):
+    """Who gets the answer to a promotion: the message ``seq`` of a ``connection``, or ``NOBODY``.
+    It counts for ``owner`` (law 12)."""
+
+    connection: int
+    seq: int
+    owner: str
+    request: str
+
+
+def promotion_of(
+    number: int,
+    asker: Asker,
+    view: PrefixView,
+    span: tuple[float, float],
+    readers: Collection[int],
+    context: RequestContext,
+) -> Promotion:
+    """A promotion of the rows that ``view`` lacks. ``span``: its begin and its deadline."""
+    ns, keys, rest, start = view.ns, view.keys, view.rest, view.start
+    homes = [np.full(len(keys), NOT_ASKED, np.int64) for _ in ns.classes]
+    arrays_bytes = keys.nbytes + rest.nbytes + start.nbytes + sum(home.nbytes for home in homes)
+    return Promotion(
+        id=number,
+        connection=asker.connection,
+        seq=asker.seq,
+        instance=asker.owner,
+        request=asker.request,
+        readers=set(readers),
+        namespace=ns,
+        epoch=ns.epoch,
+        keys=keys,
+        rest=rest,
+        start=start,
+        first=view.first,
+        begun=span[0],
+        deadline=span[1],
+        size_bytes=PROMOTION_BYTES + len(asker.request) + arrays_bytes,
+        spare=view.spare,
+        homes=homes,
+        context=context,
+    )
 
 
 class Promotions(Ledger[Promotion]):

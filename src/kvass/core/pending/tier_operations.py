@@ -14,6 +14,7 @@ import numpy as np
 from kvass.core.matching.coverage import BoolArray
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import ClassRows
+from kvass.messages import SessionIs
 from kvass.types import I64Array, U64Array
 
 
@@ -31,7 +32,8 @@ class Probing(Op, eq=False):
 
 
 class Looking(Op, eq=False):
-    """A ``TierProbe`` for a ``Present``, whose message was ``seq`` of ``connection``.
+    """A ``TierProbe`` for a ``Present`` or an ``AskSession``, whose message was ``seq`` of
+    ``connection``. ``answer``: that to an ``AskSession``; None: it is for a ``Present``.
 
     ``epoch``: ``Namespace.epoch`` when it was asked. ``there``: per class, which of ``keys`` L1 or
     a tier has, as far as they were asked.
@@ -43,6 +45,7 @@ class Looking(Op, eq=False):
     epoch: int
     keys: U64Array
     there: list[BoolArray]
+    answer: SessionIs | None = None
 
 
 class Loading(Op, eq=False):

@@ -17,7 +17,7 @@ from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
 from kvass.core.tiers import epochs
 from kvass.errors import Refused
-from kvass.messages import Presence, Promoting
+from kvass.messages import Presence, Promoting, SessionIs
 from kvass.types import U64Array
 
 MOST_OPEN: Final = 64
@@ -34,28 +34,41 @@ def begin(
     """
     there = [state.rows.there(c.index.find(keys)) for c in ns.classes]
     looking = Looking(-1, connection, seq, ns, ns.epoch, keys, there)
-    if not tiers or not _ask_next(state, looking):
-        return _reply(looking)
-    state.send(connection, Promoting(seq=seq))
-    return None
+    if tiers and ask(state, looking):
+        return None
+    return _presence(looking)
+
+
+def ask(state: State, looking: Looking) -> bool:
+    """Ask the tiers for what is not there. Returns False if none is to be asked; else the reply
+    comes later."""
+    if not _ask_next(state, looking):
+        return False
+    state.send(looking.connection, Promoting(seq=looking.seq))
+    return True
 
 
 def probed(state: State, event: Probed) -> None:
     """A tier answered which of the rows it has."""
-    looking, at = state.tiers.end(event.op, Looking), 0
-    for there in looking.there:
+    looking, at, found_bytes = state.tiers.end(event.op, Looking), 0, 0
+    for c, there in zip(looking.namespace.classes, looking.there, strict=True):
         lacks = np.flatnonzero(~there)
         there[lacks] = event.held[at : at + len(lacks)]
         at += len(lacks)
+        found_bytes += int(there[lacks].sum()) * c.spec.row_bytes
+    if looking.answer is not None:
+        looking.answer.tier_bytes[state.tiers.all[looking.tier].name] = found_bytes
     connection = state.connections.get(looking.connection)
     if connection is None or connection.ending:
         return
     if looking.epoch != looking.namespace.epoch:  # it was cleared meanwhile
         for there in looking.there:
             there[:] = False
+        if looking.answer is not None:
+            looking.answer = SessionIs()
     elif _ask_next(state, looking):
         return
-    reply = _reply(looking)
+    reply = looking.answer or _presence(looking)
     reply.seq = looking.seq
     state.send(looking.connection, reply)
 
@@ -88,6 +101,6 @@ def _check_room(state: State, connection: int) -> None:
         raise Refused("limit", f"{len(askers)} such questions wait for tiers: ask later")
 
 
-def _reply(looking: Looking) -> Presence:
+def _presence(looking: Looking) -> Presence:
     every: BoolArray = np.logical_and.reduce(looking.there)
     return Presence(held=every.tobytes())

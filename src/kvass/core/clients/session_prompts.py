@@ -1,0 +1,145 @@
+"""Which chunks the last prompt of each client's session had, also after their rows left L1.
+
+Laws of this file:
+
+- It takes ``MOST_BYTES`` at most, and a prompt ``PROMPT_BYTES`` (law 12). If there is too much, the
+  payer with the most loses the prompt that was used longest ago. So no payer takes what others
+  have, whatever names its clients invent.
+- What is remembered says nothing of rows. Only keys are here; whoever uses them looks for rows.
+- A namespace that is cleared leaves nothing here. One that was removed to make room may come back
+  with its id, and tiers may have its rows.
+
+A prompt is a chain: each key stands for all tokens before it. So it is one prompt for each session
+and namespace, and a prompt that another one continues needs no place of its own. Nothing here
+survives a restart.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection
+from typing import Final
+
+import msgspec
+
+from kvass.types import U64Array
+
+MOST_BYTES: Final = 32 << 20
+PROMPT_BYTES: Final = 1 << 20
+"""32,768 chunks: 8 million tokens in chunks of 256."""
+ENTRY_BYTES: Final = 1024
+"""Memory of a prompt without its keys."""
+_STALE: Final = 1024
+
+
+class SessionPrompt(msgspec.Struct, eq=False):
+    """The chunks of the last prompt of the session ``tag`` in the namespace with the id
+    ``namespace``. ``payer``: the id of the tenant that pays for the session's rows, and ``tenant``
+    its name in requests.
+
+    ``due``: when to fetch its rows, or to go on with that; None: nobody said. ``until``: when that
+    is given up. ``had``: how many chunks L1 had when the last part began to load; -1: none did.
+    ``gap_s``: how long the last part had to wait."""
+
+    tag: int
+    namespace: int
+    payer: int
+    tenant: str
+    keys: U64Array
+    due: float | None = None
+    until: float = 0.0
+    had: int = -1
+    gap_s: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        return ENTRY_BYTES + self.keys.nbytes
+
+
+class SessionPrompts:
+    """The prompts of all sessions."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._of: dict[int, dict[tuple[int, int], SessionPrompt]] = {}
+        """By payer, then by tag and namespace. What was used longest ago is first."""
+        self._bytes_of: dict[int, int] = {}
+        self._due: list[tuple[float, int, int, int]] = []
+        """A heap: when, payer, tag, namespace. Some are not due any more."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def of(self, tag: int, payer: int) -> list[SessionPrompt]:
+        """The prompts of a session, one for each namespace. The one used last is last."""
+        return [each for each in self._of.get(payer, {}).values() if each.tag == tag]
+
+    def remember(
+        self, tag: int, namespace: int, payer: int, tenant: str, keys: U64Array, due: float | None
+    ) -> None:
+        """A request of the session has the chunks ``keys``, one at least. ``due``: as of
+        ``SessionPrompt``."""
+        mine = self._of.setdefault(payer, {})
+        prompt = mine.pop((tag, namespace), None)
+        if prompt is None:
+            prompt = SessionPrompt(tag, namespace, payer, tenant, keys[:0].copy())
+            self._count(payer, ENTRY_BYTES)
+        mine[tag, namespace] = prompt
+        keys = keys[: PROMPT_BYTES // keys[:1].nbytes]
+        n, old = len(keys), prompt.keys
+        if n > len(old) or (old[n - 1] != keys[-1]).any():
+            self._count(payer, keys.nbytes - old.nbytes)
+            prompt.keys = keys.copy()  # not a view of a whole message
+        prompt.had, prompt.until = -1, 0.0
+        self.wake_at(prompt, due)
+        while self.bytes > MOST_BYTES:
+            self._drop_one()
+
+    def wake_at(self, prompt: SessionPrompt, due: float | None) -> None:
+        """Have ``prompt`` be due at ``due``, and at no other time."""
+        prompt.due = due
+        if due is not None:
+            heapq.heappush(self._due, (due, prompt.payer, prompt.tag, prompt.namespace))
+            if len(self._due) > 4 * len(self) + _STALE:
+                self._due = [each for each in self._due if self._prompt(each) is not None]
+                heapq.heapify(self._due)
+
+    @property
+    def next_due(self) -> float | None:
+        """When the next prompt is due; ``None`` if none is."""
+        while self._due and self._prompt(self._due[0]) is None:
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+    def take_due(self, now: float) -> SessionPrompt | None:
+        """The prompt that has been due longest. It is not due any more."""
+        if (when := self.next_due) is None or when > now:
+            return None
+        prompt = self._prompt(heapq.heappop(self._due))
+        assert prompt is not None, "a prompt that is due was forgotten"
+        prompt.due = None
+        return prompt
+
+    def clear(self, namespaces: Collection[int]) -> None:
+        """The namespaces with these ids were cleared."""
+        for mine in self._of.values():
+            for prompt in [p for p in mine.values() if p.namespace in namespaces]:
+                self._drop(prompt)
+
+    def _prompt(self, due: tuple[float, int, int, int]) -> SessionPrompt | None:
+        """The prompt of an entry of the heap; None if the entry is stale."""
+        when, payer, tag, namespace = due
+        prompt = self._of.get(payer, {}).get((tag, namespace))
+        return prompt if prompt is not None and prompt.due == when else None
+
+    def _count(self, payer: int, size: int) -> None:
+        self.bytes += size
+        self._bytes_of[payer] = self._bytes_of.get(payer, 0) + size
+
+    def _drop_one(self) -> None:
+        most = max(self._bytes_of, key=self._bytes_of.__getitem__)
+        self._drop(next(iter(self._of[most].values())))
+
+    def _drop(self, prompt: SessionPrompt) -> None:
+        del self._of[prompt.payer][prompt.tag, prompt.namespace]
+        self._count(prompt.payer, -prompt.size_bytes)

@@ -1,0 +1,146 @@
+"""Sessions that come back: their rows are loaded from tiers before their next request.
+
+Law of this file: a fetch is a prefetch that nobody waits for. So lookups come first
+(``tiers/ahead.py``), it loads into a part of L1 only and evicts nothing that was used just now
+(``tiers/plan.py``), and ``MOST_OPEN`` go on at a time (law 12).
+
+``clients/session_prompts.py`` knows the prompts, and when they are due.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvass.core.clients.registry import ClientConnection
+from kvass.core.clients.session_prompts import SessionPrompt
+from kvass.core.handlers.checks import most_keys, scheduler_of
+from kvass.core.matching.prefix import PrefixView
+from kvass.core.pending.promotion import Asker, Promotion, promotion_of
+from kvass.core.pending.tier_operations import Looking
+from kvass.core.rows.row_classes import Namespace
+from kvass.core.rows.row_table import LOADING
+from kvass.core.state import NOBODY, State
+from kvass.core.tiers import presence, promote
+from kvass.core.tiers.plan import AHEAD_SHARE
+from kvass.errors import Refused
+from kvass.messages import AskSession, RequestContext, SessionIs
+from kvass.types import U64Array
+
+MOST_OPEN: Final = 32
+"""The most fetches that go on at a time. What comes due meanwhile waits."""
+AGAIN_S: Final = 0.25
+"""How long a part of a prompt waits for its turn, and twice as long each time that none came."""
+FETCH_S: Final = 60.0
+"""How long after its begin a fetch is given up."""
+EARLY: Final = 0.1
+"""A fetch begins so much of the pause before its end, and as long as its load takes before that."""
+LEAST_EARLY_S: Final = 0.5
+MOST_EARLY: Final = 0.5
+"""But no more of the pause before its end than this."""
+LONGEST_S: Final = 86_400.0
+"""Longer pauses become this."""
+_OWNER: Final = "fetches of sessions"
+
+
+def remember(state: State, ns: Namespace, context: RequestContext, keys: U64Array) -> None:
+    """A request of a client's session has these chunks. If it says so, they are fetched before the
+    session's next one."""
+    if not context.session or not len(keys):
+        return
+    keys, due = keys[: most_keys(state, ns)], None
+    if context.then_s > 0 and state.tiers.used:
+        pause = min(context.then_s, LONGEST_S)
+        size = _size(ns, len(keys))
+        load_s = max(tier.speed.seconds(size) for tier in state.tiers.used)
+        early = max(LEAST_EARLY_S, pause * EARLY) + load_s
+        due = state.now + pause - min(early, pause * MOST_EARLY)
+    payer = state.tenants.payer(context.tenant).id
+    sessions = state.sessions
+    sessions.remember(context.session, ns.id, payer, context.tenant, keys, due)
+
+
+def fetch_next(state: State) -> None:
+    """Fetch the session that has been due longest. There must be one."""
+    prompt = state.sessions.take_due(state.now)
+    assert prompt is not None, "no session is due"
+    _fetch(state, prompt)
+
+
+def ask_session(state: State, connection: ClientConnection, msg: AskSession) -> SessionIs | None:
+    """Say where the rows of a session are, or fetch them. ``None``: a tier was asked. The reply
+    comes later."""
+    if connection.registered is not None:
+        scheduler_of(state, connection)
+    if not msg.session:
+        raise Refused("bad_value", "session: 0 is no session")
+    payer = state.tenants.payer(msg.tenant).id
+    every = state.sessions.of(msg.session, payer)
+    prompts = [each for each in every if each.namespace in state.namespaces]
+    if not prompts:
+        return SessionIs()
+    if msg.fetch:
+        if len(state.promotions.of(_OWNER)) + len(prompts) > MOST_OPEN:
+            raise Refused("limit", f"{MOST_OPEN} fetches go on: ask later")
+        for prompt in prompts:
+            prompt.had, prompt.until = -1, 0.0
+            _fetch(state, prompt)
+    ns = state.namespaces[prompts[-1].namespace]
+    keys = prompts[-1].keys[: most_keys(state, ns)]
+    view = PrefixView(state.rows, ns, keys, 0)
+    there, coming = view.there(), view.there(LOADING)
+    sizes = [c.spec.row_bytes for c in ns.classes]
+    l1_bytes = sum(int(t.sum()) * size for t, size in zip(there, sizes, strict=True))
+    either_bytes = sum(int(t.sum()) * size for t, size in zip(coming, sizes, strict=True))
+    reply = SessionIs(
+        model=ns.model,
+        chunk_tokens=ns.chunk_tokens,
+        chunks=len(keys),
+        hit_chunks=view.longest(there),
+        l1_bytes=l1_bytes,
+        loading_bytes=either_bytes - l1_bytes,
+        fetching=sum(p.request == _name(prompts[-1]) for p in _fetches(state)),
+    )
+    looking = Looking(-1, connection.id, msg.seq, ns, ns.epoch, keys, there, reply)
+    return None if not msg.fetch and presence.ask(state, looking) else reply
+
+
+def _fetch(state: State, prompt: SessionPrompt) -> None:
+    """Load from tiers a part of what L1 lacks of a prompt: as much as a prefetch may load. The next
+    part is due a little later, and so is one for which there is no room yet."""
+    ns = state.namespaces.get(prompt.namespace)
+    if ns is None or not state.tiers.used:
+        return
+    if not prompt.until:
+        prompt.until, prompt.gap_s = state.now + FETCH_S, AGAIN_S
+    view = PrefixView(state.rows, ns, prompt.keys[: most_keys(state, ns)], 0)
+    chunks = view.longest(view.there())
+    lacks = _size(ns, len(view.keys) - chunks)
+    if not lacks or prompt.until <= state.now:
+        return
+    every, most = _fetches(state), int(state.config.arena_bytes * AHEAD_SHARE)
+    goes_on = any(p.request == _name(prompt) and p.namespace is ns for p in every)
+    room = len(every) < MOST_OPEN and state.loading_bytes + min(lacks, most) <= most
+    if not goes_on and room and ns.tier_epochs:
+        state.counters["session_fetches"] += prompt.had < 0
+        prompt.gap_s = AGAIN_S if chunks > prompt.had else 2 * prompt.gap_s
+        prompt.had = chunks
+        view.use(chunks)  # so that none of them is evicted for the load
+        asker = Asker(NOBODY, 0, _OWNER, _name(prompt))
+        number, span = next(state.promotions.numbers), (state.now, prompt.until)
+        context = RequestContext(tenant=prompt.tenant)
+        promote.begin(state, promotion_of(number, asker, view, span, (), context), writing=False)
+    if (again := state.now + prompt.gap_s) < prompt.until:
+        state.sessions.wake_at(prompt, again)
+
+
+def _size(ns: Namespace, chunks: int) -> int:
+    """The bytes of ``chunks`` chunks that have a row in each group."""
+    return chunks * sum(c.spec.row_bytes for c in ns.classes)
+
+
+def _fetches(state: State) -> list[Promotion]:
+    return [*state.promotions.of(_OWNER).values()]
+
+
+def _name(prompt: SessionPrompt) -> str:
+    return f"{prompt.tag:08x}"
