@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -149,6 +150,61 @@ def test_a_bad_value_is_ignored_counted_and_logged_once(
 )
 def test_what_is_read(params: dict[str, Any] | None, hints: Hints) -> None:
     assert read_hints(params) == hints
+
+
+@pytest.mark.parametrize(
+    ("actions", "hints"),
+    [
+        ([("kv.deref", "1.0", {})], Hints(ends=True)),
+        ([("kv.prefetch", "1.0", {})], NO_HINTS),
+        ([("kv.evict", "1.0", {"include_current_request": True})], Hints(ends=True)),
+        ([("kv.evict", "1.0", {"block_hashes": [1]})], Hints(unknown=("kv.evict",))),
+        ([("kv.retain", "1.0", {"ttl_seconds": 30, "priority": 3})], Hints(keep_s=30)),
+        ([("kv.retain", "1.2", {"directives": [{"priority": 9}]})], Hints(keep_s=86_400)),
+        (
+            [
+                (
+                    "kv.retain",
+                    "1.0",
+                    {
+                        "directives": [
+                            {"start": 0, "priority": 80, "duration": 60.0},
+                            {"start": 0, "priority": 0, "duration": 900.0},
+                            {"start": 32, "priority": 40, "duration": 1e9},
+                        ]
+                    },
+                )
+            ],
+            Hints(keep_s=60),
+        ),
+        ([("kv.retain", "1.0", {"directives": "all"})], Hints(unknown=("kv.retain",))),
+        ([("kv.retain", "1.0", {"ttl_seconds": float("nan")})], Hints(unknown=("kv.retain",))),
+        ([("kv.retain", "2.0", {}), ("x" * 100, "1", {})], Hints(unknown=("kv.retain", "x" * 64))),
+        ([("kv.fetch", "1.0", {})] * 70, Hints(unknown=("kv.fetch",) * 64)),
+    ],
+)
+def test_known_actions_of_an_envelope_are_hints_and_the_others_are_counted(
+    actions: list[tuple[str, str, Any]], hints: Hints
+) -> None:
+    made = [SimpleNamespace(action_type=t, action_version=v, payload=p) for t, v, p in actions]
+    assert read_hints(None, SimpleNamespace(actions=made)) == hints
+
+
+def test_what_a_request_says_itself_wins_over_an_envelope() -> None:
+    action = SimpleNamespace(action_type="kv.deref", action_version="1.0", payload={})
+    assert read_hints({TTL: 7}, SimpleNamespace(actions=[action])) == Hints(keep_s=7)
+
+
+def test_vllms_envelope_is_read_from_its_requests() -> None:
+    kv_hints = pytest.importorskip("vllm.v1.kv_hints", reason="since vLLM 0.31")
+    actions = [kv_hints.KvHintAction(f"a{t}", t, "1.0", {}) for t in ("kv.deref", "kv.fetch")]
+    client, world = rig(tails=True)
+    world.tolerant = True
+    envelope = kv_hints.KvHintsEnvelope("0.1", "m", actions)
+    world.add("a", range(PROMPT), max_tokens=1, session="s", kv_hints=envelope)
+    world.run(client)
+    assert client.ended == [(session_tag("s"), "")]
+    assert world.connector._boundary.counters == {"unknown_action": 1}
 
 
 # ---------------------------------------------------------------- sessions

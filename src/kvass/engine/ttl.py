@@ -7,7 +7,7 @@ from typing import Any, Final
 
 _TIME: Final = re.compile(r"([1-9][0-9]{0,4})([smh])", re.ASCII)
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600}
-_LONGEST_S: Final = 86_400
+LONGEST_S: Final = 86_400
 
 
 def ttl_seconds(ttl: Any) -> float | None:
@@ -15,6 +15,6 @@ def ttl_seconds(ttl: Any) -> float | None:
     has no such meaning."""
     if isinstance(ttl, str) and (match := _TIME.fullmatch(ttl)):
         ttl = int(match[1]) * _SECONDS[match[2]]
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 <= ttl <= _LONGEST_S:
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 <= ttl <= LONGEST_S:
         return None
     return float(ttl)

@@ -314,9 +314,11 @@ class SchedulerHarness:
         params: dict[str, Any] | None = None,
         priority: int = 0,
         session: str | None = None,
+        **more: Any,
     ) -> Any:
         """Add a greedy request; ``lora`` is the folder of its adapter, ``lora_id`` its id,
-        ``in_place`` whether to load it again; ``params`` are vLLM's ``kv_transfer_params``."""
+        ``in_place`` whether to load it again; ``params`` are vLLM's ``kv_transfer_params``.
+        ``more``: other arguments of vLLM's ``Request``."""
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
@@ -339,6 +341,7 @@ class SchedulerHarness:
             priority=priority,
             session_id=session,
             block_hasher=self._hasher,
+            **more,
         )
         self.scheduler.add_request(request)
         return request

@@ -135,7 +135,7 @@ class VllmRequest:
         self._texts = texts
         self.exact_blocks: int | None = None
         """The number of blocks with exact KV (``blend_planner.py``); None: all."""
-        self.hints = read_hints(request.kv_transfer_params)
+        self.hints = read_hints(request.kv_transfer_params, getattr(request, "kv_hints", None))
         self.context = request_context(request, self.hints)
         self.ends_session = self.hints.ends
         if texts is not None:

@@ -259,6 +259,8 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             tracked = adapt.VllmRequest(request, self._setup, self._texts)
             for key in tracked.hints.bad:
                 self._boundary.count("bad_hint", "%s in kv_transfer_params: ignored", key)
+            for action in tracked.hints.unknown:
+                self._boundary.count("unknown_action", "%s in kv_hints: ignored", action)
             self._track(tracked)
 
     def _track(self, request: adapt.VllmRequest) -> None:

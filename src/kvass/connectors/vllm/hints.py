@@ -9,13 +9,13 @@ messages), and of ``SamplingParams.extra_args`` in Python.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
 
 from kvass.connectors.vllm.content import text_digest
-from kvass.engine.ttl import ttl_seconds
+from kvass.engine.ttl import LONGEST_S, ttl_seconds
 from kvass.messages import RequestContext
 from kvass.types import is_tenant_name, session_tag
 
@@ -43,6 +43,36 @@ THEN: Final = "kvass.then"
 MOST_NAME: Final = 1024
 """The most characters of a session's name."""
 
+_Payload = Mapping[str, Any]
+MOST_ACTIONS: Final = 64
+"""How many actions of an envelope are read."""
+
+
+def _retained(payload: _Payload) -> Any:
+    """For how long an action of the type ``kv.retain`` retains a prompt's beginning: the longest
+    time of what it asks for. None: for no time, or it cannot be read."""
+    ranges = payload.get("directives", [payload])
+    ranges = [r for r in ranges if isinstance(r, Mapping)] if isinstance(ranges, list) else []
+    times = [
+        r.get("ttl_seconds", r.get("duration"))
+        for r in ranges
+        if r.get("priority", 1) and not r.get("start")
+    ]
+    if None in times:
+        return LONGEST_S
+    numbers = [t for t in times if type(t) in (int, float) and t > 0]
+    return min(max(numbers), LONGEST_S) if numbers else None
+
+
+ACTIONS: Final[dict[tuple[str, str], tuple[str, Callable[[_Payload], Any]] | None]] = {
+    ("kv.retain", "1"): (TTL, _retained),
+    ("kv.deref", "1"): (TTL, lambda _: 0),
+    ("kv.evict", "1"): (TTL, lambda p: 0 if p.get("include_current_request") is True else None),
+    ("kv.prefetch", "1"): None,
+}
+"""The actions of ``kv_hints`` that others have begun to use, by type and first part of the version:
+the key that means it, with its value. None: what waits is looked up early anyway."""
+
 REPORT: Final = "kvass.report"
 """``true``: the answer says what kvass did for the request."""
 FLAGS: Final = (None, True, False)
@@ -55,7 +85,8 @@ class Hints(msgspec.Struct, frozen=True):
     ``session``: the session's name; empty without one. ``ends``: the session ends with the request.
     ``keep_s``: for how long its rows are retained; 0: they are not. ``then_s``: in how many seconds
     the session's next request comes; 0: it is not known.
-    ``bad``: the keys whose values were ignored."""
+    ``bad``: the keys whose values were ignored. ``unknown``: the types of actions of vLLM's
+    ``kv_hints`` that were."""
 
     tenant: str = ""
     most_tokens: int | None = None
@@ -66,15 +97,19 @@ class Hints(msgspec.Struct, frozen=True):
     keep_s: float = 0.0
     then_s: float = 0.0
     bad: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 NO_HINTS: Final = Hints()
 
 
-def read_hints(params: Mapping[str, Any] | None) -> Hints:
-    """The hints in ``kv_transfer_params``."""
-    if not params:
+def read_hints(params: Mapping[str, Any] | None, envelope: Any = None) -> Hints:
+    """The hints in ``kv_transfer_params``, and in vLLM's ``kv_hints`` where the former say
+    nothing."""
+    if not params and envelope is None:
         return NO_HINTS
+    asked, unknown = _actions(envelope)
+    params = {**asked, **(params or {})}
     bad: list[str] = []
     tenant, report = params.get(TENANT), params.get(REPORT)
     if not (tenant is None or (isinstance(tenant, str) and is_tenant_name(tenant or "default"))):
@@ -102,7 +137,25 @@ def read_hints(params: Mapping[str, Any] | None) -> Hints:
         keep_s=seconds or 0.0,
         then_s=then_s or 0.0,
         bad=tuple(bad),
+        unknown=unknown,
     )
+
+
+def _actions(envelope: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The keys and values that the actions of an envelope stand for, and the types of those that
+    are not known or cannot be read."""
+    asked, unknown = dict[str, Any](), list[str]()
+    for action in () if envelope is None else envelope.actions[:MOST_ACTIONS]:
+        known = action.action_type, action.action_version.partition(".")[0]
+        if known not in ACTIONS:
+            unknown.append(action.action_type[:64])
+        elif (meaning := ACTIONS[known]) is not None:
+            key, value = meaning[0], meaning[1](action.payload)
+            if value is None:
+                unknown.append(action.action_type)
+            else:
+                asked[key] = value
+    return asked, tuple(unknown)
 
 
 def _most(
