@@ -45,7 +45,9 @@ def test_a_session_is_shown_fetched_and_released(
         assert daemon.status()["rows"] == 3, "what others stored is not fetched"
         assert session("s", "--fetch")[1] == "s: all of its last prompt is in L1"
         assert session("s", "--release") == (0, "s: 0 rows are evicted first")
-        assert session("s", "--tenant", "t")[0] == 2
+        for flag in ("--show", "--fetch"):
+            unknown = session("s", "--tenant", "t", flag)
+            assert unknown == (0, "s: the daemon knows no prompt of it")
         assert session("")[0] == 2
         monkeypatch.setattr(connection, "FEATURES", ())
         status, line = session("s")

@@ -234,8 +234,8 @@ def test_a_session_is_shown_fetched_and_released(web: WebServer, daemon: Daemon)
         fetched = {"model": "mine", "chunks": 2, "hit_chunks": 2, "fetching": 0}
         assert said({"session": "w", "do": "fetch"}) == (200, fetched | {"model": shown["model"]})
         assert said({"session": "w", "do": "release"}) == (200, {"rows": 2})
-    unknown: list[dict[str, Any]] = [{"session": "x"}, {"session": "w", "do": "x"}]
-    for wrong in (*_WRONG_SESSIONS, *unknown, {"session": "w", "do": ["fetch"]}):
+        assert said({"session": "x"})[1]["chunks"] == 0
+    for wrong in (*_WRONG_SESSIONS, {"session": "w", "do": "x"}, {"session": "w", "do": ["fetch"]}):
         assert said(wrong)[0] == 400
     assert ask(web, "POST", "/api/v1/session", b'{"session": "w"}')[0] == 401
 

@@ -12,8 +12,8 @@ sessions until it restarts, also after their rows have left L1."""
 
 
 def run(argv: list[str]) -> int:
-    """Do one thing with a session. Raises ``ConfigError``, ``UnknownName``, ``Refused``,
-    ``Unavailable``, ``Incompatible``."""
+    """Do one thing with a session. Raises ``ConfigError``, ``Refused``, ``Unavailable``,
+    ``Incompatible``."""
     parser = daemon.parser_of("session", _ABOUT)
     parser.add_argument("session", metavar="NAME", help="its name, as its requests give it")
     parser.add_argument(

@@ -170,17 +170,15 @@ class Client(Endpoint):
         self, session: str, tenant: str = "", *, fetch: bool = False, timeout_s: float = 30.0
     ) -> SessionIs:
         """Where the rows of a session's last prompt are. With ``fetch`` they are also loaded into
-        L1, which goes on after the answer.
+        L1, which goes on after the answer. 0 chunks: the daemon knows no prompt of it.
 
-        Raises what ``end_session`` raises; ``UnknownName`` if the daemon knows no such session."""
+        Raises what ``end_session`` raises."""
         if not is_tenant_name(tenant or DEFAULT_TENANT):
             raise UsageError(f"tenant {tenant[:64]!r}: no tenant can have this name")
         self._require(SESSIONS, "show or fetch a session")
         tag = session_tag(session, tenant)
         reply = self.call(AskSession(session=tag, tenant=tenant, fetch=fetch), timeout_s)
         assert isinstance(reply, SessionIs)
-        if not reply.chunks:
-            raise UnknownName(f"session {session[:80]!r}: the daemon knows no prompt of it")
         return reply
 
     def _require(self, feature: str, what: str) -> None:

@@ -13,8 +13,10 @@ import msgspec
 from kvass.client.client import Client
 from kvass.types import Size
 
+_UNKNOWN: Final = "the daemon knows no prompt of it"
 
-class Operation(NamedTuple):
+
+class SessionOperation(NamedTuple):
     """``about``: one line. ``do``: has the daemon do it with a session of a tenant, by names, and
     returns JSON-able fields. ``say``: a line of them for people."""
 
@@ -38,6 +40,8 @@ def _release(client: Client, session: str, tenant: str) -> dict[str, Any]:
 
 
 def _places(fields: dict[str, Any]) -> str:
+    if not fields["chunks"]:
+        return _UNKNOWN
     of, tokens = fields["chunk_tokens"], fields["chunks"] * fields["chunk_tokens"]
     places = [f"{Size(fields['l1_bytes']).rounded()} in L1"]
     if fields["loading_bytes"]:
@@ -49,6 +53,8 @@ def _places(fields: dict[str, Any]) -> str:
 
 
 def _begun(fields: dict[str, Any]) -> str:
+    if not fields["chunks"]:
+        return _UNKNOWN
     if fields["hit_chunks"] == fields["chunks"]:
         return "all of its last prompt is in L1"
     if not fields["fetching"]:
@@ -59,9 +65,11 @@ def _begun(fields: dict[str, Any]) -> str:
 
 
 OPERATIONS: Final = {
-    "show": Operation("say where its rows are", _show, _places),
-    "fetch": Operation("load its rows from tiers into L1, after all that wait", _fetch, _begun),
-    "release": Operation(
+    "show": SessionOperation("say where its rows are", _show, _places),
+    "fetch": SessionOperation(
+        "load its rows from tiers into L1, after all that wait", _fetch, _begun
+    ),
+    "release": SessionOperation(
         "say that it ended: its rows are evicted first",
         _release,
         lambda fields: f"{fields['rows']} rows are evicted first",

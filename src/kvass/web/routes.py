@@ -166,11 +166,8 @@ def _session(source: Source, fields: dict[str, Any]) -> HttpReply:
     session, tenant = _named_session(fields)
     if operation is None:
         raise ValueError(f"do: give one of {', '.join(OPERATIONS)}")
-    try:
-        with source.new_client() as client:
-            return HttpReply(HTTPStatus.OK, operation.do(client, session, tenant))
-    except UnknownName as error:
-        raise ValueError(str(error)) from error
+    with source.new_client() as client:
+        return HttpReply(HTTPStatus.OK, operation.do(client, session, tenant))
 
 
 def _named_session(fields: dict[str, Any]) -> tuple[str, str]:

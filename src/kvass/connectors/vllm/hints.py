@@ -182,5 +182,4 @@ def request_context(request: Any, hints: Hints) -> RequestContext:
     if name or hints.ends or hints.then_s:
         kind: Literal["session", "request"] = "session" if name else "request"
         tag = session_tag(name or str(request.request_id), tenant, kind)
-    times = {"keep_s": hints.keep_s, "then_s": hints.then_s}
-    return RequestContext(tenant=tenant, session=tag, **times)
+    return RequestContext(tenant=tenant, session=tag, keep_s=hints.keep_s, then_s=hints.then_s)
