@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 from unittest.mock import Mock
 
@@ -414,6 +415,36 @@ def test_a_check_says_whether_the_store_was_written_to(disk: Any, written: bool)
     tier = disk()
     tier._tier.check_store = Mock(return_value=written)
     assert tier.check_store() is written
+
+
+def test_plain_records_are_asked_for_as_without_compression(
+    disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call: the tier below knows best how many it loads and stores at a time."""
+    monkeypatch.setattr(compressed, "_GROUP_BYTES", SIZE)
+    tier, data = disk("compress=auto"), rows(10)
+    below = Mock(wraps=tier._tier)
+    monkeypatch.setattr(tier, "_tier", below)
+    assert all(tier.store(KEYS, data))
+    assert gives_back(tier, KEYS, data)
+    assert (below.store_for.call_count, below.load.call_count) == (1, 1)
+
+
+def test_groups_are_loaded_at_the_same_time(disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of four loads, of four groups each: a store may give little to each connection."""
+    monkeypatch.setattr(compressed, "_GROUP_BYTES", SIZE)
+    tier, data = disk(), rows(4)
+    assert all(tier.store(KEYS[:4], data))
+    load, met = tier._tier.load, Barrier(16)
+
+    def load_together(*args: Any) -> Any:
+        met.wait(10)
+        return load(*args)
+
+    monkeypatch.setattr(tier._tier, "load", load_together)
+    with ThreadPoolExecutor(4) as pool:
+        asks = [pool.submit(gives_back, tier, KEYS[:4], data) for _ in range(4)]
+        assert all(ask.result() for ask in asks)
 
 
 # ---------------------------------------------------------------- auto

@@ -46,7 +46,9 @@ _PERSON: Final = b"kvass compress 1"
 LEAST_BYTES: Final = 32 << 10
 """Smaller records are not compressed: it would cost more than it saves."""
 _GROUP_BYTES: Final = 4 << 20
-_THREADS: Final = 4
+_THREADS: Final = 12
+"""With the daemon's four loads, as many groups at a time as these loads have: a store that gives
+little to each connection gives no less."""
 _KEPT_BYTES: Final = 8 << 20
 """Memory that a thread keeps for compressed records. More is had anew each time."""
 _PADDED_BYTES: Final = 256 << 10
@@ -133,12 +135,16 @@ class CompressedTier(RecordTier):
     def _get(self, keys: Sequence[bytes], into: Sequence[Shards]) -> list[Outcome]:
         def ask(form: Form, which: Sequence[int]) -> list[Outcome]:
             some, rooms = [keys[i] for i in which], [into[i] for i in which]
+            if form is Form.PLAIN:  # the tier below has its own groups
+                return self._load_some(form, some, rooms)
             return self._in_groups(some, rooms, partial(self._load_some, form))
 
         return self._in_turn(keys, ask)
 
     def _put(self, keys: Sequence[bytes], data: Sequence[Shards], tenant: str) -> list[Outcome]:
-        return self._in_groups(keys, data, partial(self._store_some, tenant))
+        on = self._compressing()
+        store = partial(self._store_some, tenant, on)
+        return self._in_groups(keys, data, store) if on else store(keys, data)
 
     def _delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         self._tier.delete([name for form in _FORMS for name in _names(form, keys)])
@@ -260,9 +266,9 @@ class CompressedTier(RecordTier):
     # ------------------------------------------------------------ a group
 
     def _store_some(
-        self, tenant: str, keys: Sequence[bytes], data: Sequence[Shards]
+        self, tenant: str, on: bool, keys: Sequence[bytes], data: Sequence[Shards]
     ) -> list[Outcome]:
-        forms, packed = self._packed(data)
+        forms, packed = self._packed(data, on)
         self._forget_others(keys, forms)
         outcomes: list[Outcome] = [False] * len(keys)
         for form in _FORMS:
@@ -294,9 +300,8 @@ class CompressedTier(RecordTier):
         if names:
             self._tier.delete(names)
 
-    def _packed(self, data: Sequence[Shards]) -> tuple[list[Form], list[Shards]]:
-        """Compress what is worth it. Returns the form of each record, and its data."""
-        on = self._compressing()
+    def _packed(self, data: Sequence[Shards], on: bool) -> tuple[list[Form], list[Shards]]:
+        """Compress what is worth it, if ``on``. Returns the form of each record, and its data."""
         rooms = self._memory.rooms(data) if on else []
         forms, packed = [Form.PLAIN] * len(data), [*data]
         for i, room in enumerate(rooms):
