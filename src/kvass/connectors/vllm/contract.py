@@ -223,6 +223,8 @@ v1/kv_cache_interface.py
     KVCacheGroupSpec.layer_names
     KVCacheGroupSpec.kv_cache_spec
     KVCacheGroupSpec.is_eagle_group = False
+    KVCacheGroupSpec.enable_kv_transfer = True
+    KVCacheSpec.prefix_replay_tokens [0.32]
     KVCacheTensor.layers
     KVCacheTensor.offset = 0
     KVCacheTensor.layer_stride
