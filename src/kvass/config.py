@@ -81,8 +81,8 @@ class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_P
     blend: str = ""
     blend_oracle: bool = False
     generated: Literal["auto", "on", "off"] = "auto"
-    """Whether KV of generated tokens is stored. ``auto``: unless the engine has a reasoning
-    parser."""
+    """Whether KV of generated tokens is stored. ``auto``: while later prompts repeat enough of it
+    (``engine/answers.py``)."""
     kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
     """``blocks`` chooses the one of the other two layouts that the device's kernels need."""
     global_media_ids: bool = False

@@ -512,7 +512,9 @@ class LookupResult(msgspec.Struct, omit_defaults=True):
 
     ``lookup_tokens``: tokens that were looked up. ``hit_tokens``: those of them that were loaded.
     ``failed``: a load of them failed. ``tenant``: the request's. ``why``: why no more were
-    loaded, as ``Matched.why``. ``tiers``: as in ``Matched``.
+    loaded, as ``Matched.why``. ``tiers``: as in ``Matched``. ``answer_tokens``: if its prompt goes
+    on from an earlier request, the tokens of that one's answer; ``repeated_tokens``: those of them
+    with which it goes on.
     """
 
     request: Name
@@ -522,6 +524,8 @@ class LookupResult(msgspec.Struct, omit_defaults=True):
     tenant: Name = ""
     why: Name = ""
     tiers: Annotated[tuple[Count, ...], Meta(max_length=256)] = ()
+    answer_tokens: Count = 0
+    repeated_tokens: Count = 0
 
 
 MOST_RESULTS: Final = 256

@@ -62,6 +62,10 @@ class Prompt:
         return len(self.tokens)
 
     @property
+    def prompt_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
     def hashed_chunks(self) -> int:
         return len(self.tokens) // CHUNK
 

@@ -305,7 +305,7 @@ def test_what_is_stored_is_no_part_of_the_key() -> None:
     before = read_setup(config, caches)
     config.structured_outputs_config.reasoning_parser = "qwen3"
     now = read_setup(config, caches)
-    assert (before.generated, now.generated) == (True, False)
+    assert (before.thinks, now.thinks) == (False, True)
     assert before.identity == now.identity
 
 

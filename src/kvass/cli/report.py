@@ -163,6 +163,10 @@ def _models(namespaces: list[dict[str, Any]]) -> Iterator[str]:
     for ns in namespaces:
         if len(kinds := token_kinds(ns)) > 1:
             yield f"  {ns['namespace'][:8]} per token: {', '.join(kinds)}"[:WIDTH]
+        if answers := ns.get("answer_tokens", 0):
+            share = percent(ns["repeated_tokens"], answers)
+            text = f"later prompts repeat {share} of {answers:,} tokens of answers"
+            yield f"  {ns['namespace'][:8]}: {text}"
         if fields := ns.get("differs_in"):
             text = f"{ns['namespace'][:8]} shares nothing with {ns['like'][:8]} of the same model; "
             yield from wrap(

@@ -130,6 +130,8 @@ NAMESPACE_COUNTERS: Final[dict[str, str]] = {
     "stored_tokens": "Tokens whose rows were stored.",
     "loads": "Lookups whose hit was to be loaded.",
     "failed_loads": "Those of them whose load failed; the engine computed the tokens.",
+    "answer_tokens": "Tokens of answers from which a later prompt went on.",
+    "repeated_tokens": "Those of them that the later prompt repeated.",
     "saved_prefill_s": "Time to compute the hit tokens, at the speed that engines report; absent "
     "until one has.",
 }

@@ -29,6 +29,8 @@ def reported(
     for result in results:
         result.lookup_tokens = min(result.lookup_tokens, MOST_TOKENS)
         result.hit_tokens = min(result.hit_tokens, result.lookup_tokens)
+        result.answer_tokens = min(result.answer_tokens, MOST_TOKENS)
+        result.repeated_tokens = min(result.repeated_tokens, result.answer_tokens)
         why = "load_failed_here" if result.failed else result.why
         log.ended(result.request, why, result.hit_tokens)
         count(state, instance, ns, result)

@@ -113,6 +113,8 @@ def _traffic(traffic: Traffic, now: float) -> dict[str, Any]:
         "stored_tokens": traffic.stored_tokens,
         "loads": traffic.loads,
         "failed_loads": traffic.failed_loads,
+        "answer_tokens": traffic.answer_tokens,
+        "repeated_tokens": traffic.repeated_tokens,
         "saved_prefill_s": traffic.saved.known_s,
         "minute_lookup_tokens": minute_lookup,
         "minute_hit_tokens": minute_hit,

@@ -133,14 +133,14 @@ class OfferMaker:
         ):
             return 0
         following = (offered.chunks + 1) * self._setup.chunk_tokens
-        most = state.request.most_stored_tokens
+        most = state.most_stored_tokens
         return following if most is None or following <= most else sys.maxsize
 
     def of_running(self, state: RequestState, step: Step, computed: int) -> tuple[list[Offer], int]:
         """The offers of a request of ``step`` of which ``computed`` tokens are computed, and the
         width of a hash in bytes."""
         name, offered = state.request.name, state.offered
-        most, computed = state.request.most_stored_tokens, self.may_be_stored(state, computed)
+        most, computed = state.most_stored_tokens, self.may_be_stored(state, computed)
         ready = min(computed // self._setup.chunk_tokens, state.request.hashed_chunks)
         left = [*step.boundary_states.get(name, ()), *self._begins_from(state, step)]
         states = self._boundary_states(left, state.request)
@@ -183,7 +183,7 @@ class OfferMaker:
 
     def may_be_stored(self, state: RequestState, computed: int) -> int:
         """How many of the ``computed`` tokens the request's hints and the options let it store."""
-        most = state.request.most_stored_tokens
+        most = state.most_stored_tokens
         return computed if most is None else min(computed, most)
 
     def blocks(self, state: RequestState, computed: int) -> int:
@@ -216,7 +216,7 @@ class OfferMaker:
         """Where hits of later requests may end that begin like this one."""
         if state.offered.prefilled:
             return Points(state.offered.prompt_chunks, state.parts)
-        most, known = state.request.most_stored_tokens, state.request.known_tokens
+        most, known = state.most_stored_tokens, state.request.known_tokens
         return Points(self._prompt_chunks(known if most is None else min(most, known)), state.parts)
 
     def _begins_from(self, state: RequestState, step: Step) -> Iterator[tuple[int, int, int]]:

@@ -20,6 +20,7 @@ from kvass.client.explanation import told
 from kvass.client.lookups import Found, Match, Pending
 from kvass.engine import tracing
 from kvass.engine.adapters import Adapters
+from kvass.engine.answers import Answers
 from kvass.engine.asking import Asking, Question
 from kvass.engine.boundary import log
 from kvass.engine.changes import OwnCache, WeightChanges
@@ -102,7 +103,9 @@ class Planner:
             self.events = RowEvents(self.client, event_maker, self.traffic)
         results = LookupResults(self.client, self.traffic, counts=not setup.shadow)
         self._worth = Worth(setup, self._limits, self._times, self.copy_speed, self._requests)
-        own = tracing.begin(), results, explain, self.events, self._worth, self._early
+        self._answers = Answers(setup)
+        learns = self._worth, self._early, self._answers
+        own = tracing.begin(), results, explain, self.events, *learns
         others = () if observers is None else observers(self)
         self._observers = (*(one for one in own if one is not None), *others)
         idle = Observer.stepped
@@ -127,6 +130,7 @@ class Planner:
         state = self._requests[request.name] = RequestState(request)
         if self._changes.state is OwnCache.STALE:
             state.weights_changed(stale=True)
+        self._answers.begin(state)
         if (adapter := request.adapter) is not None:
             self._adapters.track(adapter)
         self._early.track(state)

@@ -72,6 +72,10 @@ class Request(Protocol):
         """How many tokens the request has: prompt and output so far."""
 
     @property
+    def prompt_tokens(self) -> int:
+        """How many of its first tokens are its prompt."""
+
+    @property
     def most_stored_tokens(self) -> int | None:
         """How many of its first tokens may be stored; None: all. It does not change."""
 
@@ -102,7 +106,7 @@ class Request(Protocol):
     @property
     def hashed_blocks(self) -> int:
         """How many blocks have a hash. This and ``block_hashes`` are used only if hits may end
-        inside a chunk (``EngineSetup.chunk_blocks``)."""
+        inside a chunk (``EngineSetup.chunk_blocks``), and with ``EngineSetup.hash_tokens``."""
 
     def block_hashes(self, first: int, end: int) -> Sequence[bytes]:
         """The hashes of blocks ``[first, end)``, as ``chunk_hashes``. The hash of a chunk is the

@@ -190,6 +190,11 @@ class RequestState:
     """How many of its first chunks the daemon retains, as it said last."""
     loaded_tokens: int = 0
     """How many tokens its load brings or has brought."""
+    stores_answer: bool = True
+    """Whether what it generates is stored, too (``answers.py``)."""
+    turn: tuple[int, int] = (0, 0)
+    """If its prompt goes on from an earlier request: the tokens of that one's answer, and how many
+    of them it repeats. Until this is reported."""
     in_step: int = 0
     """How many tokens of its match are loaded inside a step (``in_step.py``); 0: the load is
     asynchronous."""
@@ -200,6 +205,15 @@ class RequestState:
         """The request's name for all that leaves the engine (``types.short_name``)."""
         self._short_name = self._short_name or short_name(self.request.name)
         return self._short_name
+
+    @property
+    def most_stored_tokens(self) -> int | None:
+        """How many of its first tokens are stored; None: all."""
+        most = self.request.most_stored_tokens
+        if self.stores_answer:
+            return most
+        prompt = self.request.prompt_tokens
+        return prompt if most is None else min(most, prompt)
 
     @property
     def may_load(self) -> bool:

@@ -36,6 +36,7 @@ class LookupResults(Observer):
         result = LookupResult(
             state.short_name, answer.asked, tenant=state.request.context.tenant, why=why
         )
+        (result.answer_tokens, result.repeated_tokens), state.turn = state.turn, (0, 0)
         if tokens:
             result.hit_tokens, result.tiers = tokens, answer.tiers
             self._loading[state.request.name] = result, answer.boot

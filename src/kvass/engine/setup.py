@@ -68,6 +68,13 @@ class EngineSetup:
     chunk_blocks: int = 0
     """How many blocks a chunk has, if hits may end at each block. Then all groups are ``full`` with
     one block size, and each block has a hash. 0: hits end at chunk boundaries only."""
+    hash_tokens: int = 0
+    """The tokens of one block hash (``Request.block_hashes``); 0: there are none, so that it is not
+    learned whether answers are repeated."""
+    answers: bool | None = None
+    """Whether KV of generated tokens is stored; None: that is learned (``answers.py``)."""
+    thinks: bool = False
+    """Answers may begin with thinking. Chat templates often leave it out of later prompts."""
     spare: int = 0
     """How many chunks after a hit must be cached, too (``messages.Lookup``)."""
     skip_slow_loads: bool = True

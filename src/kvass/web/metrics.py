@@ -188,6 +188,8 @@ BY_MODEL: Final = {
     "stored_tokens": "stored_tokens",
     "loads": "loads",
     "failed_loads": "failed_loads",
+    "answer_tokens": "answer_tokens",
+    "repeated_tokens": "repeated_tokens",
     "saved_prefill_s": "saved_prefill_seconds",
 }
 

@@ -190,12 +190,12 @@ class VllmRequest:
         return int(self._request.num_tokens)
 
     @property
+    def prompt_tokens(self) -> int:
+        return int(self._request.num_prompt_tokens)
+
+    @property
     def most_stored_tokens(self) -> int | None:
-        most = self.hints.most_tokens
-        if self._setup.generated:
-            return most
-        prompt = int(self._request.num_prompt_tokens)
-        return prompt if most is None else min(most, prompt)
+        return self.hints.most_tokens
 
     @property
     def most_loaded_tokens(self) -> int | None:

@@ -61,17 +61,14 @@ def log_sources(vllm_config: Any) -> None:
 class VllmSetup(EngineSetup):
     """What both sides of the connector know of a vLLM engine.
 
-    ``hash_tokens``: the number of tokens of one block hash. ``global_media_ids``: whether an id
-    that a client gives to an image or other media item means the same content in all engines.
-    ``dtype``: the model's data type. ``generated``: whether KV of generated tokens is stored.
-    ``blend``: which tokens of segments are computed again; None if segments are not reused.
-    ``blend_oracle``: whether the engine computes all tokens but answers as blend would.
+    ``global_media_ids``: whether an id that a client gives to an image or other media item means
+    the same content in all engines. ``dtype``: the model's data type. ``blend``: which tokens of
+    segments are computed again; None if segments are not reused. ``blend_oracle``: whether the
+    engine computes all tokens but answers as blend would.
     """
 
-    hash_tokens: int
     global_media_ids: bool = False
     dtype: Any = None
-    generated: bool = True
     blend: Selection | None = None
     blend_oracle: bool = False
 
@@ -159,7 +156,8 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         adapters=adapters,
         global_media_ids=options.global_media_ids,
         dtype=model.dtype,
-        generated=_stores_generated(options, vllm_config),
+        answers=None if options.generated == "auto" else options.generated == "on",
+        thinks=bool(vllm_config.structured_outputs_config.reasoning_parser),
         blend=blend,
         blend_oracle=options.blend_oracle,
         shadow=float(options.shadow),
@@ -206,14 +204,6 @@ def _admission(vllm_config: Any, layouts: tuple[GroupLayout, ...]) -> Admission 
         # as vLLM counts since 0.31: the last token, drafts that are verified, and the next ones
         draft_tokens=1 + 2 * drafts if drafts else 0,
     )
-
-
-def _stores_generated(options: EngineOptions, vllm_config: Any) -> bool:
-    """Whether KV of generated tokens is stored. Chat templates leave the reasoning of earlier turns
-    out of the next prompt, so with a reasoning parser no later prompt begins with that KV."""
-    if options.generated != "auto":
-        return options.generated == "on"
-    return not vllm_config.structured_outputs_config.reasoning_parser
 
 
 def asks_for(vllm_config: Any, option: str) -> bool:

@@ -53,7 +53,8 @@ class Traffic(msgspec.Struct):
     ``from_tiers``: those of ``hit_tokens`` that a tier loaded for the lookup, by the tier's number;
     all others were in L1. ``stored_tokens``: tokens whose rows became readable. ``loads``: lookups
     whose hit was to be loaded. ``failed_loads``: those of them whose load failed. ``saved``: the
-    time that computing ``hit_tokens`` would have taken.
+    time that computing ``hit_tokens`` would have taken. ``answer_tokens``: of answers from which a
+    later prompt went on; ``repeated_tokens``: those of them with which it did.
     """
 
     lookups: int = 0
@@ -65,6 +66,8 @@ class Traffic(msgspec.Struct):
     loads: int = 0
     failed_loads: int = 0
     saved: Savings = msgspec.field(default_factory=Savings)
+    answer_tokens: int = 0
+    repeated_tokens: int = 0
     shadow: ShadowFigures | None = None
     """What engines in shadow mode have reported; of a namespace only."""
     slots: dict[int, list[int]] = {}
@@ -81,6 +84,8 @@ class Traffic(msgspec.Struct):
         self.miss_tokens[why] += asked - hit
         self.loads += loads
         self.failed_loads += failed
+        self.answer_tokens += result.answer_tokens
+        self.repeated_tokens += result.repeated_tokens
         self.saved.unpriced += hit
         if result.tiers:
             self._count_tiers(result.tiers, hit)
@@ -104,6 +109,8 @@ class Traffic(msgspec.Struct):
         self.stored_tokens += other.stored_tokens
         self.loads += other.loads
         self.failed_loads += other.failed_loads
+        self.answer_tokens += other.answer_tokens
+        self.repeated_tokens += other.repeated_tokens
         self.saved.seconds += other.saved.seconds
         self.saved.unpriced += other.saved.unpriced
         if other.shadow is not None:
