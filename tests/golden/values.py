@@ -221,6 +221,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         ),
         prefill_tokens_s=9000.5,
     ),
+    "handed_over.answers": m.HandedOver(
+        boot=BOOT, results=(m.LookupResult("r-3", 592, answer_tokens=300, repeated_tokens=256),)
+    ),
     "shadow_report": m.ShadowReport(
         boot=BOOT,
         sampled=0.25,
