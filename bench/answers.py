@@ -29,12 +29,12 @@ from tests.support.real_model import Words, chat, real_model
 from tests.support.vllm.process import EngineProcess, Prompt
 
 CHATS: Final = 12
-AT_ONCE: Final = 4
-ROUNDS: Final = 15
-ANSWER: Final = 48
+AT_ONCE: Final = 6
+ROUNDS: Final = 9
+ANSWER: Final = 40
 """Tokens of an answer; the first half is thinking."""
 L1_BYTES: Final = 96 << 20
-"""Room for 4,300 tokens. The chats have up to 7,000."""
+"""Room for 4,300 tokens. The chats have up to 6,000."""
 MOST_TURNS: Final = 5
 ARGS: Final[dict[str, Any]] = {
     "block_size": 32,

@@ -25,11 +25,11 @@ from kvass.engine.request_state import RequestState
 from kvass.engine.setup import EngineSetup
 
 REMEMBERED: Final = 4096
-"""Of how many ended requests hashes are kept: 3 MB."""
+"""Of how many ended requests hashes are kept: 4 MB."""
 ENDS: Final = 8
 """At how many ends of an answer a later prompt is compared with it."""
 SEARCHED: Final = 2048
-"""At how many of its last blocks a prompt may go on from an earlier request: 0.1 ms."""
+"""At how many of its last blocks a prompt may go on from an earlier request: 0.2 ms."""
 TURNS: Final = 64
 """How many of the last prompts that went on count."""
 LEAST: Final = 4
