@@ -36,6 +36,8 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "bytes": (0, 1, 1 << 53),
     "differing_rows": (0, 1),
     "wrong_rows": (0, 1),
+    "answer_tokens": (0, 5, 1 << 53),
+    "repeated_tokens": (0, 5, 1 << 53),
     "hit_tokens": (0, 5, 1 << 53),
     "largest_difference": _TIMES,
     "load_bytes": (0, 1 << 53),
