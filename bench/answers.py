@@ -5,9 +5,8 @@ turns at random, in an L1 that lacks room for all of them, and vLLM's own cache 
 each round. The first half of an answer plays the thinking. The template ``keeps`` has it in later
 prompts, the template ``drops`` leaves it out. All texts are tokenised anew.
 
-``on``, ``off``, ``auto``: ``kvass.generated``. ``auto`` begins with what is wrong: where prompts
-have the thinking, the engine has a reasoning parser. Figures are hit tokens of all rounds, and of
-those after the first two; ``repeated`` is what ``kvass status`` says.
+``on``, ``off``, ``auto``: ``kvass.generated``. Figures are hit tokens of all rounds, and of those
+after the first two; ``repeated`` is what ``kvass status`` says.
 
 With a smaller L1 (``--l1-mib 96``) most chats are gone before they go on. There answers cost more
 hits than they bring, also where prompts repeat them.
@@ -79,13 +78,12 @@ def hits(folder: Path, option: str, keeps: bool, rounds: int, l1_mib: int) -> di
     if (model := real_model()) is None:
         raise Unavailable("no pretrained model: bash requirements/model.sh .venv")
     words, random = Words(model), Random(1)
-    args = ARGS | ({"reasoning_parser": "qwen3"} if keeps else {})
     options = {"kvass.generated": option, "kvass.chunk_tokens": 32, "kvass.skip_slow_loads": False}
     talks, found = [Talk(words, number, keeps) for number in range(CHATS)], list[int]()
     with start_daemon(l1_mib << 20) as daemon:
         log = folder / f"{option} {keeps}.log"
         engine = EngineProcess(
-            model, log, socket=Path(daemon.socket), args=args, options=options, patient=True
+            model, log, socket=Path(daemon.socket), args=ARGS, options=options, patient=True
         )
         with closing(engine):
             for _ in range(rounds):
@@ -110,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     try:
         with tempfile.TemporaryDirectory(prefix="kvass-bench-") as folder:
-            for keeps in (True, False):
+            for keeps in (False, True):
                 for setting in SETTINGS:
                     say(f"{setting}, a template that {'keeps' if keeps else 'drops'} thinking")
                     figures = hits(Path(folder), setting, keeps, chosen.rounds, chosen.l1_mib)

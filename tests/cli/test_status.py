@@ -101,6 +101,10 @@ def test_a_daemon_that_is_used(tmp_path: Path, capsys: Captured) -> None:
             assert re.findall("[a-z]{3,}", written) == re.findall("[a-z]{3,}", line)
         assert lines[4].startswith("loads    20 of 31 failed since start, 0 in the last minute")
         assert fields["counters"]["lapsed_leases"] == 0, "zeros are there"
+        assert not any("answers" in line for line in lines)
+        fields["namespaces"][0] |= {"answer_tokens": 2000, "repeated_tokens": 1500}
+        told = "later prompts repeat 75.0 % of 2,000 tokens of answers"
+        assert any(line.endswith(told) for line in report(fields))
         _, lines = said(daemon, capsys, "top", "--times", "2", "--every", "0.1")
         assert any(line.startswith("now      ") for line in lines)
 

@@ -69,8 +69,8 @@ class Answers(Observer):
             return self._setting
         if len(self._turns) < LEAST:
             return not self._thinks
-        tokens, repeated = (sum(each) for each in zip(*self._turns, strict=True))
-        return repeated >= WORTH * tokens
+        tokens = sum(tokens for tokens, _ in self._turns)
+        return sum(repeated for _, repeated in self._turns) >= WORTH * tokens
 
     def begin(self, state: RequestState) -> None:
         """A request begins: compare its prompt with what earlier requests left, and decide."""
