@@ -39,7 +39,7 @@ WORTH: Final = 0.5
 10 to 20 % of what the prompts take, storing them then costs as many hits as it brings (059)."""
 
 
-class Left(NamedTuple):
+class LeftAnswer(NamedTuple):
     """What a request left that ended. ``prompt``: the tokens of its prompt. ``ends``: where hits of
     its answer could end, in tokens, the last one first. ``hashes``: those of the blocks there."""
 
@@ -56,7 +56,7 @@ class Answers(Observer):
         self._block = setup.hash_tokens
         self._step = setup.hash_tokens if setup.chunk_blocks else setup.chunk_tokens
         """A hit ends at a multiple of so many tokens."""
-        self._left: dict[bytes, Left] = {}
+        self._left: dict[bytes, LeftAnswer] = {}
         """By the hash of the last whole block of the request's prompt; the oldest is first."""
         self._turns: deque[tuple[int, int]] = deque(maxlen=TURNS)
         """Of the last prompts that went on: the tokens of the answer, and those repeated."""
@@ -87,7 +87,7 @@ class Answers(Observer):
         state.stores_answer = self.worth_storing
 
     def _goes_on(
-        self, state: RequestState, left: Left, hashes: Sequence[bytes], first: int
+        self, state: RequestState, left: LeftAnswer, hashes: Sequence[bytes], first: int
     ) -> None:
         """The prompt of a request goes on from an earlier one. ``hashes``: those of its blocks from
         block ``first`` on."""
@@ -103,16 +103,17 @@ class Answers(Observer):
     def ended(self, state: RequestState) -> None:
         """Remember what a request left."""
         request, block, step = state.request, self._block, self._step
-        prompt = request.prompt_tokens
+        if not block or (prompt := request.prompt_tokens) < block:
+            return
         known = min(request.hashed_blocks * block, request.known_tokens - 1)  # the last has no KV
         before, last = prompt // step, known // step
-        if not block or prompt < block or last <= before:
+        if last <= before:
             return
         steps = range(last, before, -max(1, -(-(last - before) // ENDS)))
         ends = range(steps.start * step, steps.stop * step, steps.step * step)
         numbers = (prompt // block, *(end // block for end in ends))
         key, *hashes = (request.block_hashes(n - 1, n)[0] for n in numbers)
         self._left.pop(key, None)  # the newest is last
-        self._left[key] = Left(prompt, ends, hashes)
+        self._left[key] = LeftAnswer(prompt, ends, hashes)
         if len(self._left) > REMEMBERED:
             del self._left[next(iter(self._left))]
