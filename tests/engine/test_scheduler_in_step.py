@@ -143,13 +143,13 @@ def test_there_is_room_for_what_the_step_has_left() -> None:
     match: Any = SimpleNamespace(given_s=0.0, deadline_s=1e12)
     old: Any = SimpleNamespace(given_s=0.0, deadline_s=1.0)
     inside = world.planner.in_step
-    assert inside.room(match, 0, 96) == 96
-    assert inside.room(match, 0, 192) == 96
+    assert inside.room(0, 96, match) == 96
+    assert inside.room(0, 192, match) == 96
     inside._spent_s = 0.0005
-    assert inside.room(match, 0, 192) == 64
-    assert inside.room(old, 0, 96) == 0
+    assert inside.room(0, 192, match) == 64
+    assert inside.room(0, 96, old) == 0
     inside._trial = 1
-    assert inside.room(match, 0, 192) == 0
+    assert inside.room(0, 192, match) == 0
 
 
 def test_a_load_that_took_long_ends_loads_inside_steps_at_once() -> None:

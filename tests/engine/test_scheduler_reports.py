@@ -24,7 +24,7 @@ from tests.support.vllm.scheduler import SchedulerHarness, rig
 PROMPT = range(100)
 TOLD = {
     *("", "own_hit"),  # a client sees a hit by its latency, too
-    *("too_short", "too_long", "no_hashes", "not_read", "load_limit"),  # of its own request
+    *("too_short", "too_little", "too_long", "no_hashes", "not_read", "load_limit"),  # its own
     *("no_daemon", "no_answer", "refused", "not_sent", "clearing", "ranks_missing", "loads_off"),
     *("weights_unnamed", "weights_changed"),
 }

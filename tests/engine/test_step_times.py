@@ -88,7 +88,7 @@ def test_an_engine_that_has_become_slow_is_believed_in_the_end() -> None:
 def test_a_step_that_loads_something_says_nothing_of_its_tokens() -> None:
     times = timed((100.0, 64), (100.01, None), (100.01, 64), (100.02, None))
     times.clock = lambda: 100.02
-    times.planned(64, {"other"}, loads=True)
+    times.planned(64, {"other"}, loads=1)
     times.clock = lambda: 101.0
     times.ended()
     assert times.seconds(64) == pytest.approx(0.01)

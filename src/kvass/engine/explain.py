@@ -4,7 +4,8 @@ Laws of this file:
 
 - Nothing of a prompt leaves the process. Its tokens are kept as a hash with a random key.
 - Memory is bounded. Notes wait while there is no daemon, and the oldest are dropped.
-- A step sends one message at most, and waits for nothing.
+- A step sends one message at most, of what was noted before it, and waits for nothing. What is noted
+  while a step is planned would delay the first tokens that it computes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Explainer(Observer):
         """Hashes of chunks that were computed, and whose blocks were not held for a store."""
         self._notes: OrderedDict[str, LookupNote] = OrderedDict()
         """By request; the oldest is first."""
+        self._due = False
+        """Whether a step was planned since the first of them."""
 
     # ------------------------------------------------------------ before a lookup
 
@@ -129,6 +132,12 @@ class Explainer(Observer):
             self._notes.popitem(last=False)
 
     def stepped(self) -> None:
+        """Send the notes, if a step was planned since the first of them."""
+        if self._due:
+            self.send()
+        self._due = bool(self._notes)
+
+    def send(self) -> None:
         """Send the notes, unless there is no daemon now."""
         if self._notes and self._client.note_lookups([*self._notes.values()]):
             self._notes.clear()

@@ -55,6 +55,11 @@ class HitLimits:
         rows = -(-end // self._setup.chunk_tokens) - match.first
         return tuple(each.first(rows) for each in match.slots)
 
+    def tail(self, match: Match) -> int:
+        """How many blocks the request has up to the end of ``match``, if that is inside a chunk;
+        else 0."""
+        return match.chunks * self._setup.chunk_blocks + match.blocks if match.blocks else 0
+
     def blocks(self, state: RequestState, salt: bytes, local: int, end: int, chunk: int) -> bytes:
         """The hashes of the first blocks of ``chunk``, up to token ``end`` of the request. Empty
         if the engine's own cache has all these tokens."""

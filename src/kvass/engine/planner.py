@@ -44,7 +44,7 @@ from kvass.engine.step_times import StepTimes
 from kvass.engine.step_work import Load, ShadowCheck, StepWork, comparable
 from kvass.engine.stores import StorePlanner
 from kvass.engine.traffic import EngineTraffic
-from kvass.engine.worth import CHEAPER, Worth
+from kvass.engine.worth import CHEAPER, TOO_LITTLE, Worth
 from kvass.layout.spans import Table
 
 ASK_AGAIN_S: Final = 0.1
@@ -95,7 +95,7 @@ class Planner:
         self._head_of_line = HeadOfLine() if setup.one_queue else None
         self._admission = LoadAdmission(setup, self._requests, pool)
         self.traffic = EngineTraffic()
-        explain = Explainer(setup, self.client)
+        self._explain = explain = Explainer(setup, self.client)
         self._asking = Asking(setup, self.client, self._adapters, self._times, explain)
         self._early = EarlyLookups(setup, self.client, self._asking, pool)
         self.events: RowEvents | None = None
@@ -154,7 +154,9 @@ class Planner:
             self._report_all()
 
     def _report_all(self) -> None:
-        """Report all results now, and the engine's speed if the daemon does not know it."""
+        """Report all results and notes now, and the engine's speed if the daemon does not know
+        it."""
+        self._explain.send()
         self.client.speed(self._times.tokens_s)
         self.client.report_all()
 
@@ -188,6 +190,7 @@ class Planner:
         self._changes.notice()
         if (state := self._requests.get(name)) is None:
             return 0
+        began_s, first = self._times.clock(), not (state.asking or state.fresh)
         since_s = max(self._freed_s, time.monotonic() - ASK_AGAIN_S)
         if not self.off and self.client.connected and state.missed_since(local, since_s):
             return 0
@@ -198,17 +201,28 @@ class Planner:
             question = self._asking.question(state, local)
         if question is None:
             return None
+        if first and not isinstance(question, str) and not self._asks(state, question):
+            question = TOO_LITTLE
         if isinstance(question, str):
             return self._unasked(state, local, question)
         for each in self._observers:
             each.asked(state)
         found = self._asking.ask(state, question)
-        if isinstance(found.match, Pending):
-            if found.promoting:
-                for each in self._observers:
-                    each.promoting(state)
-            return None
-        return self._answered(state, question, found, most)
+        state.asking, hit = isinstance(found.match, Pending), None
+        if not state.asking:
+            hit = self._answered(state, question, found, most)
+        elif found.promoting:
+            for each in self._observers:
+                each.promoting(state)
+        if first:
+            self._worth.looked_up(question.chunks, began_s)
+        return hit
+
+    def _asks(self, state: RequestState, question: Question) -> bool:
+        """Whether a hit of all that ``question`` asks for would be worth the lookup."""
+        most = question.end - question.local
+        room = self.in_step.room(question.local, most)
+        return self._worth.asks(state, question.local, most, room)
 
     def _unasked(self, state: RequestState, local: int, why: str) -> int:
         """The answer to a request for which the daemon is not asked: nothing matches."""
@@ -229,7 +243,7 @@ class Planner:
         if isinstance(match := found.match, Match):
             tiers = match.tiers
             matched = self._hit(match, local, end if most is None else min(end, most))
-            room = self.in_step.room(match, local, matched)
+            room = self.in_step.room(local, matched, match)
             if (hit := self._worth.choose(state, local, matched, room)) < matched:
                 why = CHEAPER
             if hit == 0:  # or the match ends in the chunk in which the engine's own hit ends
@@ -267,7 +281,7 @@ class Planner:
             if load.lease == 0:
                 self.client.release(match.boot, match.lease)
             elif match.first == 0:
-                state.offered.loaded(match.chunks)
+                state.offered.loaded(match.chunks, self._limits.tail(match))
             if load.lease:
                 state.loaded_tokens = external
                 self.in_step.planned(state)
@@ -355,7 +369,7 @@ class Planner:
         if self._changes.state is OwnCache.STALE and step.tokens:
             self._changes.warn_if_stale()
         work.emptied, self._emptied = self._emptied, False
-        loads = any(load.in_step for load in work.loads)
+        loads = sum(bool(load.in_step) for load in work.loads)
         self._times.planned(step.tokens, step.names, loads=loads)
         work.recovered = self._recovered
         self.in_step.new_step()

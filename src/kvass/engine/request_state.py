@@ -85,8 +85,8 @@ class OfferProgress:
     chunks: int = 0
     """How many chunks were offered or loaded."""
     tail: int = 0
-    """How many blocks the request has up to the end of the last tail that was offered; 0: no tail
-    was offered."""
+    """How many blocks the request has up to the end of the last tail that was offered or loaded; 0:
+    none was."""
     due: int = 0
     """How many blocks the request has up to the end of its prompt's tail; 0: the prompt has no
     tail, or is not computed yet."""
@@ -131,9 +131,10 @@ class OfferProgress:
         if since <= self.chunks:
             self.chunks = max(self.chunks, chunks)
 
-    def loaded(self, chunks: int) -> None:
-        """The first ``chunks`` chunks were loaded, so the daemon has them."""
-        self.chunks = max(self.chunks, chunks)
+    def loaded(self, chunks: int, tail: int = 0) -> None:
+        """The first ``chunks`` chunks were loaded, so the daemon has them; and if ``tail`` is not 0,
+        the first ``tail`` blocks."""
+        self.chunks, self.tail = max(self.chunks, chunks), max(self.tail, tail)
 
     def offer_again(self, since: int = 0) -> None:
         """Offer the chunks from ``since`` on, and the tail, again."""
@@ -171,6 +172,8 @@ class RequestState:
     """The last answer to its lookup."""
     fresh: bool = False
     """Whether the request has got no blocks since, and nothing else was asked."""
+    asking: bool = False
+    """Whether the answer to its lookup is pending."""
     offered: OfferProgress = field(default_factory=OfferProgress)
     first_step: int = 0
     """The number of the first step that computed tokens of the request; 0: none has."""

@@ -31,10 +31,14 @@ class StepTimes:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._open: deque[tuple[float, int]] = deque()
+        self._open: deque[tuple[float, int, int]] = deque()
+        """When each step was planned, its tokens, and how many loads it makes before it computes.
+        """
         self._ended_s = 0.0
         self._sizes: dict[int, deque[tuple[int, float]]] = {}
         """By the bit length of a number of tokens: tokens and seconds of the last steps."""
+        self._points: dict[int, tuple[float, float]] = {}
+        """The same of each size that was not measured since: tokens and seconds of its estimate."""
         self._curve: list[tuple[float, float]] | None = None
         """Tokens and seconds, both rising; None: it is computed when it is needed."""
         self._speeds: deque[float] = deque([0.0], maxlen=SAMPLES)
@@ -43,12 +47,12 @@ class StepTimes:
         """Of the requests of which the last step that was planned computes tokens. A step without
         tokens does not count."""
 
-    def planned(self, tokens: int, names: Set[str], *, loads: bool = False) -> None:
-        """A step of ``tokens`` of the requests ``names`` is planned. ``loads``: it loads something
-        before it computes, so its time is not that of its tokens."""
+    def planned(self, tokens: int, names: Set[str], *, loads: int = 0) -> None:
+        """A step of ``tokens`` of the requests ``names`` is planned. ``loads``: how many loads it
+        makes before it computes. Then its time is not that of its tokens."""
         if len(self._open) == OPEN:  # the engine does not tell when steps end
             self._open.clear()
-        self._open.append((self.clock(), 0 if loads else tokens))
+        self._open.append((self.clock(), tokens, loads))
         if tokens:
             self.names = names
 
@@ -56,17 +60,29 @@ class StepTimes:
         """The result of the oldest step that has not ended is there."""
         if not self._open:
             return
-        planned_s, tokens = self._open.popleft()
+        planned_s, tokens, loads = self._open.popleft()
         now_s = self.clock()
         took_s = now_s - max(planned_s, self._ended_s)
         self._ended_s = now_s
-        if tokens and took_s > 0:
-            samples = self._sizes.setdefault(tokens.bit_length(), deque(maxlen=SAMPLES))
+        if tokens and not loads and took_s > 0:
+            samples = self._sizes.setdefault(size := tokens.bit_length(), deque(maxlen=SAMPLES))
             samples.append((tokens, took_s))
             self._recent.append(took_s)
+            self._points.pop(size, None)
             self._curve = None
             if tokens >= MIN_SAMPLE_TOKENS:
                 self._speeds.append(tokens / took_s)
+
+    def load_s(self) -> float | None:
+        """How much longer the oldest step that has not ended runs by now than its tokens alone
+        would take, for each of its loads. None: it makes none, or that is unknown."""
+        if not self._open:
+            return None
+        planned_s, tokens, loads = self._open[0]
+        alone_s = self.seconds(tokens)
+        if not loads or not alone_s:
+            return None
+        return (self.clock() - max(planned_s, self._ended_s) - alone_s) / loads
 
     @property
     def tokens_s(self) -> float:
@@ -96,9 +112,12 @@ class StepTimes:
         points: list[tuple[float, float]] = []
         least_s = float("inf")
         for size in sorted(self._sizes, reverse=True):
-            tokens, seconds = zip(*self._sizes[size], strict=True)
-            least_s = min(least_s, lower_quartile(seconds))
-            points.append((median(tokens), least_s))
+            if size not in self._points:
+                tokens, seconds = zip(*self._sizes[size], strict=True)
+                self._points[size] = median(tokens), lower_quartile(seconds)
+            at, took_s = self._points[size]
+            least_s = min(least_s, took_s)
+            points.append((at, least_s))
         return points[::-1]
 
 

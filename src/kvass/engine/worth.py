@@ -4,18 +4,23 @@ Computing the tokens of a hit costs the time by which they make the next step lo
 other tokens that it computes (``step_times.py``). The other requests of that step wait as long;
 this is not counted, because the rule is about the hit's own request.
 
-A load inside a step costs its copy (``copy_speed.py``). An asynchronous load costs the time from
+A load inside a step costs its copy (``copy_speed.py``), and what else such a load makes its step
+longer. An asynchronous load costs the time from
 the allocation of its blocks to the report of its end. In an engine that runs nothing else this is
 the copy and a *wait*. If other requests run, the end is reported with one of their steps: it costs
 as many of these as the copy needs, and perhaps more. So there are two estimates of a wait: seconds
 beyond the copy, and steps beyond those that the copy needs. Each is the median of the last loads.
 
+A lookup costs time, too, whatever comes of it: that of the last ones. If even a hit of all that can
+be asked for would save less, the daemon is not asked.
+
 Laws of this file:
 
 - A hit is loaded whole as long as one of its times is unknown.
-- After each load that was prevented or cut, loads seem easier (``kvass.worth``), until the next
-  load has ended. One that only for this reason seems worth it is a trial, and loads little. If it
-  was as fast as it seemed, what was measured before it does not count any more.
+- After each lookup or load that was prevented, and each load that was cut, loads and lookups seem
+  easier (``kvass.worth``), until the next load has ended. One that only for this reason seems worth
+  it is a trial, and loads little. If it was as fast as it seemed, what was measured before it does
+  not count any more. A trial that finds nothing ends this, too.
 """
 
 from __future__ import annotations
@@ -31,17 +36,21 @@ from kvass.engine.hit_limits import HitLimits
 from kvass.engine.observers import Observer
 from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.setup import EngineSetup
-from kvass.engine.step_times import StepTimes
+from kvass.engine.step_times import StepTimes, lower_quartile
 from kvass.worth import EASIER, UNKNOWN_S, worth_loading
 
 CHEAPER: Final = "cheaper_to_compute"
 """The reason that is told of a hit that is not loaded, or not whole (docs/explain.md)."""
+TOO_LITTLE: Final = "too_little"
+"""The reason that is told of a request for which the daemon is not asked."""
 SAMPLES: Final = 8
 """How many of the last loads an estimate of a wait uses."""
 LEAST: Final = 3
 """A wait is unknown until so many loads were measured: the first one may take long by chance."""
 TRIAL_TOKENS: Final = 256
 """How much of a hit is loaded to measure loads anew, if a part of it can be loaded."""
+FEW_CHUNKS: Final = 64
+"""Lookups of more take longer by their keys, and save much. They are always asked."""
 LOADING: Final = 4096
 """The most loads that are measured at a time."""
 
@@ -82,32 +91,77 @@ class Worth(Observer):
         """The waits of loads in an engine that ran nothing else."""
         self._steps: deque[float] = deque(maxlen=SAMPLES)
         """The other waits."""
+        self._in_step: deque[float] = deque(maxlen=SAMPLES)
+        """How much longer than its copy loads inside steps made these."""
+        self._lookups: deque[float] = deque(maxlen=SAMPLES)
+        """How long lookups of few chunks kept the engine."""
         self._easier = 1.0
-        """What the cost of loads is divided by."""
+        """What the cost of loads and lookups is divided by."""
         self._trials: dict[str, float] = {}
         """By live request whose hit was weighed: if it is a trial, how long its load seems to
         take; else 0."""
+        self._unasked: set[str] = set()
+        """The live requests for which the daemon was not asked."""
+        self._asked: set[str] = set()
+        """Those for which it was asked as a trial, and has not answered yet."""
         self._loading: dict[str, Begun] = {}
+
+    def asks(self, state: RequestState, local: int, most: int, in_step: int = 0) -> bool:
+        """Whether the daemon is asked for the ``most`` tokens after the ``local`` ones. ``in_step``:
+        as for ``choose``."""
+        name = state.request.name
+        if not self._on or len(self._lookups) < LEAST:
+            return True
+        if (found := self._best(state, local, most, in_step)) is None:
+            return True
+        _, seems_s, saved_s = found
+        lookup_s = lower_quartile(self._lookups)
+        if not worth_loading(lookup_s / self._easier, saved_s):
+            if name not in self._unasked:  # the engine may ask again in each step
+                self._unasked.add(name)
+                self._easier *= EASIER
+            return False
+        if saved_s + seems_s < lookup_s + seems_s * self._easier:
+            self._asked.add(name)
+        return True
 
     def choose(self, state: RequestState, local: int, hit: int, in_step: int = 0) -> int:
         """How many of the ``hit`` tokens after the ``local`` ones are loaded: as many as save most
         time. ``in_step``: how many of them the engine can load inside the step."""
         if not self._on or not hit:
             return hit
-        beside, best, saved_s, trial = self._beside(state), 0, -math.inf, False
+        if (found := self._best(state, local, hit, in_step)) is None:
+            return hit
+        best, seems_s, saved_s = found
+        trial = not worth_loading(seems_s * self._easier, saved_s + seems_s)
+        if best and trial and self._cuts:
+            best = min(best, self._limits.end_before(local + self._trial_tokens) - local)
+            cost_s = self._load_s(local, local + best, self._beside(state), best <= in_step)
+            seems_s = (cost_s or 0.0) / self._easier
+        self._trials[state.request.name] = (best > 0 and trial) * seems_s
+        return best
+
+    def looked_up(self, chunks: int, since_s: float) -> None:
+        """A lookup of ``chunks`` chunks kept the engine from ``since_s`` (CLOCK_MONOTONIC) on until
+        now."""
+        if chunks <= FEW_CHUNKS:
+            self._lookups.append(self._times.clock() - since_s)
+
+    def _best(
+        self, state: RequestState, local: int, hit: int, in_step: int
+    ) -> tuple[int, float, float] | None:
+        """How many of the ``hit`` tokens after the ``local`` ones it saves most time to load, how
+        long their load seems to take, and what it saves. Zeros: it saves nothing. None: something
+        is unknown."""
+        beside, best = self._beside(state), (0, 0.0, 0.0)
         for tokens in {hit, min(in_step, hit)} - {0}:
             cost_s = self._load_s(local, local + tokens, beside, tokens <= in_step)
             compute_s = self._compute_s(state.request.known_tokens - local + beside, tokens)
             if cost_s is None or compute_s == UNKNOWN_S:
-                return hit
+                return None
             seems_s = cost_s / self._easier
-            if worth_loading(seems_s, compute_s) and compute_s - seems_s >= saved_s:
-                best, saved_s = tokens, compute_s - seems_s
-                trial = not worth_loading(cost_s, compute_s)
-        if trial and self._cuts:
-            best = min(best, self._limits.end_before(local + self._trial_tokens) - local)
-        cost_s = self._load_s(local, local + best, beside, best <= in_step) or 0.0
-        self._trials[state.request.name] = trial * cost_s / self._easier
+            if worth_loading(seems_s, compute_s) and compute_s - seems_s >= best[2]:
+                best = tokens, seems_s, compute_s - seems_s
         return best
 
     def _compute_s(self, all_: int, tokens: int) -> float:
@@ -129,7 +183,8 @@ class Worth(Observer):
         """What a load of tokens ``[local, end)`` costs beside so many requests; None: unknown."""
         copy_s, waits = self._copy_s(local, end), self._steps if beside else self._seconds
         if copy_s is None or in_step:
-            return copy_s
+            known = copy_s is not None and len(self._in_step) >= LEAST
+            return copy_s + lower_quartile(self._in_step) if known else copy_s
         if len(waits) < LEAST:
             return None
         if not beside:
@@ -159,9 +214,8 @@ class Worth(Observer):
             return
         self._easier, took_s = 1.0, self._times.clock() - begun.since_s
         waits = self._steps if begun.step_s else self._seconds
-        if begun.in_step:  # it waited for nothing, and what its copy took is known by now
-            if begun.most_s:
-                self._copies.renew()
+        if begun.in_step:
+            self._loaded_in_step(begun)
             return
         if took_s <= begun.most_s:
             waits.clear()
@@ -172,10 +226,30 @@ class Worth(Observer):
             wait = took_s - begun.copy_s
         waits.append(max(wait, 0.0))
 
+    def _loaded_in_step(self, begun: Begun) -> None:
+        """Measure a load inside the step that ends now. It waited for nothing, and the ranks have
+        reported what its copy took."""
+        if begun.most_s:
+            self._copies.renew()
+        if (longer_s := self._times.load_s()) is not None:
+            if longer_s <= begun.most_s:
+                self._in_step.clear()
+            self._in_step.append(max(longer_s - begun.copy_s, 0.0))
+
+    def answered(self, state: RequestState, answer: Answer, first: bool) -> None:
+        """End the trial if nothing was found: it measures no load."""
+        name, found = state.request.name, answer.end > answer.local or answer.why == CHEAPER
+        if name in self._asked and not found:
+            self._easier = 1.0
+        self._asked.discard(name)
+
     def ended(self, state: RequestState) -> None:
-        """Its load is measured no more."""
-        self._loading.pop(state.request.name, None)
-        self._trials.pop(state.request.name, None)
+        """Nothing of it is measured any more."""
+        name = state.request.name
+        self._loading.pop(name, None)
+        self._trials.pop(name, None)
+        self._unasked.discard(name)
+        self._asked.discard(name)
 
 
 def _steps(copy_s: float, step_s: float) -> int:
