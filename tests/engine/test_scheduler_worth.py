@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from kvass.engine import stores
 from kvass.engine.copy_speed import Copied
 from kvass.engine.request_state import Answer, RequestState
-from kvass.engine.worth import CHEAPER, LEAST, SAMPLES
+from kvass.engine.worth import CHEAPER, LEAST, SAMPLES, TOO_LITTLE
 from kvass.testing.daemon import Daemon
 from tests.engine import conftest
 from tests.engine.conftest import empty
@@ -34,14 +35,22 @@ BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asyn
 
 class Engine:
     """A scheduler with a daemon that holds all that was computed. A load is reported with the first
-    step that ends after it. ``slower``: how many times longer copies take."""
+    step that ends after it. ``slower``: how many times longer copies take. ``lookup_s``: what a
+    lookup takes, whatever it finds."""
 
     def __init__(self, *, asynchronous: bool = False, **options: Any) -> None:
         self.client: FakeClient
         options = {"options": ON, "blocks": 400, "batched": 1024, **options}
         self.client, self.world = rig(asynchronous=asynchronous, **options)
-        self.now, self.slower = 1000.0, 1.0
+        self.now, self.slower, self.lookup_s = 1000.0, 1.0, 0.0
         self.world.planner._times.clock = lambda: self.now
+        look_up = self.client.look_up
+
+        def timed(*args: Any) -> Any:
+            self.now += self.lookup_s
+            return look_up(*args)
+
+        self.client.look_up = timed  # type: ignore[method-assign]
         self._loads: dict[str, tuple[float, int]] = {}
         """By request: when its load ends, and of how many blocks."""
         self._names = itertools.count()
@@ -77,7 +86,7 @@ class Engine:
 
     def forget(self) -> None:
         """Empty the engine's own cache, once all is stored."""
-        while self.world.open_steps:
+        while self.world.open_steps or self.world.planner.storing():
             self.step()
         assert self.world.scheduler.reset_prefix_cache()
 
@@ -195,6 +204,122 @@ def test_a_load_inside_a_step_ends_refusals_too() -> None:
     assert copies.seconds([1]) == pytest.approx(BLOCK_S)
     assert worth._easier == 1.0
     assert worth.choose(state, 0, 512, 512) == 512
+
+
+def test_the_daemon_is_not_asked_for_what_takes_longer_to_look_up_than_to_compute() -> None:
+    """A lookup takes 2 ms: as long as computing 100 tokens. Nothing matches here."""
+    engine = Engine()
+    engine.warm()
+    engine.lookup_s = 0.002
+    for _ in range(SAMPLES):
+        engine.run(fresh(600))
+    for length, asked in ((65, 0), (300, 1), (65, 0)):
+        before = len(engine.client.lookups)
+        _, took_s = engine.run(fresh(length))
+        assert len(engine.client.lookups) - before == asked
+        assert took_s == pytest.approx(BASE_S + TOKEN_S * length + asked * engine.lookup_s)
+    assert engine.client.notes[-1].why == TOO_LITTLE
+    engine.client.notes.clear()
+
+
+def test_what_is_not_asked_is_tried_again_seldom_and_a_miss_ends_it() -> None:
+    engine = Engine()
+    engine.warm()
+    engine.lookup_s = 0.002
+    for _ in range(SAMPLES):
+        engine.run(fresh(600))
+    before, misses = len(engine.client.lookups), 60
+    for _ in range(misses):
+        engine.run(fresh(65))
+    tries = len(engine.client.lookups) - before
+    assert 2 <= tries <= misses / 8, "64 tokens take 1.3 ms, so each try waits for some 10 refusals"
+    engine.lookup_s = 0.0  # it has become fast: some tries show it
+    for _ in range(misses):
+        engine.run(fresh(65))
+    before = len(engine.client.lookups)
+    for _ in range(3):
+        engine.run(fresh(65))
+    assert len(engine.client.lookups) - before == 3
+
+
+def test_a_lookup_that_is_pending_or_a_match_that_is_held_is_asked_for_to_the_end() -> None:
+    engine = Engine()
+    engine.warm()
+    prompt = seen(engine, 512)
+    worth = engine.world.planner._worth
+    engine.forget()
+    engine.client.pending = 3
+    request = engine.world.add("waits", prompt, max_tokens=1)
+    engine.step()
+    worth.asks = lambda *_: False  # type: ignore[method-assign]
+    while not request.is_finished():
+        engine.step()
+    assert engine.client.results[-1].hit_tokens == 512
+    assert not engine.client.held
+
+
+def test_what_a_load_takes_inside_a_step_beyond_its_copy_counts() -> None:
+    """Copies of 32 tokens take nothing, and their steps 3 ms longer all the same."""
+    engine = Engine()
+    engine.warm()
+    worth, times = engine.world.planner._worth, engine.world.planner._times
+    state = RequestState(SimpleNamespace(name="r", known_tokens=48))
+    assert worth.choose(state, 0, 32, 32) == 32
+    for _ in range(LEAST):
+        state.in_step = 32
+        worth.allocated(state, Answer(0, 32, None), 32)
+        times.planned(16, {"r"}, loads=1)
+        engine.now += times.seconds(16) + 0.003
+        worth.loaded("r", state, True)
+        times.ended()
+    assert worth.choose(state, 0, 32, 32) == 0
+    state.request.known_tokens = 528
+    assert worth.choose(state, 0, 512, 512) == 512
+
+
+@BOTH
+def test_offers_are_not_in_the_way_of_a_first_token(asynchronous: bool) -> None:
+    engine = Engine(tails=True, asynchronous=asynchronous)
+    engine.warm()
+    for tokens, answer in ((fresh(100), 1), (fresh(100), 4)):
+        engine.forget()
+        request = engine.world.add(f"r{next(_contents)}", tokens, max_tokens=answer)
+        before, steps = len(engine.client.reserves), 0
+        while not request.is_finished():
+            engine.step()
+            steps += 1
+            sent = len(engine.client.reserves) - before
+            assert sent == (steps > 1), "not with the first token, and with the second one"
+        assert engine.run(tokens + fresh(16))[0] == 96, "nothing was lost"
+
+
+@pytest.mark.parametrize("why", ["long steps", "short of blocks", "no tails", "off"])
+def test_offers_are_not_put_off(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {} if why != "off" else {"options": {"kvass.skip_slow_loads": False}}
+    engine = Engine(tails=why != "no tails", **options)
+    engine.warm()
+    engine.forget()
+    if why == "long steps":
+        monkeypatch.setattr(stores, "SHORT_STEP_S", BASE_S)
+    if why == "short of blocks":
+        decoding(engine, 1)
+        pool = engine.world.planner.stores._pool
+        monkeypatch.setattr(type(pool), "free_blocks", pool.blocks // 2 - 1)
+    before = len(engine.client.reserves)
+    engine.world.add("r", fresh(100), max_tokens=1)
+    engine.step()
+    assert len(engine.client.reserves) == before + 1
+
+
+def test_steps_that_each_compute_a_first_token_offer_with_every_second_one() -> None:
+    engine = Engine(tails=True)
+    engine.warm()
+    engine.forget()
+    before = len(engine.client.reserves)
+    for number in range(6):
+        engine.world.add(f"each {number}", fresh(100), max_tokens=20)
+        engine.step()
+    assert len(engine.client.reserves) - before == 3
 
 
 def test_a_cut_hit_is_computed_from_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,8 @@ REASONS: Final[dict[str, str]] = {
     "loads_off": "This engine loads nothing from kvass.",
     "load_limit": "The request allows no more tokens to be loaded.",
     "too_short": "The prompt is too short: no block or chunk of it can match.",
-    "too_little": "Even if all of it had been cached, looking it up and loading it would have taken "
-    "longer than computing it.",
+    "too_little": "Even if all of it had been cached, looking it up and loading it would have "
+    "taken longer than computing it.",
     "no_hashes": "Hashes do not say all of the prompt's content: another one may have the same.",
     "own_hit": "The engine's own cache had everything that can match.",
     "not_loaded": "It matched, but the engine took the tokens from elsewhere or computed them.",

@@ -4,8 +4,8 @@ Laws of this file:
 
 - Nothing of a prompt leaves the process. Its tokens are kept as a hash with a random key.
 - Memory is bounded. Notes wait while there is no daemon, and the oldest are dropped.
-- A step sends one message at most, of what was noted before it, and waits for nothing. What is noted
-  while a step is planned would delay the first tokens that it computes.
+- A step sends one message at most, and waits for nothing. What is noted while a step is planned
+  waits for the next one, so that it delays no first token.
 """
 
 from __future__ import annotations

@@ -83,7 +83,9 @@ class InStep:
         """How many of the ``hit`` tokens after the ``local`` ones could be copied inside the step
         that is being planned, up to a place where a hit may end. ``match``: what has them; None:
         nothing is matched yet."""
-        if match is not None and not self._is_fresh(match) or (left_s := self._left_s()) <= 0:
+        if match is not None and not self._is_fresh(match):
+            return 0
+        if (left_s := self._left_s()) <= 0:
             return 0
         block_s, tokens = self._speed.seconds([1]) or 0.0, self._setup.groups[0].block_tokens
         if self.fits(self._blocks(local, local + hit)) or not block_s:

@@ -111,7 +111,13 @@ class Planner:
         idle = Observer.stepped
         self._stepped = [one.stepped for one in self._observers if type(one).stepped is not idle]
         self.stores = StorePlanner(
-            setup, self.client, self._adapters, self._requests, pool, self._observers
+            setup,
+            self.client,
+            self._adapters,
+            self._requests,
+            pool,
+            self._observers,
+            self._times,
         )
         self._changes = WeightChanges(
             self.client,
@@ -369,11 +375,13 @@ class Planner:
         if self._changes.state is OwnCache.STALE and step.tokens:
             self._changes.warn_if_stale()
         work.emptied, self._emptied = self._emptied, False
-        loads = sum(bool(load.in_step) for load in work.loads)
-        self._times.planned(step.tokens, step.names, loads=loads)
         work.recovered = self._recovered
         self.in_step.new_step()
-        self.stores.plan(step, work)
+        try:
+            self.stores.plan(step, work)
+        finally:
+            loads = sum(bool(load.in_step) for load in work.loads)
+            self._times.planned(step.tokens, step.names, loads=loads)
 
     def hand_over(self, work: StepWork) -> bool:
         """End the planning of a step. From here on only the ranks settle the leases and

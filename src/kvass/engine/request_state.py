@@ -132,8 +132,8 @@ class OfferProgress:
             self.chunks = max(self.chunks, chunks)
 
     def loaded(self, chunks: int, tail: int = 0) -> None:
-        """The first ``chunks`` chunks were loaded, so the daemon has them; and if ``tail`` is not 0,
-        the first ``tail`` blocks."""
+        """The first ``chunks`` chunks were loaded, so the daemon has them. If ``tail`` is not 0, it
+        has the first ``tail`` blocks, too."""
         self.chunks, self.tail = max(self.chunks, chunks), max(self.tail, tail)
 
     def offer_again(self, since: int = 0) -> None:

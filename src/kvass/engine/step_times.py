@@ -73,16 +73,14 @@ class StepTimes:
             if tokens >= MIN_SAMPLE_TOKENS:
                 self._speeds.append(tokens / took_s)
 
-    def load_s(self) -> float | None:
-        """How much longer the oldest step that has not ended runs by now than its tokens alone
-        would take, for each of its loads. None: it makes none, or that is unknown."""
-        if not self._open:
+    def load_s(self, since_s: float) -> float | None:
+        """How long a load took inside the oldest step that has not ended, and that ends now: the
+        time since ``since_s`` (CLOCK_MONOTONIC) or the end of the step before it, but that which
+        its tokens alone take, for each of its loads. None: it makes none, or that is unknown."""
+        _, tokens, loads = self._open[0] if self._open else (0.0, 0, 0)
+        if not loads or not (alone_s := self.seconds(tokens)):
             return None
-        planned_s, tokens, loads = self._open[0]
-        alone_s = self.seconds(tokens)
-        if not loads or not alone_s:
-            return None
-        return (self.clock() - max(planned_s, self._ended_s) - alone_s) / loads
+        return (self.clock() - max(since_s, self._ended_s) - alone_s) / loads
 
     @property
     def tokens_s(self) -> float:

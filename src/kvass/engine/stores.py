@@ -10,6 +10,7 @@
 
 Laws of this file:
 
+- What an offer takes is not in the way of a first token, where steps are short (``_puts_off``).
 - A step that only adds one token to each request of the step before, and completes no chunk, does
   no work per request here.
 - If an answer does not come at once, all blocks of the offers are held until it comes or the
@@ -37,6 +38,7 @@ from kvass.engine.offers import EndedRequest, Offer, OfferBatch, OfferMaker
 from kvass.engine.protocols import BlockPool, Step
 from kvass.engine.request_state import RequestState
 from kvass.engine.setup import EngineSetup
+from kvass.engine.step_times import StepTimes
 from kvass.engine.step_work import StepWork, Store
 from kvass.layout.spans import Table
 from kvass.messages import Grant, Granted
@@ -47,6 +49,8 @@ MAX_PAUSE: Final = 8
 """The longest pause, in steps, after a daemon refused a whole reserve."""
 ENDED_PER_STEP: Final = 64
 """The most ended requests that one step offers. The others wait for the next step."""
+SHORT_STEP_S: Final = 0.05
+"""Steps that take longer do not feel the time of an offer: 0.2 to 0.6 ms."""
 REPORT_STEPS: Final = 4
 """The most steps that an ended request waits for the ranks' report of its LoRA adapter."""
 
@@ -86,7 +90,8 @@ class Reserved:
 
 class StorePlanner:
     """The planner of one engine's stores. Used from the engine's scheduler thread only.
-    ``observers``: told of each answer, and of each ended request that is not stored whole."""
+    ``observers``: told of each answer, and of each ended request that is not stored whole.
+    ``times``: of the engine's steps."""
 
     def __init__(
         self,
@@ -96,13 +101,14 @@ class StorePlanner:
         requests: Mapping[str, RequestState],
         pool: BlockPool,
         observers: Sequence[Observer],
+        times: StepTimes,
     ) -> None:
         self._setup = setup
         self._client = client
         self._adapters = adapters
         self._requests = requests
         self._pool = pool
-        self._observers = observers
+        self._observers, self._times = observers, times
         self._spans = setup.spans
         self._offers = OfferMaker(setup, adapters, pool)
         self._ended: list[EndedRequest] = []
@@ -121,6 +127,10 @@ class StorePlanner:
         ``_names``."""
         self._must_offer_again = False
         """Whether some chunks must be offered again."""
+        self._may_put_off = setup.skip_slow_loads and setup.chunk_blocks > 0
+        """Whether a request that ends before the next step leaves its offers."""
+        self._put_off = False
+        """Whether the last step put its offers off."""
 
     def plan(self, step: Step, work: StepWork) -> None:
         """Add to ``work`` the stores of earlier steps that were granted since. Reserve rows for
@@ -136,7 +146,7 @@ class StorePlanner:
         try:
             if not self._client.answering:
                 self._unstored(one.state for one in ended)
-            elif self._backoff.skips_step():
+            elif self._backoff.skips_step() or self._puts_off(step, work):
                 self._wait(ended)
                 for name, _ in step.requests():  # a request may end before it is offered
                     if (state := self._requests.get(name)) is not None:
@@ -161,6 +171,22 @@ class StorePlanner:
             return False
         self._quiet_steps -= 1
         return not step.boundary_states
+
+    def _puts_off(self, step: Step, work: StepWork) -> bool:
+        """Whether the offers are left to the next step, because this one computes a first token,
+        which would come later. Not twice in a row, not in long steps, and not if blocks are short:
+        a request that is preempted before the next step leaves nothing."""
+        last, self._put_off = self._put_off, False
+        short = 0 < self._times.recent_s < SHORT_STEP_S
+        if last or not (work.computes and self._may_put_off and short):
+            return False
+        if 2 * self._pool.free_blocks < self._pool.blocks:
+            return False
+        for name, tokens in step.requests():
+            if (state := self._requests.get(name)) is not None and not state.offered.prefilled:
+                ends = state.request.computed_tokens + tokens >= state.request.known_tokens
+                self._put_off = self._put_off or ends
+        return self._put_off
 
     # ------------------------------------------------------------ offered
 

@@ -36,7 +36,7 @@ from kvass.engine.hit_limits import HitLimits
 from kvass.engine.observers import Observer
 from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.setup import EngineSetup
-from kvass.engine.step_times import StepTimes, lower_quartile
+from kvass.engine.step_times import StepTimes
 from kvass.worth import EASIER, UNKNOWN_S, worth_loading
 
 CHEAPER: Final = "cheaper_to_compute"
@@ -104,25 +104,29 @@ class Worth(Observer):
         """The live requests for which the daemon was not asked."""
         self._asked: set[str] = set()
         """Those for which it was asked as a trial, and has not answered yet."""
+        self._seems_s = 0.0
+        """How long the lookup that was allowed last seemed to take, if it is a trial; else 0."""
         self._loading: dict[str, Begun] = {}
 
     def asks(self, state: RequestState, local: int, most: int, in_step: int = 0) -> bool:
-        """Whether the daemon is asked for the ``most`` tokens after the ``local`` ones. ``in_step``:
-        as for ``choose``."""
+        """Whether the daemon is asked for the ``most`` tokens after the ``local`` ones.
+        ``in_step``: as for ``choose``."""
         name = state.request.name
         if not self._on or len(self._lookups) < LEAST:
             return True
         if (found := self._best(state, local, most, in_step)) is None:
             return True
         _, seems_s, saved_s = found
-        lookup_s = lower_quartile(self._lookups)
+        lookup_s = median(self._lookups)
         if not worth_loading(lookup_s / self._easier, saved_s):
             if name not in self._unasked:  # the engine may ask again in each step
                 self._unasked.add(name)
                 self._easier *= EASIER
             return False
+        self._seems_s = 0.0
         if saved_s + seems_s < lookup_s + seems_s * self._easier:
             self._asked.add(name)
+            self._seems_s = lookup_s / self._easier
         return True
 
     def choose(self, state: RequestState, local: int, hit: int, in_step: int = 0) -> int:
@@ -145,7 +149,9 @@ class Worth(Observer):
         """A lookup of ``chunks`` chunks kept the engine from ``since_s`` (CLOCK_MONOTONIC) on until
         now."""
         if chunks <= FEW_CHUNKS:
-            self._lookups.append(self._times.clock() - since_s)
+            if (took_s := self._times.clock() - since_s) <= self._seems_s:
+                self._lookups.clear()
+            self._lookups.append(took_s)
 
     def _best(
         self, state: RequestState, local: int, hit: int, in_step: int
@@ -184,7 +190,7 @@ class Worth(Observer):
         copy_s, waits = self._copy_s(local, end), self._steps if beside else self._seconds
         if copy_s is None or in_step:
             known = copy_s is not None and len(self._in_step) >= LEAST
-            return copy_s + lower_quartile(self._in_step) if known else copy_s
+            return copy_s + median(self._in_step) if known else copy_s
         if len(waits) < LEAST:
             return None
         if not beside:
@@ -231,7 +237,7 @@ class Worth(Observer):
         reported what its copy took."""
         if begun.most_s:
             self._copies.renew()
-        if (longer_s := self._times.load_s()) is not None:
+        if (longer_s := self._times.load_s(begun.since_s)) is not None:
             if longer_s <= begun.most_s:
                 self._in_step.clear()
             self._in_step.append(max(longer_s - begun.copy_s, 0.0))
