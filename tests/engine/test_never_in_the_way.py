@@ -69,6 +69,13 @@ LOADING: Final = (
     Blow("stopped before the load", LOAD, "before", STOP, 512, slow=True),
     Blow("stopped during the load", LOAD, "after", STOP_LATER, 512),
 )
+INSIDE: Final = (
+    Blow("killed after the match", ALLOCATED, "after", KILL, 512),
+    Blow("stopped after the match", ASK, "after", STOP, 512),
+    Blow("killed before the copy", LOAD, "before", KILL, 512, slow=True),
+    Blow("stopped before the copy", LOAD, "before", STOP, 512, slow=True),
+)
+"""Of loads inside a step, between the match and the copy."""
 STORING: Final = (
     Blow("killed before the reserve", PLAN, "before", KILL, slow=True),
     Blow("killed during the reserve", PLAN, "before", FREEZE_THEN_KILL),
@@ -198,6 +205,39 @@ def test_while_loading(
         assert answer.external == 0, "on a busy machine the lookup was given up before the blow"
     assert answer.external == blow.matched
     assert hits(engine, prompt, HITS_AGAIN_S)
+
+
+@pytest.fixture
+def inside(engine: EngineProcess) -> Iterator[EngineProcess]:
+    """The engine, which loads all hits inside steps."""
+    engine.load_in_steps(at_most=0)
+    yield engine
+    engine.load_in_steps(False)
+
+
+@pytest.mark.parametrize("blow", marked(INSIDE), ids=lambda blow: blow.name.replace(" ", "-"))
+def test_between_the_match_and_the_copy_inside_its_step(
+    inside: EngineProcess, daemon: Daemon, judge: Judge, prompt: Make, blow: Blow
+) -> None:
+    """The bytes are mapped, and nothing is awaited: a stopped daemon changes nothing. If its rank
+    knows that the daemon is dead, the load fails, and what was computed with it is taken back."""
+    for _ in range(TRIES):
+        tokens = prompt(520)
+        assert hits(inside, prompt, HITS_AGAIN_S)
+        store(inside, tokens)
+        inside.scrub()
+        inside.reset_hooks()
+        (before,) = inside.in_step()
+        answer = strike(inside, daemon, judge, blow, tokens)
+        (after,) = inside.in_step()
+        recover(daemon)
+        if answer.external == blow.matched:
+            break
+        assert answer.external == 0, "on a busy machine the lookup was given up before the blow"
+    assert answer.external == blow.matched
+    if STOP[0] in blow.signals:
+        assert after > before, "the load ended well"
+    assert hits(inside, prompt, HITS_AGAIN_S)
 
 
 @pytest.mark.parametrize("blow", marked(STORING), ids=lambda blow: blow.name.replace(" ", "-"))

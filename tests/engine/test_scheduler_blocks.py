@@ -134,6 +134,25 @@ def test_the_comparison_sees_what_is_missing(
     assert hits(8) == (CHUNK, 288)
 
 
+def test_a_tail_that_was_loaded_is_not_offered_again(
+    pair: tuple[StubModelEngine, StubModelEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    run(a, [40] * 300)
+    client, sent = b.world.planner.client, []
+    begin = client.begin_reserve
+
+    def counting(items: Any, *args: Any, **kwargs: Any) -> Any:
+        sent.extend(items)
+        return begin(items, *args, **kwargs)
+
+    monkeypatch.setattr(client, "begin_reserve", counting)
+    for rest, offers in ((3, 0), (40, 1)):
+        forget(b)
+        assert run(b, [40] * 300 + [1] * rest)[0] == 288
+        assert len(sent) == offers, "a longer one is"
+
+
 def test_what_was_computed_before_its_adapter_had_a_name_is_stored(
     pair: tuple[StubModelEngine, StubModelEngine], tmp_path: Path
 ) -> None:

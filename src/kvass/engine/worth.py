@@ -188,9 +188,10 @@ class Worth(Observer):
     def _load_s(self, local: int, end: int, beside: int, in_step: bool) -> float | None:
         """What a load of tokens ``[local, end)`` costs beside so many requests; None: unknown."""
         copy_s, waits = self._copy_s(local, end), self._steps if beside else self._seconds
-        if copy_s is None or in_step:
-            known = copy_s is not None and len(self._in_step) >= LEAST
-            return copy_s + median(self._in_step) if known else copy_s
+        if copy_s is None:
+            return None
+        if in_step:
+            return copy_s + (median(self._in_step) if len(self._in_step) >= LEAST else 0.0)
         if len(waits) < LEAST:
             return None
         if not beside:
