@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
+import msgspec
+
 from kvass.client.client import bounded
 from kvass.client.connection import DaemonConnection
 from kvass.client.endpoint import Endpoint
@@ -281,8 +283,11 @@ class Lookups:
             return 0.0
         message.readers, message.spare, message.writing = self._readers, self._spare, True
         left_s = lookup.give_up_s - time.monotonic()
-        message.budget_ms = bounded(1000 * max(left_s - ANSWER_S, 0.001))
-        message.reported = message.reported and counts_results(connection)
+        message = msgspec.structs.replace(
+            message,
+            budget_ms=bounded(1000 * max(left_s - ANSWER_S, 0.001)),
+            reported=message.reported and counts_results(connection),
+        )
         seq = client.submit(message)
         lookup.first, lookup.connection, lookup.chunks = message.first, connection, chunks
         lookup.blocks = len(message.blocks) // max(1, width)
