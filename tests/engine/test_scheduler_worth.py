@@ -233,9 +233,9 @@ def test_what_is_not_asked_is_tried_again_seldom_and_a_miss_ends_it() -> None:
         engine.run(fresh(65))
     tries = len(engine.client.lookups) - before
     assert 2 <= tries <= misses / 8, "64 tokens take 1.3 ms, so each try waits for some 10 refusals"
-    engine.lookup_s = 0.0  # it has become fast: some tries show it
-    for _ in range(misses):
-        engine.run(fresh(65))
+    engine.lookup_s = 0.0  # it has become fast, as lookups of longer prompts show
+    for _ in range(SAMPLES):
+        engine.run(fresh(600))
     before = len(engine.client.lookups)
     for _ in range(3):
         engine.run(fresh(65))

@@ -4,12 +4,12 @@ Computing the tokens of a hit costs the time by which they make the next step lo
 other tokens that it computes (``step_times.py``). The other requests of that step wait as long;
 this is not counted, because the rule is about the hit's own request.
 
-A load inside a step costs its copy (``copy_speed.py``), and what else such a load makes its step
-longer. An asynchronous load costs the time from
-the allocation of its blocks to the report of its end. In an engine that runs nothing else this is
-the copy and a *wait*. If other requests run, the end is reported with one of their steps: it costs
-as many of these as the copy needs, and perhaps more. So there are two estimates of a wait: seconds
-beyond the copy, and steps beyond those that the copy needs. Each is the median of the last loads.
+A load inside a step costs its copy (``copy_speed.py``), and what else it makes its step longer. An
+asynchronous load costs the time from the allocation of its blocks to the report of its end. In an
+engine that runs nothing else this is the copy and a *wait*. If other requests run, the end is
+reported with one of their steps: it costs as many of these as the copy needs, and perhaps more. So
+there are two estimates of a wait: seconds beyond the copy, and steps beyond those that the copy
+needs. Each is the median of the last loads.
 
 A lookup costs time, too, whatever comes of it: that of the last ones. If even a hit of all that can
 be asked for would save less, the daemon is not asked.
@@ -19,8 +19,8 @@ Laws of this file:
 - A hit is loaded whole as long as one of its times is unknown.
 - After each lookup or load that was prevented, and each load that was cut, loads and lookups seem
   easier (``kvass.worth``), until the next load has ended. One that only for this reason seems worth
-  it is a trial, and loads little. If it was as fast as it seemed, what was measured before it does
-  not count any more. A trial that finds nothing ends this, too.
+  it is a trial, and loads little. If it was as fast as it seemed, what was measured before it of
+  waits and copies does not count any more. A trial that finds nothing ends this, too.
 """
 
 from __future__ import annotations
@@ -104,8 +104,6 @@ class Worth(Observer):
         """The live requests for which the daemon was not asked."""
         self._asked: set[str] = set()
         """Those for which it was asked as a trial, and has not answered yet."""
-        self._seems_s = 0.0
-        """How long the lookup that was allowed last seemed to take, if it is a trial; else 0."""
         self._loading: dict[str, Begun] = {}
 
     def asks(self, state: RequestState, local: int, most: int, in_step: int = 0) -> bool:
@@ -123,10 +121,8 @@ class Worth(Observer):
                 self._unasked.add(name)
                 self._easier *= EASIER
             return False
-        self._seems_s = 0.0
         if saved_s + seems_s < lookup_s + seems_s * self._easier:
             self._asked.add(name)
-            self._seems_s = lookup_s / self._easier
         return True
 
     def choose(self, state: RequestState, local: int, hit: int, in_step: int = 0) -> int:
@@ -149,9 +145,7 @@ class Worth(Observer):
         """A lookup of ``chunks`` chunks kept the engine from ``since_s`` (CLOCK_MONOTONIC) on until
         now."""
         if chunks <= FEW_CHUNKS:
-            if (took_s := self._times.clock() - since_s) <= self._seems_s:
-                self._lookups.clear()
-            self._lookups.append(took_s)
+            self._lookups.append(self._times.clock() - since_s)
 
     def _best(
         self, state: RequestState, local: int, hit: int, in_step: int
@@ -239,8 +233,6 @@ class Worth(Observer):
         if begun.most_s:
             self._copies.renew()
         if (longer_s := self._times.load_s(begun.since_s)) is not None:
-            if longer_s <= begun.most_s:
-                self._in_step.clear()
             self._in_step.append(max(longer_s - begun.copy_s, 0.0))
 
     def answered(self, state: RequestState, answer: Answer, first: bool) -> None:
