@@ -13,6 +13,8 @@ The routers:
 - ``remembers``: to the machine at which the request would end first, if each machine still had all
   that was ever sent there. So do routers that build a tree from the requests that they sent.
 - ``knows L1``: the same, with what each machine has in L1 now. KV events tell routers this.
+- ``knows tiers``: the same, and what L1 lacks and the store has counts, too, by what a load saves.
+  KV events tell routers this with ``kvass.tier_events``.
 
 What is printed:
 
@@ -131,18 +133,37 @@ def knows_l1(fleet: Fleet) -> Callable[[TraceRequest], int]:
     return choose
 
 
+def knows_tiers(fleet: Fleet) -> Callable[[TraceRequest], int]:
+    setting = fleet.machines[0].player.setting
+    load_s = fleet.model.row_bytes / setting.l2_bytes_s
+    saved = max(0.0, 1 - load_s * setting.prefill_tokens_s / setting.chunk_tokens)
+
+    def choose(request: TraceRequest) -> int:
+        held = []
+        for machine in fleet.machines:
+            l1 = machine.player.held_chunks(fleet.trace, request)
+            more = machine.player.held_chunks(fleet.trace, request, tier=True) - l1
+            held.append((l1 + saved * more) * setting.chunk_tokens)
+        return fleet.soonest(request, held)
+
+    return choose
+
+
 ROUTERS: Final[dict[str, Callable[[Fleet], Callable[[TraceRequest], int]]]] = {
     "in turns": in_turns,
     "least busy": least_busy,
     "remembers": remembers,
     "knows L1": knows_l1,
+    "knows tiers": knows_tiers,
 }
 
 
-def play(trace: Trace, setting: Setting, model: Model, machines: int, router: str) -> Fleet:
-    """Play all of ``trace`` through a new fleet."""
-    store = SimulatedStore(setting.l2_bytes)
-    all_of = [Machine(Player(setting, {0: model}, store)) for _ in range(machines)]
+def play(
+    trace: Trace, setting: Setting, model: Model, machines: int, router: str, own: bool = False
+) -> Fleet:
+    """Play all of ``trace`` through a new fleet. ``own``: each machine has a store of its own."""
+    shared = None if own else SimulatedStore(setting.l2_bytes)
+    all_of = [Machine(Player(setting, {0: model}, shared)) for _ in range(machines)]
     fleet = Fleet(trace, model, all_of, [set() for _ in all_of])
     choose = ROUTERS[router](fleet)
     for request in trace.requests:
@@ -189,6 +210,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--l1", default="128GiB", help="of one machine")
     parser.add_argument("--l2", default="64TiB", help="of the store; 0: none")
+    parser.add_argument("--own", action="store_true", help="each machine has such a store: a disk")
     parser.add_argument("--l2-speed", default="1GB,6GB", help="of one machine, bytes a second")
     parser.add_argument("--prefill-tokens-s", type=float, default=20_000)
     parser.add_argument("--routers", default=",".join(ROUTERS))
@@ -207,7 +229,7 @@ def run(argv: Sequence[str]) -> int:
             args.prefill_tokens_s,
         )
         for router in args.routers.split(","):
-            fleet = play(trace, setting, model, args.machines, router)
+            fleet = play(trace, setting, model, args.machines, router, args.own)
             rows.append({"store": speed, "router": router} | figures(fleet))
             print(rows[-1], file=sys.stderr)
     print(json.dumps(rows, indent=1) if args.json else table(trace, rows))

@@ -95,6 +95,9 @@ class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_P
     """Shadow mode (``engine/shadow.py``). A number is the share of hits that are compared."""
     early_lookups: Annotated[int, Meta(ge=0, le=1024)] = 8
     """For how many waiting requests promotions begin early (``engine/early_lookups.py``)."""
+    tier_events: Annotated[float, Meta(ge=0)] = 0.0
+    """Rows in tiers are announced in KV events, and asked for again after so many seconds
+    (``engine/tier_rows.py``). 0: they are not announced."""
     verify: Annotated[int, Meta(ge=0)] | None = None
     """After the first copies, verify those of one in so many jobs (``engine/verifier.py``)."""
     sync_load_ms: Annotated[float, Meta(ge=0)] = 2.0

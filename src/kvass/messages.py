@@ -731,11 +731,13 @@ class Removed(Message, tag="removed"):
 class Present(Message, tag="present"):
     """A scheduler's question: which of ``digests`` have a row in every group of its namespace, in
     L1 or, with ``tiers``, in L1 or a tier? Nothing is pinned, loaded or marked as used. Answered by
-    ``Presence``; with ``tiers`` as late as they answer. Feature ``PRESENT``."""
+    ``Presence``; with ``tiers`` as late as they answer. ``groups``: a bit for each group that the
+    question is about; 0: all. Feature ``PRESENT``."""
 
     digests: Digests
     width: Int32 = 32
     tiers: bool = False
+    groups: Int64 = 0
 
 
 class Presence(Message, tag="presence"):

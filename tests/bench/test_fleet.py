@@ -27,13 +27,14 @@ def test_every_token_is_found_or_computed(router: str) -> None:
     assert found["computed"] + found["from L1"] + found["from store"] == pytest.approx(1)
 
 
-def test_what_l1_has_is_what_a_request_finds_there() -> None:
-    """``held_chunks`` is right after each request, with an L1 that evicts."""
-    one = played("remembers", l1_rows=60, l2_rows=0)
+@pytest.mark.parametrize(("l1_rows", "l2_rows"), [(60, 0), (120, 300)])
+def test_what_is_held_is_what_a_request_finds_there(l1_rows: int, l2_rows: int) -> None:
+    """``held_chunks`` is right after each request, with an L1 and a store that evict."""
+    one = played("remembers", l1_rows=l1_rows, l2_rows=l2_rows)
     assert sum(machine.player.outcome.evicted_rows for machine in one.machines) > 0
     for machine in one.machines:
         for request in TRACE.requests[-20:]:
-            held = machine.player.held_chunks(TRACE, request)
+            held = machine.player.held_chunks(TRACE, request, tier=l2_rows > 0)
             machine.player.ask(TRACE, request)
             assert machine.player.outcome.hits[-1] == held * 512
 

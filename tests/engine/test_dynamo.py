@@ -56,12 +56,14 @@ class BusyEngine(StubModelEngine):
 class Engine(BusyEngine):
     """An engine that the indexer listens to."""
 
-    def __init__(self, daemon: Daemon, indexer: DynamoIndexer, name: str = "a") -> None:
+    def __init__(
+        self, daemon: Daemon, indexer: DynamoIndexer, name: str = "a", **options: Any
+    ) -> None:
         folder = Path(daemon.socket).parent
         self._endpoints = [f"ipc://{folder}/{name}-{number}" for number in (1, 2)]
         endpoint, again = self._endpoints
         events = {"endpoint": endpoint, "replay_endpoint": again}
-        super().__init__(daemon.socket, daemon, kv_events=events)
+        super().__init__(daemon.socket, daemon, kv_events=events, **options)
         self.wait_connected()
         self._indexer = indexer
         self.number = self.listen()
@@ -84,19 +86,22 @@ class Engine(BusyEngine):
     def _truth(self, tokens: list[int]) -> Claim:
         hashes = self.world._hasher(Request("look", tokens, SamplingParams(), None))
         gpu = [self.world.pool.get_cached_block(each, [0]) is not None for each in hashes]
+        own = [*gpu, False].index(False)
+        with_l1 = [*([True] * own), *self.present(hashes, False)[own:], False].index(False)
+        return Claim(own * BLOCK, with_l1 * BLOCK, with_l1 * BLOCK)
+
+    def present(self, hashes: list[bytes], tiers: bool) -> list[bool]:
+        """Which blocks are in whole rows in L1, or with ``tiers`` in L1 or a tier."""
         width = CHUNK // BLOCK
-        question = Present(digests=b"".join(hashes[width - 1 :: width]))
+        question = Present(digests=b"".join(hashes[width - 1 :: width]), tiers=tiers)
         found = self.client.wait(self.client.submit(question), 10.0)
         assert isinstance(found, Presence)
-        cpu = [bool(held) for held in found.held for _ in range(width)]
-        own = [*gpu, False].index(False)
-        with_l1 = [*([True] * own), *cpu[own:], False].index(False)
-        return Claim(own * BLOCK, with_l1 * BLOCK, with_l1 * BLOCK)
+        return [bool(held) for held in found.held for _ in range(width)]
 
     def excess(self, number: int = 0) -> tuple[int, int]:
         """How many blocks more than there are the indexer knows, of the engine's own and in L1."""
         assert self.daemon is not None
-        gpu, cpu = self._indexer.held(number or self.number)
+        gpu, cpu, _ = self._indexer.held(number or self.number)
         rows = self.daemon.status()["rows"]
         return gpu - len(self.world.pool.cached_block_hash_to_block), cpu - rows * CHUNK // BLOCK
 

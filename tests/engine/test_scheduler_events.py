@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from examples.router import Subscriber
 from kvass.client.lookups import Match
-from kvass.connectors.vllm.events import VllmEvents
+from kvass.connectors.vllm.events import Kept, VllmEvents
 from kvass.engine import adapter_files, adapters, row_events
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_scheduler_groups import MODELS
@@ -121,14 +121,14 @@ def test_the_index_agrees_with_the_daemon_after_churn(daemon: Daemon, engine: An
     assert a.router.gaps == 0
 
 
-def tell_one_less(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Keep the next removal of a row from all routers. Returns where its key will be."""
-    real, untold = VllmEvents.removed, list[bytes]()
+def tell_one_less(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+    """Keep the next removal of a row from all routers. Returns where the row will be."""
+    real, untold = VllmEvents.removed, list[Kept]()
 
-    def one_less(self: VllmEvents, group: int, rows: list[bytes]) -> Any:
+    def one_less(self: VllmEvents, group: int, rows: list[Kept], tier: bool) -> Any:
         if not untold:
             untold.append(rows.pop())
-        return real(self, group, rows)
+        return real(self, group, rows, tier)
 
     monkeypatch.setattr(VllmEvents, "removed", one_less)
     return untold

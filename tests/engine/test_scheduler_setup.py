@@ -46,7 +46,8 @@ def setup(**changes: Any) -> Any:
             "use one of kvass.blend, kvass.blend_oracle, kvass.chunk_tokens, kvass.daemon_uid, "
             "kvass.early_lookups, kvass.fixed_weights, kvass.generated, "
             "kvass.global_media_ids, kvass.kv_layout, kvass.model_id, kvass.shadow, "
-            "kvass.skip_slow_loads, kvass.socket, kvass.sync_load_ms, kvass.tag, kvass.verify",
+            "kvass.skip_slow_loads, kvass.socket, kvass.sync_load_ms, kvass.tag, "
+            "kvass.tier_events, kvass.verify",
         ),
         ({"kvass.daemon_uid": "kvass"}, "Expected `int | null`, got `str`"),
         ({"kvass_socket": "x"}, "unknown option 'kvass_socket'"),

@@ -38,6 +38,7 @@ VALUES = {
     "verify": 500,
     "sync_load_ms": 7.5,
     "early_lookups": 3,
+    "tier_events": 2.5,
     "window_interval": 1024,
 }
 

@@ -209,6 +209,7 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         grants=[m.Grant(later=512, refused=(3, 300)), m.Grant(refused=())],
     ),
     "present": m.Present(seq=5, digests=_DIGESTS, width=16, tiers=True),
+    "present.groups": m.Present(seq=5, digests=_DIGESTS, groups=2),
     "presence": m.Presence(seq=5, held=b"\x01\x00\x01\x01"),
     "commit": m.Commit(boot=BOOT, reservation=301, rank=2),
     "abort": m.Abort(boot=BOOT, reservation=301, rank=2),

@@ -100,7 +100,8 @@ class Planner:
         self._early = EarlyLookups(setup, self.client, self._asking, pool)
         self.events: RowEvents | None = None
         if event_maker is not None:
-            self.events = RowEvents(self.client, event_maker, self.traffic)
+            tier_s = setup.tier_events_s
+            self.events = RowEvents(self.client, event_maker, self.traffic, tier_s)
         results = LookupResults(self.client, self.traffic, counts=not setup.shadow)
         self._worth = Worth(setup, self._limits, self._times, self.copy_speed, self._requests)
         self._answers = Answers(setup)

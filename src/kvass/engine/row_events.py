@@ -10,6 +10,7 @@ Laws of this file:
   queried rows are there at that time. So a row that left and was stored again is announced again.
 - If removals may have been missed (a new connection, an overrun, a clear), the daemon is queried
   for each announced row.
+- What leaves L1 may be in a tier: ``tier_rows.py`` follows it from there on, if that is wanted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvass.client.scheduler import SchedulerClient
 from kvass.engine.observers import Observer
 from kvass.engine.protocols import Request
 from kvass.engine.request_state import RequestState
+from kvass.engine.tier_rows import Row, TierEventMaker, TierRows
 from kvass.engine.traffic import EngineTraffic
 from kvass.errors import Unavailable
 from kvass.messages import Error, Grant, Granted, Removals, Removed
@@ -43,18 +45,12 @@ AWAY_S: Final = 5.0
 STEPPING_S: Final = 1.0
 """The longest time that an idle engine keeps stepping for rows that are not announced yet."""
 
-Row = tuple[int, bytes]
-"""The key of a row: group, and chunk hash as the daemon knows it."""
 
-
-class EventMaker(Protocol):
+class EventMaker(TierEventMaker, Protocol):
     """The maker of an engine's KV events."""
 
     def stored(self, request: Request, group: int, chunk: int) -> tuple[Any, Any]:
-        """The event of a row that came, and a value that is kept for ``removed``."""
-
-    def removed(self, group: int, rows: list[Any]) -> Any:
-        """The event of rows that left. ``rows``: the kept values of ``stored``."""
+        """The event of a row that came, and a value that is kept for the events to come."""
 
 
 class Expected(NamedTuple):
@@ -70,8 +66,13 @@ class RowEvents(Observer):
     """The KV events of one engine. Used from the engine's scheduler thread only."""
 
     def __init__(
-        self, client: SchedulerClient, event_maker: EventMaker, traffic: EngineTraffic
+        self,
+        client: SchedulerClient,
+        event_maker: EventMaker,
+        traffic: EngineTraffic,
+        tier_s: float = 0.0,
     ) -> None:
+        """``tier_s``: as ``EngineSetup.tier_events_s``."""
         self._client = client
         self._event_maker = event_maker
         self._traffic = traffic
@@ -80,6 +81,7 @@ class RowEvents(Observer):
         self._expected: dict[Row, Expected] = {}
         self._doubted: dict[Row, None] = {}
         """Announced rows that may have left."""
+        self._tiers = TierRows(client, event_maker, traffic, tier_s) if tier_s else None
         self._connection: DaemonConnection | None = None
         self._since = self._seq = 0
         self._width = 32
@@ -141,6 +143,8 @@ class RowEvents(Observer):
         for rows in (self._announced, self._expected, self._doubted):
             rows.clear()
         self._events.clear()
+        if self._tiers is not None:
+            self._tiers.forget()
 
     @property
     def pending(self) -> bool:
@@ -162,8 +166,12 @@ class RowEvents(Observer):
             self._connection = None
             if now_s - self._served_s > AWAY_S:
                 self._withdraw(list(islice(self._announced, ROWS_PER_MESSAGE)))
+                if self._tiers is not None:
+                    self._events += self._tiers.withdraw(ROWS_PER_MESSAGE)
             return
         self._served_s = now_s
+        if self._tiers is not None:
+            self._events += self._tiers.poll(self._width)
         if connection is not self._connection:
             self._connection, self._since, self._seq, self._query_s = connection, 0, 0, 0.0
         if self._seq and not self._answered():
@@ -198,8 +206,10 @@ class RowEvents(Observer):
         self._since = reply.upto
         for group, blob in enumerate(reply.removed):
             gone = (blob[i : i + self._width] for i in range(0, len(blob), self._width))
-            self._withdraw([(group, digest) for digest in gone])
+            self._left_l1([(group, digest) for digest in gone])
         if reply.lost:
+            if self._tiers is not None:
+                self._tiers.doubt()
             self._traffic.count("event_resyncs", bool(self._announced and not self._doubted))
             self._doubted = dict.fromkeys(self._announced)
         absent = []
@@ -212,7 +222,7 @@ class RowEvents(Observer):
                     absent.append(row)
                 if expected is not None and (is_there or expected.until_s < self._query_s):
                     self._resolve(row, expected, bool(is_there))
-        self._withdraw(absent)
+        self._left_l1(absent)
         return True
 
     def _resolve(self, row: Row, expected: Expected, is_there: bool) -> None:
@@ -226,6 +236,11 @@ class RowEvents(Observer):
             self._events.append(event)
             self._traffic.count("announced_rows")
 
+    def _left_l1(self, rows: list[Row]) -> None:
+        if self._tiers is not None:
+            self._tiers.left((row, self._announced[row]) for row in rows if row in self._announced)
+        self._withdraw(rows)
+
     def _withdraw(self, rows: list[Row]) -> None:
         gone: dict[int, list[Any]] = {}
         for row in rows:
@@ -233,5 +248,5 @@ class RowEvents(Observer):
             if (kept := self._announced.pop(row, None)) is not None:
                 gone.setdefault(row[0], []).append(kept)
         for group, kept_rows in gone.items():
-            self._events.append(self._event_maker.removed(group, kept_rows))
+            self._events.append(self._event_maker.removed(group, kept_rows, False))
             self._traffic.count("withdrawn_rows", len(kept_rows))

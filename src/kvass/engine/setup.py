@@ -91,6 +91,9 @@ class EngineSetup:
     """Set if the engine counts too few blocks when it admits a load."""
     early_lookups: int = 0
     """For how many waiting requests promotions begin early (``early_lookups.py``)."""
+    tier_events_s: float = 0.0
+    """Rows that left L1 for a tier are announced in KV events, and are asked for again after so many
+    seconds (``tier_rows.py``). 0: they are not announced."""
     by_priority: bool = False
     """The engine takes waiting requests in the order of ``Request.precedence``, else as they
     came."""

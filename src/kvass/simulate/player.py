@@ -250,8 +250,9 @@ class Player:
         self.outcome.not_worth_it = counters["promotions_not_worth_it"]
         self.outcome.l2_stored_bytes = self.tier.stored_bytes
 
-    def held_chunks(self, trace: Trace, request: TraceRequest) -> int:
-        """How many chunks of the prompt L1 has from its beginning on. Changes nothing."""
+    def held_chunks(self, trace: Trace, request: TraceRequest, tier: bool = False) -> int:
+        """How many chunks of the prompt L1 has from its beginning on, or with ``tier`` L1 and the
+        tier. Changes nothing."""
         engine = self._engines[request.engine]
         state = self.machine.state
         ns = state.namespace_of(scheduler_of(state, state.connections[engine.scheduler]))
@@ -259,7 +260,11 @@ class Player:
             return 0
         prompt = self._prompt(trace, request, engine.model)
         view = PrefixView(state.rows, ns, key_array(prompt.chunks, WIDTH), 0)
-        return view.longest(view.there())
+        there = view.there()
+        if tier:
+            for group, chunks in enumerate(there):
+                chunks |= self.tier.holds(group, view.keys)
+        return view.longest(there)
 
     def _prompt(self, trace: Trace, request: TraceRequest, model: Model) -> PromptKeys:
         """The keys of a prompt, as many as one message may have, as clients do."""

@@ -6,9 +6,11 @@ from collections import OrderedDict
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvass.core import effects
 from kvass.core.effects import Event
+from kvass.types import U64Array
 
 _PROBE_S: Final = 0.0002
 
@@ -47,6 +49,10 @@ class SimulatedTier:
         self._store, self._bytes_s = store, bytes_s
         self._free_s = dict[type, float]()
         self.stored_bytes = self.loaded_bytes = 0
+
+    def holds(self, group: int, keys: U64Array) -> npt.NDArray[np.bool_]:
+        """Which rows it has."""
+        return np.array([self._store.holds(name) for name in _names(group, keys)], np.bool_)
 
     def carry_out(self, effect: effects.ToTier, now: float) -> tuple[float, Event]:
         """The time at which ``effect`` ends, and the event that says so."""
@@ -89,5 +95,9 @@ class SimulatedTier:
 
 
 def _keys(records: effects.Records) -> list[bytes]:
-    head = bytes([records.group])
-    return [head + key.tobytes() for key in records.keys]
+    return _names(records.group, records.keys)
+
+
+def _names(group: int, keys: U64Array) -> list[bytes]:
+    head = bytes([group])
+    return [head + key.tobytes() for key in keys]

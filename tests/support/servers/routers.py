@@ -107,15 +107,15 @@ class DynamoIndexer(Router):
         found = self._post("query", token_ids=list(tokens))["instances"].get(str(engine), {})
         return Claim(*(found.get(medium, 0) for medium in Claim._fields))
 
-    def held(self, engine: int) -> tuple[int, int]:
-        """How many blocks an engine has in all, in its own cache and on the host."""
+    def held(self, engine: int) -> Claim:
+        """How many blocks an engine has in all: in its own cache, on the host, and in storage."""
         (index,) = self._client.get("/dump").raise_for_status().json().values()
         blocks: Counter[str] = Counter()
         for one in index["events"]:
             if one["worker_id"] == engine:
                 blocks[one["storage_tier"]] += len(one["event"]["data"]["stored"]["blocks"])
-        assert blocks.keys() <= {"device", "host_pinned"}
-        return blocks["device"], blocks["host_pinned"]
+        assert blocks.keys() <= {"device", "host_pinned", "disk"}
+        return Claim(blocks["device"], blocks["host_pinned"], blocks["disk"])
 
     def _post(self, path: str, **fields: Any) -> Any:
         reply = self._client.post(path, json={"model_name": MODEL, **fields})

@@ -152,6 +152,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         one_queue=_has_one_queue(layouts),
         admission=_admission(vllm_config, layouts),
         early_lookups=options.early_lookups,
+        tier_events_s=options.tier_events,
         by_priority=vllm_config.scheduler_config.policy == "priority",
         adapters=adapters,
         global_media_ids=options.global_media_ids,

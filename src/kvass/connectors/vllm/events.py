@@ -13,12 +13,23 @@ Facts relied on:
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.engine.protocols import Request
 
 MEDIUM: Final = "CPU"
+TIER_MEDIUM: Final = "STORAGE"
+
+
+class Kept(NamedTuple):
+    """What is kept of an announced row: the hashes of its blocks, concatenated, and the event as it
+    was encoded. ``event`` is empty unless rows in tiers are announced."""
+
+    hashes: bytes
+    event: bytes
 
 
 def event_maker(vllm_config: Any, kv_cache_config: Any, setup: VllmSetup) -> VllmEvents | None:
@@ -44,6 +55,7 @@ class VllmEvents:
 
         self._events, self._utils, self._setup = kv_events, kv_cache_utils, setup
         self._lookahead = lookahead
+        self._decoder = msgspec.msgpack.Decoder(kv_events.BlockStored)
         self._kinds = [
             {
                 "kv_cache_spec_kind": interface.get_kv_cache_spec_kind(spec).value,
@@ -53,9 +65,8 @@ class VllmEvents:
         ]
         self._width = 32
 
-    def stored(self, request: Request, group: int, chunk: int) -> tuple[Any, bytes]:
-        """The event that a row was stored, and the hashes of its blocks, concatenated. ``removed``
-        takes those hashes."""
+    def stored(self, request: Request, group: int, chunk: int) -> tuple[Any, Kept]:
+        """The event that a row was stored, and what the events to come need of it."""
         vllm_request, layout = request.vllm, self._setup.groups[group]  # type: ignore[attr-defined]
         size, end = layout.block_tokens, (chunk + 1) * self._setup.chunk_tokens
         begin = end - layout.row_blocks(self._setup.chunk_tokens) * size
@@ -82,7 +93,14 @@ class VllmEvents:
             after = [list(vllm_request.all_token_ids[i : i + self._lookahead]) for i in ends]
             event.lookahead_token_ids = after
         self._width = len(hashes[0]) if hashes else self._width
-        return event, b"".join(hashes)
+        encoded = msgspec.msgpack.encode(event) if self._setup.tier_events_s else b""
+        return event, Kept(b"".join(hashes), encoded)
+
+    def stored_in_tier(self, kept: Kept) -> Any:
+        """The event that a tier has a row."""
+        event = self._decoder.decode(kept.event)
+        event.medium = TIER_MEDIUM
+        return event
 
     def _extra_keys(self, request: Any, begin: int, end: int, size: int) -> Any:
         """What each block's hash covers beside the tokens: adapter, images, salt."""
@@ -96,12 +114,13 @@ class VllmEvents:
         untag = getattr(self._utils, "to_event_extra_keys", list)
         return untag(keys)
 
-    def removed(self, group: int, rows: list[bytes]) -> Any:
-        """The event that rows are gone. ``rows``: for each, the hashes that ``stored`` returned."""
-        blob, width = b"".join(rows), self._width
+    def removed(self, group: int, rows: list[Kept], tier: bool) -> Any:
+        """The event that rows are gone. ``rows``: for each, what ``stored`` returned. ``tier``: from
+        the tiers, else from L1."""
+        blob, width = b"".join(kept.hashes for kept in rows), self._width
         hashes = [blob[i : i + width] for i in range(0, len(blob), width)]
         return self._events.BlockRemoved(
             block_hashes=[self._utils.maybe_convert_block_hash(each) for each in hashes],
-            medium=MEDIUM,
+            medium=TIER_MEDIUM if tier else MEDIUM,
             group_idx=group,
         )

@@ -260,7 +260,7 @@ def present(state: State, connection: ClientConnection, msg: Present) -> Presenc
     ns = state.namespace_of(instance)
     if ns is None:
         return Presence(held=bytes(len(keys)))
-    return presence.begin(state, connection.id, msg.seq, ns, keys, msg.tiers)
+    return presence.begin(state, connection.id, ns, keys, msg)
 
 
 def removals(state: State, connection: ClientConnection, msg: Removals) -> Removed:

@@ -100,7 +100,7 @@ def ask_session(state: State, connection: ClientConnection, msg: AskSession) -> 
         loading_bytes=either_bytes - l1_bytes,
         fetching=sum(p.request == _name(prompts[-1]) for p in _fetches(state)),
     )
-    looking = Looking(-1, connection.id, msg.seq, ns, ns.epoch, keys, there, reply)
+    looking = Looking(-1, connection.id, msg.seq, ns, ns.epoch, ns.classes, keys, there, reply)
     return None if not msg.fetch and presence.ask(state, looking) else reply
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from kvass.core.matching.coverage import BoolArray
+from kvass.core.rows.row_class import RowClass
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import ClassRows
 from kvass.messages import SessionIs
@@ -35,14 +36,15 @@ class Looking(Op, eq=False):
     """A ``TierProbe`` for a ``Present`` or an ``AskSession``, whose message was ``seq`` of
     ``connection``. ``answer``: that to an ``AskSession``; None: it is for a ``Present``.
 
-    ``epoch``: ``Namespace.epoch`` when it was asked. ``there``: per class, which of ``keys`` L1 or
-    a tier has, as far as they were asked.
+    ``epoch``: ``Namespace.epoch`` when it was asked. ``classes``: those that the question is about.
+    ``there``: for each of them, which of ``keys`` L1 or a tier has, as far as they were asked.
     """
 
     connection: int
     seq: int
     namespace: Namespace
     epoch: int
+    classes: list[RowClass]
     keys: U64Array
     there: list[BoolArray]
     answer: SessionIs | None = None

@@ -17,7 +17,7 @@ from kvass.core.rows.row_classes import Namespace
 from kvass.core.state import State
 from kvass.core.tiers import epochs
 from kvass.errors import Refused
-from kvass.messages import Presence, Promoting, SessionIs
+from kvass.messages import Presence, Present, Promoting, SessionIs
 from kvass.types import U64Array
 
 MOST_OPEN: Final = 64
@@ -26,15 +26,18 @@ MOST_OF_A_CONNECTION: Final = 8
 
 
 def begin(
-    state: State, connection: int, seq: int, ns: Namespace, keys: U64Array, tiers: bool
+    state: State, connection: int, ns: Namespace, keys: U64Array, msg: Present
 ) -> Presence | None:
-    """Which of ``keys`` have a row in every group. ``tiers``: in L1 or a tier, else in L1.
+    """Which of ``keys``, those of ``msg``, have a row in every group that it names.
 
     ``None``: a tier was asked. The reply comes later.
     """
-    there = [state.rows.there(c.index.find(keys)) for c in ns.classes]
-    looking = Looking(-1, connection, seq, ns, ns.epoch, keys, there)
-    if tiers and ask(state, looking):
+    if msg.groups >> len(ns.classes):
+        raise Refused("bad_value", f"groups: the namespace has {len(ns.classes)}")
+    classes = [c for c in ns.classes if not msg.groups or msg.groups >> c.spec.group & 1]
+    there = [state.rows.there(c.index.find(keys)) for c in classes]
+    looking = Looking(-1, connection, msg.seq, ns, ns.epoch, classes, keys, there)
+    if msg.tiers and ask(state, looking):
         return None
     return _presence(looking)
 
@@ -51,7 +54,7 @@ def ask(state: State, looking: Looking) -> bool:
 def probed(state: State, event: Probed) -> None:
     """A tier answered which of the rows it has."""
     looking, at, found_bytes = state.tiers.end(event.op, Looking), 0, 0
-    for c, there in zip(looking.namespace.classes, looking.there, strict=True):
+    for c, there in zip(looking.classes, looking.there, strict=True):
         lacks = np.flatnonzero(~there)
         there[lacks] = event.held[at : at + len(lacks)]
         at += len(lacks)
@@ -87,7 +90,7 @@ def _ask_next(state: State, looking: Looking) -> bool:
     looking.tier = later[0]
     batches = tuple(
         epochs.records(ns, looking.tier, c, looking.keys[lacks])
-        for c, lacks in zip(ns.classes, lacking, strict=True)
+        for c, lacks in zip(looking.classes, lacking, strict=True)
     )
     op = state.tiers.begin(looking)
     state.out.append(TierProbe(looking.tier, op, batches))
