@@ -21,7 +21,7 @@ from kvass.engine import tier_rows
 from kvass.engine.tier_rows import TierRows
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.engine.test_dynamo import Engine, indexer
-from tests.engine.test_scheduler_events import ROW, churn, prompt
+from tests.engine.test_scheduler_events import ROW, churn
 from tests.support.servers.routers import Claim, DynamoIndexer
 from tests.support.vllm.ranks import making, until
 from tests.support.vllm.scheduler import BLOCK

@@ -92,7 +92,7 @@ class EngineSetup:
     early_lookups: int = 0
     """For how many waiting requests promotions begin early (``early_lookups.py``)."""
     tier_events_s: float = 0.0
-    """Rows that left L1 for a tier are announced in KV events, and are asked for again after so many
+    """Rows that left L1 for a tier are announced in KV events, and asked for again after so many
     seconds (``tier_rows.py``). 0: they are not announced."""
     by_priority: bool = False
     """The engine takes waiting requests in the order of ``Request.precedence``, else as they

@@ -115,8 +115,8 @@ class VllmEvents:
         return untag(keys)
 
     def removed(self, group: int, rows: list[Kept], tier: bool) -> Any:
-        """The event that rows are gone. ``rows``: for each, what ``stored`` returned. ``tier``: from
-        the tiers, else from L1."""
+        """The event that rows are gone. ``rows``: for each, what ``stored`` returned. ``tier``:
+        from the tiers, else from L1."""
         blob, width = b"".join(kept.hashes for kept in rows), self._width
         hashes = [blob[i : i + width] for i in range(0, len(blob), width)]
         return self._events.BlockRemoved(
