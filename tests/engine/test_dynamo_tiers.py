@@ -90,7 +90,7 @@ def empty(daemon: Daemon) -> None:
 def tiers_of(one: TierEngine) -> TierRows:
     events = one.world.connector._planner.events
     assert events is not None
-    assert events._tiers is not None
+    assert isinstance(events._tiers, TierRows)
     return events._tiers
 
 

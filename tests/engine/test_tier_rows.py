@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ class Rig:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.daemon = 1000.0, Daemon()
-        monkeypatch.setattr(tier_rows.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
         client: Any = self.daemon
         self.rows = TierRows(client, Maker(), EngineTraffic(), AGAIN_S)
         self.polls(2)
@@ -117,9 +118,7 @@ def test_questions_are_small_rare_and_of_one_group(rig: Rig) -> None:
     assert sizes == [(1, ROWS_PER_QUESTION), (1, ROWS_PER_QUESTION), (2, 1)]
 
 
-def test_a_bounded_number_waits_and_is_announced(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bounded_number_waits_and_is_announced(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_rows, "MOST", 4)
     rig.daemon.held = {digest(number) for number in range(20)}
     rig.left(range(10))
