@@ -83,7 +83,7 @@ def test_a_field_without_bounds_is_seen() -> None:
 
 IDENTITIES: Final = {
     *("seq", "lease", "reservation", "leases[]", "reservations[]", "since"),
-    "items[].groups",  # a bit mask
+    *("items[].groups", "groups"),  # bit masks
     *("quota.cap_bytes", "quota.reserved_bytes"),  # of the daemon's own user
 }
 """Integers that no two clients can add up, so that all of 64 bits may be used."""
@@ -220,7 +220,7 @@ class World:
             m.ShadowReport(lookups=1, groups=(m.ShadowGroup(rows=1),), **boot),
             m.Drained(**boot),
             m.Removals(seq=3, since=1, width=WIDTH, present=(blob, blob, blob)),
-            m.Present(seq=3, width=WIDTH, digests=blob, tiers=True),
+            m.Present(seq=3, width=WIDTH, digests=blob, tiers=True, groups=7),
             m.Ping(seq=3),
             m.Status(seq=3),
             m.LookupNotes(notes=(m.LookupNote(request="r", why="no_daemon"),), **boot),
