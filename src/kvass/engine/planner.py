@@ -112,13 +112,7 @@ class Planner:
         idle = Observer.stepped
         self._stepped = [one.stepped for one in self._observers if type(one).stepped is not idle]
         self.stores = StorePlanner(
-            setup,
-            self.client,
-            self._adapters,
-            self._requests,
-            pool,
-            self._observers,
-            self._times,
+            setup, self.client, self._adapters, self._requests, pool, self._observers, self._times
         )
         self._changes = WeightChanges(
             self.client,
@@ -161,8 +155,7 @@ class Planner:
             self._report_all()
 
     def _report_all(self) -> None:
-        """Report all results and notes now, and the engine's speed if the daemon does not know
-        it."""
+        """Report all results and notes now, and the engine's speed, unless the daemon has it."""
         self._explain.send()
         self.client.speed(self._times.tokens_s)
         self.client.report_all()
@@ -388,16 +381,10 @@ class Planner:
         """End the planning of a step. From here on only the ranks settle the leases and
         reservations of ``work``, and the wait budget of the next step begins. False: the daemon
         was not notified. Then the ranks must not get ``work``: call ``revoke``."""
-        handed_over = True
-        if work.loads or work.stores or work.checks:
-            loads = [load for load in work.loads if load.lease]
-            loads += [check.load for check in work.checks]
-            leases = [load.lease for load in loads]
-            writes = [store.reservation for store in work.stores]
-            boots = {load.boot for load in loads} | {store.boot for store in work.stores}
-            handed_over = not boots or (
-                len(boots) == 1 and self.client.handed_over(leases, writes, boots.pop())
-            )
+        leases, writes, boots = work.lent()
+        handed_over = not boots or (
+            len(boots) == 1 and self.client.handed_over(leases, writes, boots.pop())
+        )
         self.client.new_step()
         if not self._requests:
             self._report_all()
@@ -410,14 +397,12 @@ class Planner:
     def revoke(self, work: StepWork) -> None:
         """Remove all stores and checks from a step's work, and replace its loads by loads that
         fail."""
-        loads = work.loads
+        lent = work.leased()
         work.loads = [Load(load.request, in_step=load.in_step) for load in work.loads]
-        loads += [check.load for check in work.checks]
         work.checks = []
         self.stores.revoke(work)
-        for load in loads:
-            if load.lease:
-                self.client.release(load.boot, load.lease)
+        for load in lent:
+            self.client.release(load.boot, load.lease)
 
     def step_ended(self) -> None:
         """The result of the oldest step that has not ended is there. Its reports are taken in."""

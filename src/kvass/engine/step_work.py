@@ -153,3 +153,13 @@ class StepWork:
     computes: bool = True
     emptied: bool = False
     recovered: int = 0
+
+    def leased(self) -> list[Load]:
+        """The loads that have a lease, those of checks, too."""
+        return [load for load in (*self.loads, *(c.load for c in self.checks)) if load.lease]
+
+    def lent(self) -> tuple[list[int], list[int], set[bytes]]:
+        """What the daemon lent for this step: leases, reservations, and by which of its boots."""
+        loads = self.leased()
+        boots = {load.boot for load in loads} | {store.boot for store in self.stores}
+        return [load.lease for load in loads], [s.reservation for s in self.stores], boots
