@@ -323,6 +323,38 @@ def test_steps_that_each_compute_a_first_token_offer_with_every_second_one() -> 
     assert len(engine.client.reserves) - before == 3
 
 
+def test_what_an_ended_request_holds_is_offered_before_it_would_be_dropped() -> None:
+    """A step that runs beside the one with the only token of a long prompt, and one after it."""
+    engine = Engine(tails=True, asynchronous=True, blocks=200)
+    engine.warm()
+    engine.forget()
+    world, tokens = engine.world, fresh(1000)
+    world.add("long", tokens, max_tokens=1)
+    outputs = [world.schedule()[0]]
+    world.add("beside", fresh(20), max_tokens=1)
+    outputs.append(world.schedule()[0])
+    world.finish(outputs.pop(0))
+    world.add("after", fresh(20), max_tokens=1)
+    output, work = world.schedule()
+    engine.client.commit(store.reservation for store in work.stores)
+    for each in (*outputs, output):
+        world.finish(each, reported=list(world.open_steps))
+    assert engine.run(tokens + fresh(16))[0] == 992
+
+
+def test_a_request_that_offers_nothing_more_puts_nothing_off() -> None:
+    engine = Engine(tails=True)
+    engine.warm()
+    engine.forget()
+    engine.world.add("stopped", fresh(20), max_tokens=200)
+    engine.step()
+    engine.step()
+    engine.world.planner._requests["stopped"].offered.stop()
+    for _ in range(3):
+        engine.step()
+        assert not engine.world.planner.stores._put_off
+
+
 def test_a_cut_hit_is_computed_from_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     prompt = seen(engine, 512)

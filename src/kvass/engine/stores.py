@@ -36,7 +36,7 @@ from kvass.engine.held_blocks import CopiedBlocks, excess, freed_by_giving_up
 from kvass.engine.observers import Observer
 from kvass.engine.offers import EndedRequest, Offer, OfferBatch, OfferMaker
 from kvass.engine.protocols import BlockPool, Step
-from kvass.engine.request_state import RequestState
+from kvass.engine.request_state import RequestState, StoreState
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_times import StepTimes
 from kvass.engine.step_work import StepWork, Store
@@ -146,7 +146,7 @@ class StorePlanner:
         try:
             if not self._client.answering:
                 self._unstored(one.state for one in ended)
-            elif self._backoff.skips_step() or self._puts_off(step, work):
+            elif self._backoff.skips_step() or self._puts_off(step, work, ended):
                 self._wait(ended)
                 for name, _ in step.requests():  # a request may end before it is offered
                     if (state := self._requests.get(name)) is not None:
@@ -172,20 +172,26 @@ class StorePlanner:
         self._quiet_steps -= 1
         return not step.boundary_states
 
-    def _puts_off(self, step: Step, work: StepWork) -> bool:
+    def _puts_off(self, step: Step, work: StepWork, ended: Sequence[EndedRequest]) -> bool:
         """Whether the offers are left to the next step, because this one computes a first token,
         which would come later. Not twice in a row, not in long steps, and not if blocks are short:
-        a request that is preempted before the next step leaves nothing."""
+        a request that is preempted before the next step leaves nothing, and ``ended`` requests
+        that hold too much are dropped if they wait."""
         last, self._put_off = self._put_off, False
         short = 0 < self._times.recent_s < SHORT_STEP_S
         if last or not (work.computes and self._may_put_off and short):
             return False
         if 2 * self._pool.free_blocks < self._pool.blocks:
             return False
-        for name, tokens in step.requests():
-            if (state := self._requests.get(name)) is not None and not state.offered.prefilled:
-                ends = state.request.computed_tokens + tokens >= state.request.known_tokens
-                self._put_off = self._put_off or ends
+        if ended and excess(self._pool, (*self._reserved, *ended)) > 0:
+            return False
+        live = ((self._requests.get(name), tokens) for name, tokens in step.requests())
+        self._put_off = any(
+            state.offered.state is StoreState.PREFILL
+            and state.request.computed_tokens + tokens >= state.request.known_tokens
+            for state, tokens in live
+            if state is not None
+        )
         return self._put_off
 
     # ------------------------------------------------------------ offered
