@@ -85,6 +85,19 @@ def test_an_engine_that_has_become_slow_is_believed_in_the_end() -> None:
     assert times.seconds(4096) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("younger", [SAMPLES - 1, SAMPLES])
+def test_large_steps_of_a_time_when_the_engine_was_faster_do_not_count(younger: int) -> None:
+    """After many small ones that are slower, a large one that was not made since is unknown."""
+    before = [(1, 0.004), (256, 0.01), *[(1024, 0.02), (2048, 0.03)] * SAMPLES]
+    times = paced(*before, *[(1, 0.05), (256, 0.1)] * younger)
+    if younger < SAMPLES:
+        assert times.seconds(256) == pytest.approx(0.02), "that of the larger ones"
+    else:
+        assert times.seconds(1) == pytest.approx(0.05)
+        assert times.seconds(256) == pytest.approx(0.1)
+        assert times.seconds(2048) == pytest.approx(0.8)
+
+
 def test_a_step_that_loads_something_says_nothing_of_its_tokens() -> None:
     times = timed((100.0, 64), (100.01, None), (100.01, 64), (100.02, None))
     times.clock = lambda: 100.02

@@ -24,7 +24,8 @@ class StepTimes:
     Steps are kept by size: those of 1 token, of 2 and 3, of 4 to 7 and so on, the last ``SAMPLES``
     of each. The lower quartile of each size counts, because other work slows a step and nothing
     makes it faster. More tokens never take less time, so a size that seems slower than a larger one
-    takes the larger one's time.
+    takes the larger one's time. But if all its ``SAMPLES`` are younger than those of the larger
+    one, the engine has become slower, and nothing is known of the larger one any more.
 
     ``clock``: CLOCK_MONOTONIC.
     """
@@ -35,8 +36,9 @@ class StepTimes:
         """When each step was planned, its tokens, and how many loads it makes before it computes.
         """
         self._ended_s = 0.0
-        self._sizes: dict[int, deque[tuple[int, float]]] = {}
-        """By the bit length of a number of tokens: tokens and seconds of the last steps."""
+        self._sizes: dict[int, deque[tuple[int, float, float]]] = {}
+        """By the bit length of a number of tokens: tokens and seconds of the last steps, and when
+        each ended."""
         self._points: dict[int, tuple[float, float]] = {}
         """The same of each size that was not measured since: tokens and seconds of its estimate."""
         self._curve: list[tuple[float, float]] | None = None
@@ -66,7 +68,7 @@ class StepTimes:
         self._ended_s = now_s
         if tokens and not loads and took_s > 0:
             samples = self._sizes.setdefault(size := tokens.bit_length(), deque(maxlen=SAMPLES))
-            samples.append((tokens, took_s))
+            samples.append((tokens, took_s, now_s))
             self._recent.append(took_s)
             self._points.pop(size, None)
             self._curve = None
@@ -107,16 +109,21 @@ class StepTimes:
         return 0.0 if before is None else before[1] * tokens / before[0]
 
     def _rising(self) -> list[tuple[float, float]]:
-        points: list[tuple[float, float]] = []
-        least_s = float("inf")
+        points: list[tuple[int, float, float]] = []
         for size in sorted(self._sizes, reverse=True):
             if size not in self._points:
-                tokens, seconds = zip(*self._sizes[size], strict=True)
+                tokens, seconds, _ = zip(*self._sizes[size], strict=True)
                 self._points[size] = median(tokens), lower_quartile(seconds)
             at, took_s = self._points[size]
-            least_s = min(least_s, took_s)
-            points.append((at, least_s))
-        return points[::-1]
+            samples = self._sizes[size]
+            while points and points[-1][2] < took_s:
+                larger = points[-1][0]
+                if len(samples) < SAMPLES or samples[0][2] <= self._sizes[larger][-1][2]:
+                    took_s = points[-1][2]
+                    break
+                points.pop()
+            points.append((size, at, took_s))
+        return [point[1:] for point in reversed(points)]
 
 
 def lower_quartile(values: Collection[float]) -> float:
