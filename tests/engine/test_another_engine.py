@@ -57,6 +57,9 @@ class Prompt:
     def first_tokens(self, count: int) -> bytes:
         return struct.pack(f"{count}I", *self.tokens[:count]) if count <= len(self.tokens) else b""
 
+    def token_ids(self, first: int, end: int) -> Sequence[int]:
+        return self.tokens[first:end]
+
     @property
     def known_tokens(self) -> int:
         return len(self.tokens)

@@ -150,6 +150,24 @@ def test_each_answer_counts_once_and_none_that_a_prompt_is_too_short_to_repeat()
     assert chats.share == (0, 64), "it is no chat that goes on"
 
 
+def test_prompts_of_which_only_the_end_differs_are_told_apart() -> None:
+    """All chats begin with the same whole blocks. One that goes on does so from its own beginning,
+    also if another one has ended since."""
+    chats = Chats(ANSWER)
+    beginning = chats.fresh(100)
+    prompts = [[*beginning, *chats.fresh(8)] for _ in range(2 * LEAST)]
+    for one, other in zip(prompts[::2], prompts[1::2], strict=True):
+        chats.ask(one)
+        chats.ask(other)
+        chats.ask(chats.after(one))
+        assert chats.share == (0, 0)
+    assert chats.ask(chats.fresh(100)) > 100
+    for one in prompts[:LEAST]:
+        chats.ask(one)
+        chats.ask(chats.after(one))
+    assert chats.share == (68 * LEAST, 68 * LEAST)
+
+
 @pytest.mark.parametrize("keeps", [ANSWER, 0])
 def test_hits_are_those_of_the_better_setting(keeps: int) -> None:
     """Chats that come in any order, in an L1 that lacks room for all of them."""

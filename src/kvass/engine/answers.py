@@ -1,16 +1,16 @@
 """Whether answers are stored: learned from how much of them later prompts repeat.
 
-A request that ended leaves hashes: of the last whole block of its prompt, and of some ends behind
-it at which a hit of its answer could end. A later prompt that has the first of them, and goes on to
-the first of the ends, *goes on* from that request. Hashes are chained, so the last end that it has
-is how much of the answer it repeats. This is seen whether the answer was stored or not, and also
-where the engine's own cache has all of it.
+A request that ended leaves hashes: of the last whole block of its prompt, of the tokens of its
+prompt behind it, and of some ends at which a hit of its answer could end. A later prompt that has
+the first two, and goes on to the first of the ends, *goes on* from that request. Hashes of blocks
+are chained, so the last end that it has is how much of the answer it repeats. This is seen whether
+the answer was stored or not, and also where the engine's own cache has all of it.
 
 Laws of this file:
 
 - What is stored of a request is decided once, when it begins.
 - An ended request counts once: for the first prompt that goes on from it.
-- The hashes of ``REMEMBERED`` requests are kept, ``ENDS`` + 1 of each, and a prompt is compared
+- The hashes of ``REMEMBERED`` requests are kept, ``ENDS`` + 2 of each, and a prompt is compared
   with them at its last ``SEARCHED`` blocks.
 """
 
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvass.engine.observers import Observer
+from kvass.engine.protocols import Request
 from kvass.engine.request_state import RequestState
 from kvass.engine.setup import EngineSetup
 
@@ -40,10 +41,12 @@ WORTH: Final = 0.5
 
 
 class LeftAnswer(NamedTuple):
-    """What a request left that ended. ``prompt``: the tokens of its prompt. ``ends``: where hits of
-    its answer could end, in tokens, the last one first. ``hashes``: those of the blocks there."""
+    """What a request left that ended. ``prompt``: the tokens of its prompt. ``rest``: a hash of
+    those behind its last whole block, which many prompts may share. ``ends``: where hits of its
+    answer could end, in tokens, the last one first. ``hashes``: those of the blocks there."""
 
     prompt: int
+    rest: int
     ends: range
     hashes: list[bytes]
 
@@ -79,12 +82,17 @@ class Answers(Observer):
         first = max(0, count - SEARCHED)
         hashes = request.block_hashes(first, count)
         for digest in reversed(hashes):
-            if (left := self._left.get(digest)) is not None:
+            left = self._left.get(digest)
+            if left is not None and left.rest == self._rest(request, left.prompt):
                 if left.ends[-1] <= count * self._block:  # else it is too short to say
                     del self._left[digest]
                     self._goes_on(state, left, hashes, first)
                 break
         state.stores_answer = self.worth_storing
+
+    def _rest(self, request: Request, prompt: int) -> int:
+        """``LeftAnswer.rest`` of a prompt that ends at token ``prompt`` of ``request``."""
+        return hash(tuple(request.token_ids(prompt // self._block * self._block, prompt)))
 
     def _goes_on(
         self, state: RequestState, left: LeftAnswer, hashes: Sequence[bytes], first: int
@@ -114,6 +122,6 @@ class Answers(Observer):
         numbers = (prompt // block, *(end // block for end in ends))
         key, *hashes = (request.block_hashes(n - 1, n)[0] for n in numbers)
         self._left.pop(key, None)  # the newest is last
-        self._left[key] = LeftAnswer(prompt, ends, hashes)
+        self._left[key] = LeftAnswer(prompt, self._rest(request, prompt), ends, hashes)
         if len(self._left) > REMEMBERED:
             del self._left[next(iter(self._left))]

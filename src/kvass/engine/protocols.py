@@ -62,6 +62,10 @@ class Request(Protocol):
         """The ids of its first ``count`` tokens. Empty if ``count`` is 0, if it has fewer, or if
         they do not say all of its content."""
 
+    def token_ids(self, first: int, end: int) -> Sequence[int]:
+        """The ids of its tokens ``[first, end)``, of prompt and output so far. Where they do not
+        say all of its content, equal ids may mean different content."""
+
     @property
     def precedence(self) -> tuple[int, float]:
         """Of requests that wait, the engine takes the smallest first. Used only with

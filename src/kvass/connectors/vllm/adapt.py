@@ -177,6 +177,10 @@ class VllmRequest:
             return b""
         return array("I", tokens[:count]).tobytes()
 
+    def token_ids(self, first: int, end: int) -> Sequence[int]:
+        ids: Sequence[int] = self._request.all_token_ids[first:end]
+        return ids
+
     @property
     def reads_cache(self) -> bool:
         return not self._request.skip_reading_prefix_cache  # vLLM sets it for prompt logprobs
