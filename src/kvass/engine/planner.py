@@ -77,7 +77,7 @@ class Planner:
         change."""
         self._setup = setup
         self._spans = setup.spans
-        self._limits = HitLimits(setup)
+        self._limits = limits = HitLimits(setup)
         self.client = scheduler_client(setup)
         self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
@@ -86,9 +86,9 @@ class Planner:
         """CLOCK_MONOTONIC at which blocks last came free."""
         self.off = False
         """Whether a copy was wrong, so that the engine runs uncached until it ends."""
-        self._times = StepTimes()
+        self._times = times = StepTimes()
         self.copy_speed = CopySpeed(setup.strategy.ranks)
-        self.in_step = InStep(setup, self._limits, self._times, self.copy_speed)
+        self.in_step = InStep(setup, limits, times, self.copy_speed)
         self._make = LoadMaker(setup, self._limits, self.in_step)
         self._recovered = 0
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
@@ -103,7 +103,7 @@ class Planner:
             tier_s = setup.tier_events_s
             self.events = RowEvents(self.client, event_maker, self.traffic, tier_s)
         results = LookupResults(self.client, self.traffic, counts=not setup.shadow)
-        self._worth = Worth(setup, self._limits, self._times, self.copy_speed, self._requests)
+        self._worth = Worth(setup, limits, times, self.in_step, self.copy_speed, self._requests)
         self._answers = Answers(setup)
         learns = self._worth, self._early, self._answers
         own = tracing.begin(), results, explain, self.events, *learns
@@ -201,7 +201,7 @@ class Planner:
             question = self._asking.question(state, local)
         if question is None:
             return None
-        if first and not isinstance(question, str) and not self._asks(state, question):
+        if first and not isinstance(question, str) and not self._worth.asks(state, question):
             question = TOO_LITTLE
         if isinstance(question, str):
             return self._unasked(state, local, question)
@@ -217,12 +217,6 @@ class Planner:
         if first:
             self._worth.looked_up(question.chunks, began_s)
         return hit
-
-    def _asks(self, state: RequestState, question: Question) -> bool:
-        """Whether a hit of all that ``question`` asks for would be worth the lookup."""
-        most = question.end - question.local
-        room = self.in_step.room(question.local, most)
-        return self._worth.asks(state, question.local, most, room)
 
     def _unasked(self, state: RequestState, local: int, why: str) -> int:
         """The answer to a request for which the daemon is not asked: nothing matches."""

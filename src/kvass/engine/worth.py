@@ -20,7 +20,8 @@ Laws of this file:
 - After each lookup or load that was prevented, and each load that was cut, loads and lookups seem
   easier (``kvass.worth``), until the next load has ended. One that only for this reason seems worth
   it is a trial, and loads little. If it was as fast as it seemed, what was measured before it of
-  waits and copies does not count any more. A trial that finds nothing ends this, too.
+  waits, copies and steps with loads inside does not count any more. A trial that finds nothing ends
+  this, too.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Final, NamedTuple
 
+from kvass.engine.asking import Question
 from kvass.engine.copy_speed import CopySpeed
 from kvass.engine.hit_limits import HitLimits
+from kvass.engine.in_step import InStep
 from kvass.engine.observers import Observer
 from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.setup import EngineSetup
@@ -51,6 +54,8 @@ TRIAL_TOKENS: Final = 256
 """How much of a hit is loaded to measure loads anew, if a part of it can be loaded."""
 FEW_CHUNKS: Final = 64
 """Lookups of more take longer by their keys, and save much. They are always asked."""
+EASIEST: Final = 1e9
+"""The most by which the cost of loads and lookups is divided."""
 LOADING: Final = 4096
 """The most loads that are measured at a time."""
 
@@ -70,7 +75,8 @@ class Begun(NamedTuple):
 class Worth(Observer):
     """The choices of one engine. Used from its scheduler's thread only.
 
-    ``times``, ``copies``: what is known of its steps and copies. ``requests``: its live requests.
+    ``times``, ``copies``: what is known of its steps and copies. ``inside``: what fits into a step.
+    ``requests``: its live requests.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Worth(Observer):
         setup: EngineSetup,
         limits: HitLimits,
         times: StepTimes,
+        inside: InStep,
         copies: CopySpeed,
         requests: Mapping[str, RequestState],
     ) -> None:
@@ -86,7 +93,8 @@ class Worth(Observer):
         self._cuts = setup.hits_whole_prompts
         """Whether a part of a hit can be loaded."""
         self._trial_tokens = max(TRIAL_TOKENS, setup.chunk_tokens)
-        self._times, self._copies, self._requests = times, copies, requests
+        self._times, self._inside, self._copies = times, inside, copies
+        self._requests = requests
         self._seconds: deque[float] = deque(maxlen=SAMPLES)
         """The waits of loads in an engine that ran nothing else."""
         self._steps: deque[float] = deque(maxlen=SAMPLES)
@@ -106,20 +114,20 @@ class Worth(Observer):
         """Those for which it was asked as a trial, and has not answered yet."""
         self._loading: dict[str, Begun] = {}
 
-    def asks(self, state: RequestState, local: int, most: int, in_step: int = 0) -> bool:
-        """Whether the daemon is asked for the ``most`` tokens after the ``local`` ones.
-        ``in_step``: as for ``choose``."""
-        name = state.request.name
+    def asks(self, state: RequestState, question: Question) -> bool:
+        """Whether the daemon is asked: whether a hit of all that ``question`` asks for would be
+        worth the lookup."""
+        name, local, most = state.request.name, question.local, question.end - question.local
         if not self._on or len(self._lookups) < LEAST:
             return True
-        if (found := self._best(state, local, most, in_step)) is None:
+        if (found := self._best(state, local, most, self._inside.room(local, most))) is None:
             return True
         _, seems_s, saved_s = found
         lookup_s = median(self._lookups)
         if not worth_loading(lookup_s / self._easier, saved_s):
             if name not in self._unasked:  # the engine may ask again in each step
                 self._unasked.add(name)
-                self._easier *= EASIER
+                self._easier = min(EASIER * self._easier, EASIEST)
             return False
         if saved_s + seems_s < lookup_s + seems_s * self._easier:
             self._asked.add(name)
@@ -199,7 +207,7 @@ class Worth(Observer):
         """Begin to measure a load, or note that it was prevented."""
         most_s = self._trials.pop(state.request.name, 0.0)
         if answer.why == CHEAPER:
-            self._easier *= EASIER
+            self._easier = min(EASIER * self._easier, EASIEST)
         if not tokens or not self._on or not self._copies.verified:
             return  # the first copies are verified, and take longer
         copy_s = self._copy_s(answer.local, answer.local + tokens)
@@ -232,8 +240,11 @@ class Worth(Observer):
         reported what its copy took."""
         if begun.most_s:
             self._copies.renew()
-        if (longer_s := self._times.load_s(begun.since_s)) is not None:
-            self._in_step.append(max(longer_s - begun.copy_s, 0.0))
+        if (longer_s := self._times.load_s(begun.since_s)) is None:
+            return
+        if longer_s <= begun.most_s:
+            self._in_step.clear()
+        self._in_step.append(max(longer_s - begun.copy_s, 0.0))
 
     def answered(self, state: RequestState, answer: Answer, first: bool) -> None:
         """End the trial if nothing was found: it measures no load."""
