@@ -47,6 +47,7 @@ class Prompt:
     trace: str = ""
     adapter: Adapter | None = None
     salt: str = ""
+    ends_at_once: bool = True
     most_stored_tokens: int | None = None
     most_loaded_tokens: int | None = None
     context: RequestContext = NO_CONTEXT

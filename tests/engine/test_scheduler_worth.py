@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvass.engine import stores
+from kvass.engine.asking import Question
 from kvass.engine.copy_speed import Copied
 from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.worth import CHEAPER, LEAST, SAMPLES, TOO_LITTLE
@@ -83,6 +84,11 @@ class Engine:
             if state := self.world.planner._requests.get(request.request_id):
                 loaded = max(loaded, state.loaded_tokens)
         return loaded, self.now - began_s
+
+    def finish(self) -> None:
+        """Make steps until no request is left."""
+        while self.world.scheduler.has_unfinished_requests():
+            self.step()
 
     def forget(self) -> None:
         """Empty the engine's own cache, once all is stored."""
@@ -222,6 +228,20 @@ def test_the_daemon_is_not_asked_for_what_takes_longer_to_look_up_than_to_comput
     engine.client.notes.clear()
 
 
+def test_what_would_save_nothing_is_never_asked_for() -> None:
+    """Steps of all these sizes take equally long."""
+    engine = Engine()
+    engine.warm()
+    worth, times = engine.world.planner._worth, engine.world.planner._times
+    for _ in range(SAMPLES):
+        worth.looked_up(1, engine.now - 0.002)
+    vars(times)["seconds"] = lambda tokens: 0.01
+    vars(worth)["_easier"] = 1e300  # after so many requests
+    for number in range(500):
+        state = RequestState(SimpleNamespace(name=f"short {number}", known_tokens=48))
+        assert not worth.asks(state, Question(0, 32, 1, None))
+
+
 def test_what_is_not_asked_is_tried_again_seldom_and_a_miss_ends_it() -> None:
     engine = Engine()
     engine.warm()
@@ -275,25 +295,36 @@ def test_what_a_load_takes_inside_a_step_beyond_its_copy_counts() -> None:
     assert worth.choose(state, 0, 32, 32) == 0
     longer = RequestState(SimpleNamespace(name="longer", known_tokens=528))
     assert worth.choose(longer, 0, 512, 512) == 512
+    while not worth.choose(state, 0, 32, 32):
+        worth.allocated(state, Answer(0, 0, None, why=CHEAPER), 0)
+    worth.allocated(state, Answer(0, 32, None), 32)
+    times.planned(16, {"r"}, loads=1)
+    engine.now += times.seconds(16)
+    worth.loaded("r", state, True)
+    times.ended()
+    assert worth.choose(state, 0, 32, 32) == 32, "a trial was as fast as it seemed"
 
 
 @BOTH
-def test_offers_are_not_in_the_way_of_a_first_token(asynchronous: bool) -> None:
-    engine = Engine(tails=True, asynchronous=asynchronous)
+@pytest.mark.parametrize("aborted", [False, True])
+def test_offers_are_not_in_the_way_of_a_first_token(asynchronous: bool, aborted: bool) -> None:
+    """They come with the next step, also if the request ends before it."""
+    engine, tokens = Engine(tails=True, asynchronous=asynchronous), fresh(100)
     engine.warm()
-    for tokens, answer in ((fresh(100), 1), (fresh(100), 4)):
-        engine.forget()
-        request = engine.world.add(f"r{next(_contents)}", tokens, max_tokens=answer)
-        before, steps = len(engine.client.reserves), 0
-        while not request.is_finished():
-            engine.step()
-            steps += 1
-            sent = len(engine.client.reserves) - before
-            assert sent == (steps > 1), "not with the first token, and with the second one"
-        assert engine.run(tokens + fresh(16))[0] == 96, "nothing was lost"
+    engine.forget()
+    before = len(engine.client.reserves)
+    engine.world.add("r", tokens, max_tokens=4)
+    engine.step()
+    assert len(engine.client.reserves) == before, "not with the first token"
+    if aborted:
+        engine.world.abort("r")
+    engine.step()
+    assert len(engine.client.reserves) == before + 1, "and with the second one"
+    engine.finish()
+    assert engine.run(tokens + fresh(16))[0] == 96, "nothing was lost"
 
 
-@pytest.mark.parametrize("why", ["", "long steps", "short of blocks", "no tails", "off"])
+@pytest.mark.parametrize("why", ["", "one token", "long steps", "few blocks", "no tails", "off"])
 def test_where_offers_are_not_put_off(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"kvass.skip_slow_loads": why != "off"}
     engine = Engine(tails=why != "no tails", options=options)
@@ -301,13 +332,13 @@ def test_where_offers_are_not_put_off(why: str, monkeypatch: pytest.MonkeyPatch)
     engine.forget()
     if why == "long steps":
         monkeypatch.setattr(stores, "SHORT_STEP_S", BASE_S)
-    if why == "short of blocks":
+    if why == "few blocks":
         decoding(engine, 1)
         pool = engine.world.planner.stores._pool
         monkeypatch.setattr(type(pool), "free_blocks", pool.blocks // 2 - 1)
     vars(engine.world.planner.stores)["_put_off"] = False
     before = len(engine.client.reserves)
-    engine.world.add("r", fresh(100), max_tokens=1)
+    engine.world.add("r", fresh(100), max_tokens=1 + (why != "one token"))
     engine.step()
     assert len(engine.client.reserves) - before == (why != "")
 
@@ -324,22 +355,24 @@ def test_steps_that_each_compute_a_first_token_offer_with_every_second_one() -> 
 
 
 def test_what_an_ended_request_holds_is_offered_before_it_would_be_dropped() -> None:
-    """A step that runs beside the one with the only token of a long prompt, and one after it."""
+    """A step that runs beside the one with the only token of a prompt as long as requests can be,
+    and one after it."""
     engine = Engine(tails=True, asynchronous=True, blocks=200)
     engine.warm()
     engine.forget()
-    world, tokens = engine.world, fresh(1000)
-    world.add("long", tokens, max_tokens=1)
+    world, tokens = engine.world, fresh(1023)
+    world.add("long", tokens)
     outputs = [world.schedule()[0]]
-    world.add("beside", fresh(20), max_tokens=1)
+    world.add("beside", fresh(20))
     outputs.append(world.schedule()[0])
     world.finish(outputs.pop(0))
-    world.add("after", fresh(20), max_tokens=1)
+    world.add("after", fresh(20))
     output, work = world.schedule()
     engine.client.commit(store.reservation for store in work.stores)
     for each in (*outputs, output):
         world.finish(each, reported=list(world.open_steps))
-    assert engine.run(tokens + fresh(16))[0] == 992
+    engine.finish()
+    assert engine.run(tokens[:1000])[0] == 992
 
 
 def test_a_request_that_offers_nothing_more_puts_nothing_off() -> None:

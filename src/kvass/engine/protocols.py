@@ -80,6 +80,10 @@ class Request(Protocol):
         """How many of its first tokens are its prompt."""
 
     @property
+    def ends_at_once(self) -> bool:
+        """Whether it ends with the first token that it generates."""
+
+    @property
     def most_stored_tokens(self) -> int | None:
         """How many of its first tokens may be stored; None: all. It does not change."""
 
@@ -152,8 +156,7 @@ class BlockPool(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """How many of them a request could get now. Used only with ``EngineSetup.admission`` and
-        for ``StorePlanner.only_copies``."""
+        """How many of them a request could get now."""
 
     def hold(self, ids: Iterable[int]) -> list[Any]:
         """Keep these blocks from being reused, also after their requests have ended. The result is

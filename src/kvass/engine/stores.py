@@ -35,7 +35,7 @@ from kvass.engine.adapters import Adapters, NoSalt
 from kvass.engine.held_blocks import CopiedBlocks, excess, freed_by_giving_up
 from kvass.engine.observers import Observer
 from kvass.engine.offers import EndedRequest, Offer, OfferBatch, OfferMaker
-from kvass.engine.protocols import BlockPool, Step
+from kvass.engine.protocols import BlockPool, Request, Step
 from kvass.engine.request_state import RequestState, StoreState
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_times import StepTimes
@@ -176,7 +176,8 @@ class StorePlanner:
         """Whether the offers are left to the next step, because this one computes a first token,
         which would come later. Not twice in a row, not in long steps, and not if blocks are short:
         a request that is preempted before the next step leaves nothing, and ``ended`` requests
-        that hold too much are dropped if they wait."""
+        that hold too much are dropped if they wait. Nor if a request ends with that token: as soon
+        as it is there, another engine may be asked for what comes next, and look for its prompt."""
         last, self._put_off = self._put_off, False
         short = 0 < self._times.recent_s < SHORT_STEP_S
         if last or not (work.computes and self._may_put_off and short):
@@ -185,13 +186,14 @@ class StorePlanner:
             return False
         if ended and excess(self._pool, (*self._reserved, *ended)) > 0:
             return False
-        live = ((self._requests.get(name), tokens) for name, tokens in step.requests())
-        self._put_off = any(
-            state.offered.state is StoreState.PREFILL
-            and state.request.computed_tokens + tokens >= state.request.known_tokens
-            for state, tokens in live
-            if state is not None
-        )
+        first = list[Request]()
+        for name, tokens in step.requests():
+            state = self._requests.get(name)
+            if state is None or state.offered.state is not StoreState.PREFILL:
+                continue
+            if state.request.computed_tokens + tokens >= state.request.known_tokens:
+                first.append(state.request)
+        self._put_off = bool(first) and not any(one.ends_at_once for one in first)
         return self._put_off
 
     # ------------------------------------------------------------ offered

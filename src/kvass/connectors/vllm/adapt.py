@@ -198,6 +198,10 @@ class VllmRequest:
         return int(self._request.num_prompt_tokens)
 
     @property
+    def ends_at_once(self) -> bool:
+        return int(self._request.max_tokens) <= 1
+
+    @property
     def most_stored_tokens(self) -> int | None:
         return self.hints.most_tokens
 

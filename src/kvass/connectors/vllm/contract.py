@@ -179,8 +179,10 @@ v1/request.py
     Request.num_stale_output_tokens [optional]
     Request.cache_salt
     Request.lora_request
+    Request.max_tokens
     Request.mm_features
     Request.num_computed_tokens
+    Request.num_prompt_tokens
     Request.num_tokens
     Request.prompt_embeds
     Request.prompt_is_token_ids
