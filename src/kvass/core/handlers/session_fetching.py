@@ -144,11 +144,12 @@ def _load(state: State, prompt: SessionPrompt, view: PrefixView, chunks: int) ->
     state.counters["session_fetches"] += prompt.had < 0
     prompt.gap_s = AGAIN_S if chunks > prompt.had else 2 * prompt.gap_s
     prompt.had = chunks
-    view.use(chunks)  # so that none of them is evicted for the load
+    view.use(chunks)  # so that none of them is evicted for the load; they are not pinned for it
+    rest = PrefixView(state.rows, view.ns, view.keys, chunks)
     asker = Asker(NOBODY, 0, _OWNER, _name(prompt))
     number, span = next(state.promotions.numbers), (state.now, prompt.until)
     context = RequestContext(tenant=prompt.tenant)
-    promote.begin(state, promotion_of(number, asker, view, span, (), context), writing=False)
+    promote.begin(state, promotion_of(number, asker, rest, span, (), context), writing=False)
 
 
 def _size(ns: Namespace, chunks: int) -> int:
