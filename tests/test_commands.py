@@ -31,7 +31,7 @@ from kvass.testing.daemon import running_daemon
 from tests.site_tables import parser_of
 from tests.test_documents import DOCS, ROOT
 
-ONLY_PARSED: Final = ("bench", "web", "blend", "run")
+ONLY_PARSED: Final = ("bench", "web", "blend", "run", "export", "import")
 
 
 def commands(text: str) -> Iterator[str]:
@@ -49,7 +49,7 @@ WRITTEN: Final = sorted({line for path in DOCS for line in commands(path.read_te
 
 def options_of(line: str) -> dict[str, Any]:
     """What the real parser makes of a command. Raises ``ConfigError``."""
-    _, command, *arguments = shlex.split(re.sub(r"[|>] ?\S+", "", line))
+    _, command, *arguments = shlex.split(re.sub(r"[|<>] ?\S+", "", line))
     options = vars(parser_of(command).parse_args(arguments))
     if command == "serve":
         load({name: options[name] for name in Config.__struct_fields__}, {}, None)

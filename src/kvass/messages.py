@@ -676,11 +676,30 @@ class AskSession(Message, tag="ask_session"):
 
     ``fetch``: load from tiers what L1 lacks of it, in each namespace that the session used. It is
     answered when that begins, and tiers are not asked for the answer. Lookups come first, as they
-    do with ``Prefetch``."""
+    do with ``Prefetch``.
+
+    ``keys``: say what is needed to read its rows, too. Whoever may connect may read, so that is no
+    secret. An older daemon does not say it."""
 
     session: SessionTag
     tenant: Name = ""
     fetch: bool = False
+    keys: bool = False
+
+
+class EngineIs(msgspec.Struct, omit_defaults=True):
+    """How all connections of an engine of a namespace register: see ``Register``. By rank:
+    ``shards``, and ``which`` of ``layouts`` it has. ``writers``: the ranks that write. ``layouts``:
+    each is a ``RankLayout`` in MessagePack."""
+
+    model: Name = ""
+    identity: Annotated[dict[Text, Text], Meta(max_length=4096)] = {}
+    chunk_tokens: Int32 = 0
+    world_size: Int32 = 1
+    shards: Ranks = ()
+    writers: Ranks = ()
+    which: Ranks = ()
+    layouts: Annotated[tuple[bytes, ...], Meta(max_length=128)] = ()
 
 
 class SessionIs(Message, tag="session_is"):
@@ -690,7 +709,11 @@ class SessionIs(Message, tag="session_is"):
     ``chunks``: of its last prompt; 0: no such session is known. ``hit_chunks``: the hit that a
     lookup of it has in L1. ``l1_bytes``, ``loading_bytes``: of its rows that L1 has, and that come
     from tiers now. ``tier_bytes``: those that L1 has not yet, by the name of the first tier that
-    has them. ``fetching``: how many fetches of the session go on."""
+    has them. ``fetching``: how many fetches of the session go on.
+
+    With ``AskSession.keys``: ``namespace`` is its digest, ``digests`` are the prompt's, 32 bytes
+    each. ``engine``: None if the daemon does not know any more how its engines register, or if the
+    namespace is that of one generation."""
 
     model: str = ""
     chunk_tokens: int = 0
@@ -700,6 +723,9 @@ class SessionIs(Message, tag="session_is"):
     loading_bytes: int = 0
     tier_bytes: dict[str, int] = {}
     fetching: int = 0
+    namespace: bytes = b""
+    digests: bytes = b""
+    engine: EngineIs | None = None
 
 
 class Removals(Message, tag="removals"):

@@ -49,7 +49,7 @@ def test_the_fields_in_which_engines_differ(
         )
         assert "names several namespaces" in said("mine", "")[1][0]
         Rows(daemon.socket, "third", 256 << 10, ending)
-        monkeypatch.setattr(compare, "_MOST", 2)
+        monkeypatch.setattr(compare, "MOST", 2)
         assert said() == (0, [*told, "and 1 more"])
 
 

@@ -269,6 +269,23 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
         seq=5, items=[m.ReserveItem(request="r-1", digests=b"", then_s=300.0)]
     ),
     "ask_session": m.AskSession(seq=14, session=(1 << 32) - 1, tenant="team-a", fetch=True),
+    "ask_session.keys": m.AskSession(seq=14, session=7, keys=True),
+    "session_is.keys": m.SessionIs(
+        seq=14,
+        chunks=2,
+        namespace=bytes(range(32)),
+        digests=_DIGESTS,
+        engine=m.EngineIs(
+            model="m",
+            identity={"model": "m"},
+            chunk_tokens=256,
+            world_size=1,
+            shards=(0, 0),
+            writers=(0,),
+            which=(0, 0),
+            layouts=(b"\x81",),
+        ),
+    ),
     "session_is": m.SessionIs(
         seq=14,
         model="m",
@@ -331,7 +348,7 @@ STRUCTS: Final[dict[str, type[msgspec.Struct]]] = {
         kind.__name__: kind
         for kind in (
             *(m.ReserveItem, m.Grant, m.Segment, m.LookupNote, m.LookupResult),
-            m.ShadowGroup,
+            *(m.ShadowGroup, m.EngineIs),
             *(GroupLayout, Quota, RankLayout, Slots),
         )
     },

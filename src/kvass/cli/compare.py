@@ -11,9 +11,10 @@ from kvass.types import printable
 
 Terms = Mapping[str, str]
 """All fields of a namespace."""
-_CHARS: Final = 8
+CHARS: Final = 8
 """How many characters of a namespace are printed, as in ``kvass status``."""
-_MOST: Final = 16
+LAYOUT: Final = "the layout of the KV cache: which rank has which layers"
+MOST: Final = 16
 """How many namespaces are compared, the first one included."""
 _ABOUT: Final = """Show in which fields the namespaces of engines differ. Engines share KV if all
 fields are equal. Without names, compare those of the connected engines. With one name, show all
@@ -36,7 +37,7 @@ def run(argv: list[str]) -> int:
         fields = client.status()
         chosen = [namespace_of(fields, name) for name in names]
         every = list(dict.fromkeys(chosen or _connected(fields)))
-        chosen = every[:_MOST]
+        chosen = every[:MOST]
         shown = client.status(terms_of=chosen)["namespaces"] if chosen else []
     terms = {ns["namespace"]: ns["terms"] for ns in shown if "terms" in ns}
     if len(terms) < len(chosen):
@@ -44,7 +45,7 @@ def run(argv: list[str]) -> int:
     if len(names) == 1:
         text: Iterator[str] = (f"{name}: {value}" for name, value in terms[chosen[0]].items())
     elif len(chosen) < 2:
-        text = iter([f"all are in namespace {one[:_CHARS]}: they share KV" for one in chosen])
+        text = iter([f"all are in namespace {one[:CHARS]}: they share KV" for one in chosen])
     else:
         text = (line for other in chosen[1:] for line in lines(chosen[0], other, terms))
     print("\n".join(map(printable, text)) or "no engine is connected")
@@ -71,18 +72,23 @@ def namespace_of(fields: Mapping[str, Any], name: str) -> str:
     if len(found) == 1:
         return str(found.pop())
     what = "several namespaces" if found else "no namespace"
-    there = ", ".join(each[:_CHARS] for each in known) or "none"
+    there = ", ".join(each[:CHARS] for each in known) or "none"
     raise UnknownName(f"{name[:80]!r} names {what}; there are: {there}")
 
 
 def lines(one: str, other: str, terms: Mapping[str, Terms]) -> Iterator[str]:
     """The lines to print of two namespaces. ``terms``: by digest."""
-    names = sorted({*terms[one], *terms[other]})
-    differ = [name for name in names if terms[one].get(name) != terms[other].get(name)]
-    equal = len(names) - len(differ)
-    yield f"{one[:_CHARS]} and {other[:_CHARS]} share no KV. Equal fields: {equal}. Others:"
+    differ = differing(terms[one], terms[other])
+    equal = len({*terms[one], *terms[other]}) - len(differ)
+    yield f"{one[:CHARS]} and {other[:CHARS]} share no KV. Equal fields: {equal}. Others:"
     for name in differ:
         yield f"  {name}"
-        yield from (f"    {ns[:_CHARS]}  {terms[ns].get(name, '(absent)')}" for ns in (one, other))
+        yield from (f"    {ns[:CHARS]}  {terms[ns].get(name, '(absent)')}" for ns in (one, other))
     if not differ:
-        yield "  the layout of the KV cache: which rank has which layers"
+        yield f"  {LAYOUT}"
+
+
+def differing(one: Terms, other: Terms) -> list[str]:
+    """The names of the fields in which two namespaces differ. If there are none, ``LAYOUT``
+    does."""
+    return [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]

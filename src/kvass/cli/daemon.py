@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvass.client.client import Client
-from kvass.config import CONNECTION, Parser, add_flags, load
+from kvass.config import CONNECTION, Config, Parser, add_flags, load
 
 
 def add_daemon(parser: Parser) -> None:
@@ -32,5 +32,10 @@ def parse(parser: Parser, argv: list[str]) -> tuple[Namespace, dict[str, Any]]:
 
 def client(options: Mapping[str, Any]) -> Client:
     """A client of the daemon that the parsed ``options`` name. Raises ``ConfigError``."""
-    config = load(options, os.environ, wanted=CONNECTION)
+    config = place(options)
     return Client(config.socket, daemon_uid=config.daemon_uid)
+
+
+def place(options: Mapping[str, Any]) -> Config:
+    """Which daemon the parsed ``options`` name. Raises ``ConfigError``."""
+    return load(options, os.environ, wanted=CONNECTION)

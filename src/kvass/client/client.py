@@ -167,17 +167,25 @@ class Client(Endpoint):
         return reply.rows
 
     def ask_session(
-        self, session: str, tenant: str = "", *, fetch: bool = False, timeout_s: float = 30.0
+        self,
+        session: str,
+        tenant: str = "",
+        *,
+        fetch: bool = False,
+        keys: bool = False,
+        timeout_s: float = 30.0,
     ) -> SessionIs:
         """Where the rows of a session's last prompt are. With ``fetch`` they are also loaded into
-        L1, which goes on after the answer. 0 chunks: the daemon knows no prompt of it.
+        L1, which goes on after the answer. With ``keys``: what is needed to read them. 0 chunks:
+        the daemon knows no prompt of it.
 
         Raises what ``end_session`` raises."""
         if not is_tenant_name(tenant or DEFAULT_TENANT):
             raise UsageError(f"tenant {tenant[:64]!r}: no tenant can have this name")
         self._require(SESSIONS, "show or fetch a session")
         tag = session_tag(session, tenant)
-        reply = self.call(AskSession(session=tag, tenant=tenant, fetch=fetch), timeout_s)
+        message = AskSession(session=tag, tenant=tenant, fetch=fetch, keys=keys)
+        reply = self.call(message, timeout_s)
         assert isinstance(reply, SessionIs)
         return reply
 

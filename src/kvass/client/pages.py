@@ -17,19 +17,25 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import msgspec
 
-from kvass.client.endpoint import TURN_S
+from kvass.client.endpoint import TURN_S, Endpoint
 from kvass.client.lookups import Match, Pending
-from kvass.client.parallel import ParallelStrategy
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.worker import ArenaLease, WorkerClient
-from kvass.messages import Granted, Ping, Pong, Presence, Present, RequestContext, ReserveItem
-from kvass.types import RankLayout
+from kvass.messages import (
+    Granted,
+    Ping,
+    Pong,
+    Presence,
+    Present,
+    Register,
+    RequestContext,
+    ReserveItem,
+)
 
 R = TypeVar("R")
 ANSWER_S: Final = 1.0
@@ -40,38 +46,51 @@ TIERS_S: Final = 1.0
 
 
 class PageClient:
-    """The two connections of an engine that is one process: its scheduler and its rank 0.
+    """The connections of an engine that is one process: its scheduler and its ranks.
 
-    ``fields``: the namespace. ``layout``: of one group, whose row is a page of ``page_tokens``
-    tokens. ``name``: the model's, for people. ``daemon_uid``: as in ``Endpoint``.
+    ``scheduler`` and ``ranks``: how they register. Rank 0 maps the arena, and reads and writes the
+    shards of all. ``budget_s``: as ``lookup_budget_s`` of ``SchedulerClient``. ``daemon_uid``: as
+    in ``Endpoint``.
     """
 
     def __init__(
         self,
         socket: str,
-        fields: Mapping[str, str],
-        layout: RankLayout,
-        page_tokens: int,
-        name: str = "",
+        scheduler: Register,
+        ranks: Sequence[Register],
+        *,
+        budget_s: float | None = None,
         daemon_uid: int | None = None,
     ) -> None:
-        one, instance = ParallelStrategy(), f"pages-{uuid.uuid4().hex}"
-        registration = one.register(instance, fields, page_tokens, model=name)
         self._scheduler = SchedulerClient(
-            socket, registration, step_wait_s=TURN_S, reserve_wait_s=TURN_S, daemon_uid=daemon_uid
+            socket,
+            scheduler,
+            readers=(0,),
+            step_wait_s=TURN_S,
+            reserve_wait_s=TURN_S,
+            lookup_budget_s=budget_s,
+            daemon_uid=daemon_uid,
         )
-        registration = one.at(0).register(instance, fields, page_tokens, layout, model=name)
-        self._rank = WorkerClient(socket, registration, daemon_uid=daemon_uid)
+        self._ranks = [
+            WorkerClient(socket, each, wants_arena=each.rank == 0, daemon_uid=daemon_uid)
+            for each in ranks
+        ]
+        self._rank = self._ranks[0]
+        self._writers = [rank for rank, each in zip(self._ranks, ranks, strict=True) if each.writer]
         self._lock = threading.Lock()  # the scheduler's client is made for one thread
         self._names = itertools.count(1)
         self.generation = 0
         """Changes with each clear and each new generation, while the lock is held."""
-        self._scheduler.start()
-        self._rank.start()
+        for each in self._every:
+            each.start()
+
+    @property
+    def _every(self) -> tuple[Endpoint, ...]:
+        return self._scheduler, *self._ranks
 
     @property
     def connected(self) -> bool:
-        return self._scheduler.connected and self._rank.connected
+        return all(each.connected for each in self._every)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -91,8 +110,8 @@ class PageClient:
         return 0 if connection is None else connection.welcome.limits.keys_per_message
 
     def close(self) -> None:
-        self._scheduler.close()
-        self._rank.close()
+        for each in self._every:
+            each.close()
 
     # ------------------------------------------------------------ reading
 
@@ -169,19 +188,26 @@ class PageClient:
     # ------------------------------------------------------------ writing
 
     def reserve(
-        self, keys: Sequence[bytes], first: int, context: RequestContext, generation: int
+        self,
+        keys: Sequence[bytes],
+        first: int,
+        context: RequestContext,
+        generation: int,
+        groups: int = 1,
     ) -> tuple[Granted, ArenaLease | None] | None:
         """Slots for those of ``keys`` from number ``first`` on that have no row, and the arena in
         which they are. Leave it, and settle the grant with ``end_write``. Without an arena nothing
-        was granted. None: there is no answer, or ``generation`` is over."""
+        was granted. ``groups``: as in ``ReserveItem``. None: there is no answer, or ``generation``
+        is over."""
         name = f"{next(self._names)}"
-        item = ReserveItem(name, b"".join(keys), first, **msgspec.structs.asdict(context))
+        fields = msgspec.structs.asdict(context)
+        item = ReserveItem(name, b"".join(keys), first, groups, **fields)
         deadline_s = time.monotonic() + ANSWER_S
         with self._lock:
             if generation != self.generation:
                 return None
             self._scheduler.new_step()
-            if not self._rank.connected or self._scheduler.silent_s > ANSWER_S:
+            if not self.connected or self._scheduler.silent_s > ANSWER_S:
                 return None
             reserving = self._scheduler.begin_reserve([item], len(keys[0]))
         while reserving is not None:
@@ -211,12 +237,14 @@ class PageClient:
         """No byte of the granted rows is written any more. ``whole``: all were written. Returns
         whether the rows can be read now, as far as is known."""
         number = granted.grants[0].reservation
-        if not whole:
-            self._rank.abort(granted.boot, number)
-            return False
-        self._rank.commit(granted.boot, number)
-        pong = self._rank.ask(Ping(), ANSWER_S)  # it comes after the commit was carried out
-        return isinstance(pong, Pong) and time.monotonic() < granted.deadline_s
+        for rank in self._writers:
+            if whole:
+                rank.commit(granted.boot, number)
+            else:
+                rank.abort(granted.boot, number)
+        # A pong comes after the commit was carried out.
+        done = whole and all(isinstance(r.ask(Ping(), ANSWER_S), Pong) for r in self._writers)
+        return done and time.monotonic() < granted.deadline_s
 
     # ------------------------------------------------------------ resets
 

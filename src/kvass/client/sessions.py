@@ -13,6 +13,7 @@ import msgspec
 from kvass.client.client import Client
 from kvass.types import Size
 
+_NOT_SHOWN: Final = ("seq", "namespace", "digests", "engine")
 _UNKNOWN: Final = "the daemon knows no prompt of it"
 
 
@@ -27,7 +28,7 @@ class SessionOperation(NamedTuple):
 
 def _show(client: Client, session: str, tenant: str) -> dict[str, Any]:
     reply = msgspec.structs.asdict(client.ask_session(session, tenant))
-    return {name: value for name, value in reply.items() if name != "seq"}
+    return {name: value for name, value in reply.items() if name not in _NOT_SHOWN}
 
 
 def _fetch(client: Client, session: str, tenant: str) -> dict[str, Any]:

@@ -68,7 +68,8 @@ class WorkerClient(Endpoint):
 
     ``registration`` carries this rank and its layout. Call ``start`` once in the worker process:
     until every rank has registered, every lookup is a miss. Call ``complete`` instead if the
-    registration is ``incomplete``.
+    registration is ``incomplete``. ``wants_arena``: False for a rank whose shard another rank of
+    the same process reads and writes.
     """
 
     def __init__(
@@ -76,11 +77,16 @@ class WorkerClient(Endpoint):
         socket: str,
         registration: Register,
         *,
+        wants_arena: bool = True,
         incomplete: bool = False,
         daemon_uid: int | None = None,
     ) -> None:
         super().__init__(
-            socket, registration, wants_arena=True, incomplete=incomplete, daemon_uid=daemon_uid
+            socket,
+            registration,
+            wants_arena=wants_arena,
+            incomplete=incomplete,
+            daemon_uid=daemon_uid,
         )
         self._rank = registration.rank
         self._unsaid: deque[Abort | Release] = deque(maxlen=MOST_UNSAID)

@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from kvass.core.clients.connection_limits import ConnectionLimits
+from kvass.core.clients.layouts import Layouts
 from kvass.core.clients.lookup_log import LookupLog
 from kvass.core.clients.registry import ClientConnection, Instance, Refusal
 from kvass.core.clients.session_prompts import SessionPrompts
@@ -131,6 +132,7 @@ class State:
         """The number of received messages by kind, including refused ones."""
         self.log = LookupLog()
         self.sessions = SessionPrompts()
+        self.layouts = Layouts()
         self.clears: list[Clearing] = []
         """The clears that have something in L1 left to clear; the oldest is first."""
         self.endings: list[SessionEnd] = []

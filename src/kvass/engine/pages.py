@@ -18,6 +18,7 @@ import hashlib
 import os
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -27,6 +28,7 @@ import numpy as np
 
 from kvass.client.endpoint import TURN_S
 from kvass.client.pages import PageClient
+from kvass.client.parallel import ParallelStrategy
 from kvass.client.worker import ArenaLease
 from kvass.engine.boundary import Boundary
 from kvass.errors import UsageError
@@ -105,7 +107,10 @@ class PageStore:
         self._writing = threading.Lock()
         """Held for one piece of a ``put``: two of them would take each other's share."""
         path = socket or os.environ.get("KVASS_SOCKET", "")
-        self._client = PageClient(path, fields, layout, page_tokens, name, daemon_uid)
+        one, instance = ParallelStrategy(), f"pages-{uuid.uuid4().hex}"
+        scheduler = one.register(instance, fields, page_tokens, model=name)
+        rank = one.at(0).register(instance, fields, page_tokens, layout, model=name)
+        self._client = PageClient(path, scheduler, [rank], daemon_uid=daemon_uid)
 
     @property
     def row_bytes(self) -> int:

@@ -117,6 +117,8 @@ class FakeEngine:
         self.identity = {"model": self.instance} if identity is None else dict(identity)
         self.blocks = blocks
         self.tenant = tenant
+        self.session = 0
+        """The tag of the client's session whose requests come next; 0: of none."""
         self._mover = mover
         order = np.random.default_rng(seed)
         self._free = [1 + order.permutation(blocks - 1) for _ in layouts[0].groups]
@@ -209,7 +211,7 @@ class FakeEngine:
         for what, ranks in self._loaded:
             for rank in ranks:
                 if rank.alive:
-                    right += rank.memory.verify(what.keys, what.tables)
+                    right += rank.memory.verify(what.keys, what.moving)
             self._give_blocks(what.tables)
         self._loaded.clear()
         return right
@@ -222,7 +224,11 @@ class FakeEngine:
         keys = chunk_keys(prompt, self.chunk_tokens)
         every = (1 << len(self.layouts[0].groups)) - 1
         item = ReserveItem(
-            f"{next(self._requests)}", b"".join(keys), groups=every, tenant=self.tenant
+            f"{next(self._requests)}",
+            b"".join(keys),
+            groups=every,
+            tenant=self.tenant,
+            session=self.session,
         )
         self.scheduler.new_step()
         granted = self.scheduler.reserve([item], WIDTH)
@@ -257,7 +263,9 @@ class FakeEngine:
         request = f"{next(self._requests)}"
         self.scheduler.new_step()
         digests = b"".join(keys)
-        context = RequestContext(tenant=self.tenant, prefill_tokens_s=SLOW_TOKENS_S)
+        context = RequestContext(
+            tenant=self.tenant, session=self.session, prefill_tokens_s=SLOW_TOKENS_S
+        )
         while (found := self.scheduler.match(request, digests, WIDTH, 0, context)) is PENDING:
             time.sleep(0.001)
             self.scheduler.new_step()
@@ -275,6 +283,7 @@ class FakeEngine:
             found.slots,
             self._take_blocks(found.chunks),
             self.world.readers,
+            tuple(tuple(range(found.chunks - len(rows), found.chunks)) for rows in found.slots),
         )
         for rank in self.ranks:
             rank.memory.wipe(what.tables)

@@ -76,11 +76,12 @@ class RankMemory:
                 pages[table.reshape(-1)] = 0
 
     def verify(self, keys: Sequence[bytes], tables: Sequence[I64Array]) -> int:
-        """Check the pages of these chunks. Returns how many there are. Raises
-        ``WrongPageError``."""
+        """Check the pages of these chunks; a table of fewer rows has the last ones. Returns how
+        many there are. Raises ``WrongPageError``."""
         right = 0
         for group, table in enumerate(tables):
-            for chunk, (key, ids) in enumerate(zip(keys, table, strict=True)):
+            first = len(keys) - len(table)
+            for chunk, (key, ids) in enumerate(zip(keys[first:], table, strict=True), first):
                 for layer, pages in enumerate(self._pages[group]):
                     wrong = pages[ids] != self._expected(key, group, layer, len(ids))
                     if wrong.any():

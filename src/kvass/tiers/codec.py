@@ -57,6 +57,7 @@ NAMESPACE_BYTES: Final = 32
 _KEY: Final = struct.Struct(f">{NAMESPACE_BYTES}sQH")
 _MAGIC: Final = b"kvassrec"
 _FIXED: Final = struct.Struct("<8sHHIQQ")
+FIXED_BYTES: Final = _FIXED.size
 _CHECK: Final = struct.Struct("<Q")
 MAX_HEADER_BYTES: Final = _FIXED.size + MAX_KEY_BYTES + 8 * MAX_SHARDS + SEAL_BYTES + _CHECK.size
 
@@ -146,21 +147,30 @@ def authenticated(key: bytes, lengths: tuple[int, ...], seal: bytes) -> bytes:
     return body + key + struct.pack(f"<{len(lengths)}Q", *lengths) + seal
 
 
-def decode_header(raw: bytes | memoryview) -> Header | None:
-    """Decode the header at the beginning of ``raw``. Returns ``None`` if there is no header of this
-    format, or if it is damaged."""
-    if len(raw) < _FIXED.size:
+def header_size(raw: bytes | memoryview) -> int | None:
+    """How long the header is that begins with the ``FIXED_BYTES`` of ``raw``. Returns ``None`` if
+    there is none of this format. Only ``decode_header`` finds out whether it is damaged."""
+    if len(raw) < FIXED_BYTES:
         return None
-    magic, version, key_bytes, shards, sequence, check = _FIXED.unpack_from(raw)
+    magic, version, key_bytes, shards, _, _ = _FIXED.unpack_from(raw)
     if magic != _MAGIC or version not in (FORMAT, SEALED):
         return None
     if not 1 <= key_bytes <= MAX_KEY_BYTES or shards > MAX_SHARDS:
         return None
+    seal_bytes = SEAL_BYTES if version == SEALED else 0
+    return FIXED_BYTES + int(key_bytes) + 8 * int(shards) + seal_bytes + _CHECK.size
+
+
+def decode_header(raw: bytes | memoryview) -> Header | None:
+    """Decode the header at the beginning of ``raw``. Returns ``None`` if there is no header of this
+    format, or if it is damaged."""
+    size = header_size(raw)
+    if size is None or len(raw) < size:
+        return None
+    _, _, key_bytes, shards, sequence, check = _FIXED.unpack_from(raw)
     lengths_at = _FIXED.size + key_bytes
     seal_at = lengths_at + 8 * shards
-    end = seal_at + (SEAL_BYTES if version == SEALED else 0)
-    if len(raw) < end + _CHECK.size:
-        return None
+    end = size - _CHECK.size
     if _CHECK.unpack_from(raw, end)[0] != xxhash.xxh3_64_intdigest(raw[:end]):
         return None
     return Header(

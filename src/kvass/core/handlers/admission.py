@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from kvass.core.clients.layouts import ranks_of
 from kvass.core.clients.registry import (
     ClientConnection,
     Instance,
@@ -96,6 +97,8 @@ def _admit(
     if not complete.missing and (instance.missing or moves):
         namespace = _namespace_for(state, complete)
     state.connection_limits.take_place(connection)
+    if layout is not None:
+        state.layouts.remember(msgspec.msgpack.encode(layout))
     if moves:
         _leave(state, instance)
     instance.workers, instance.generation, instance.namespace = workers, generation, namespace
@@ -131,6 +134,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         raise Refused("too_large", text + f"give the daemon an L1 above {int(chunk / share)} bytes")
     digest = namespace_digest(instance)
     if (known := state.namespaces.by_digest.get(digest)) is not None:
+        known.ranks = ranks_of(instance)
         return known.id
     _make_place(state, len(specs))
     terms = msgspec.structs.replace(instance.terms, generation=instance.generation)
@@ -148,6 +152,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         chunk_tokens=instance.terms.chunk_tokens,
         private=bool(instance.generation),
         terms=terms,
+        ranks=ranks_of(instance),
         model=model,
         like=like,
         differs_in=differs_in,

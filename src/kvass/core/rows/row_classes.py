@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from kvass.core.clients.layouts import RankOf
 from kvass.core.clients.registry import RowClassSpec
 from kvass.core.clients.tenants import Tenant
 from kvass.core.clients.traffic import Traffic
@@ -62,6 +63,8 @@ class Namespace(msgspec.Struct):
     chunk_tokens: int
     terms: Register
     """The ``Register`` of the first engine of the namespace."""
+    ranks: tuple[RankOf, ...] = ()
+    """Those of each of its engines; empty: none has registered in this life of the daemon."""
     model: str = ""
     like: bytes = b""
     differs_in: tuple[str, ...] = ()
