@@ -50,5 +50,27 @@ def test_a_session_is_shown_fetched_and_released(
             assert unknown == (0, "s: the daemon knows no prompt of it")
         assert session("")[0] == 2
         monkeypatch.setattr(connection, "FEATURES", ())
-        status, line = session("s")
-        assert (status, line.count("\n"), "cannot show or fetch a session" in line) == (1, 0, True)
+        for flag, cannot in (("--show", "show or fetch a session"), ("--release", "end a session")):
+            status, line = session("s", flag)
+            assert (status, line.count("\n"), f"cannot {cannot}" in line) == (1, 0, True)
+
+
+def test_the_rows_of_a_session_that_was_released_go_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def release(*flags: str) -> str:
+        assert main(["session", "s", "--release", *flags, "--socket", daemon.socket]) == 0
+        return capsys.readouterr().out
+
+    with running_daemon(tmp_path, "1MiB") as daemon, ExitStack() as ending:
+        rows = Rows(daemon.socket, "mine", 64 << 10, ending)
+        older, mine, newer = ([os.urandom(WIDTH) for _ in range(4)] for _ in range(3))
+        rows.store(older)
+        rows.store(mine, session=session_tag("s", "t"))
+        rows.store(newer)
+        assert release() == "s: 0 rows are evicted first\n"
+        assert release("--tenant", "t") == "s: 4 rows are evicted first\n"
+        assert daemon.status()["rows"] == 12, "nothing went yet"
+        for count in (4, 3):
+            rows.store([os.urandom(WIDTH) for _ in range(count)])
+        assert [rows.find(keys).chunks for keys in (older, mine, newer)] == [4, 1, 4]

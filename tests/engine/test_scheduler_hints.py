@@ -143,6 +143,8 @@ def test_a_bad_value_is_ignored_counted_and_logged_once(
         ({TTL: -1, SESSION: 7}, Hints(bad=(SESSION, TTL))),
         ({THEN: "5m", TTL: 7}, Hints(keep_s=7, then_s=300)),
         ({THEN: 0}, NO_HINTS),
+        ({THEN: 0, TTL: 0}, Hints(ends=True)),
+        ({THEN: 60, TTL: 0}, Hints(ends=True, bad=(THEN,))),
         ({THEN: "soon", TTL: "soon"}, Hints(bad=(TTL, THEN))),
         ({TENANT: ["a"]}, Hints(bad=(TENANT,))),
         ({TENANT: "not a name"}, Hints("other", bad=(TENANT,))),

@@ -84,6 +84,8 @@ def test_the_world_gets_around(told: Told) -> None:
     assert seen["evicted_handed_over"]
     for name in ("promoted_chunks", "promotions_late", "promotions_cut", "promotions_not_worth_it"):
         assert seen[name], name
+    for name in ("session_fetches", "sessions_ended", "session_rows_ended"):
+        assert seen[name], name
     for name in ("chunks_indexed", "chunks_unindexed", "segment_tokens"):
         assert seen[name], name
     for name in ("loaded_rows", "load_misses", "stored_rows", "store_failures", "epochs_unknown"):

@@ -189,6 +189,18 @@ def test_a_damaged_record_that_cannot_be_deleted_is_replaced(
     assert all(hits(tier, KEYS))
 
 
+@pytest.mark.parametrize("compress", ["auto", "off", "lossless"])
+def test_a_store_that_deletes_nothing_takes_records(
+    compress: str, server: S3Server, start: Start
+) -> None:
+    """Also such as nobody has asked for before, which may be there in another form."""
+    front = start(Front, server.endpoint)
+    front.answers["POST", "delete"] = of_s3(403, "AccessDenied")
+    tier = start(open_tier, front.url(f"write-once-{compress}", f"&compress={compress}"))
+    assert all(fill(tier, KEYS))
+    assert all(hits(tier, KEYS))
+
+
 @pytest.mark.parametrize("answer", [of_s3(503, "SlowDown"), of_s3(404, "NoSuchUpload")])
 def test_a_refusal_of_one_is_no_trouble_of_the_tier(
     answer: Answer, server: S3Server, start: Start

@@ -208,20 +208,6 @@ _WRONG_SESSIONS: Final[list[dict[str, Any]]] = [
 ]
 
 
-def test_a_session_is_forgotten(web: WebServer, daemon: Daemon) -> None:
-    with ExitStack() as ending:
-        rows = Rows(daemon.socket, "mine", 64 << 10, ending)
-        keys = [os.urandom(WIDTH) for _ in range(2)]
-        rows.store(keys, session=session_tag("s"))
-        for asked, found in (({"session": "s", "tenant": "t"}, 0), ({"session": "s"}, 2)):
-            body = json.dumps(asked).encode()
-            assert ask(web, "POST", "/api/v1/forget", body, **WRITE) == (200, {"rows": found})
-        assert rows.find(keys).chunks == 2
-        assert ask(web, "POST", "/api/v1/forget", body)[0] == 401
-    for wrong in _WRONG_SESSIONS:
-        assert ask(web, "POST", "/api/v1/forget", json.dumps(wrong).encode(), **WRITE)[0] == 400
-
-
 def test_a_session_is_shown_fetched_and_released(web: WebServer, daemon: Daemon) -> None:
     def said(fields: dict[str, Any]) -> Any:
         return ask(web, "POST", "/api/v1/session", json.dumps(fields).encode(), **WRITE)
@@ -233,6 +219,7 @@ def test_a_session_is_shown_fetched_and_released(web: WebServer, daemon: Daemon)
         assert (status, shown["chunks"], shown["l1_bytes"]) == (200, 2, 128 << 10)
         fetched = {"model": "mine", "chunks": 2, "hit_chunks": 2, "fetching": 0}
         assert said({"session": "w", "do": "fetch"}) == (200, fetched | {"model": shown["model"]})
+        assert said({"session": "w", "tenant": "t", "do": "release"}) == (200, {"rows": 0})
         assert said({"session": "w", "do": "release"}) == (200, {"rows": 2})
         assert said({"session": "x"})[1]["chunks"] == 0
     for wrong in (*_WRONG_SESSIONS, {"session": "w", "do": "x"}, {"session": "w", "do": ["fetch"]}):

@@ -33,7 +33,6 @@ COMMANDS: Final = {
     "quota": "change the quotas of tenants",
     "blend": "store documents that prompts may have anywhere, and measure what that costs answers",
     "clear": "make a daemon forget all rows, or those of a model or tenant",
-    "forget": "say that a client's session ended: its rows are evicted first",
     "session": "show, fetch or release what a client's session has stored",
     "export": "write what a session has stored to a file",
     "import": "store what `kvass export` wrote",

@@ -7,8 +7,9 @@ from kvass.client.sessions import OPERATIONS
 from kvass.errors import ConfigError
 
 _ABOUT = """Show where the rows of a session's last prompt are, have them loaded from tiers before
-the session's next request, or say that the session ended. The daemon remembers the prompts of
-sessions until it restarts, also after their rows have left L1."""
+the session's next request, or say that the session ended: what it alone used of L1 is then the
+next to be evicted, and goes to no tier any more, but is found until then. The daemon remembers the
+prompts of sessions until it restarts, also after their rows have left L1."""
 
 
 def run(argv: list[str]) -> int:

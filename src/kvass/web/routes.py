@@ -150,35 +150,21 @@ def _clear_named(source: Source, fields: dict[str, Any]) -> HttpReply:
     return HttpReply(HTTPStatus.OK, {"rows": rows})
 
 
-def _forget(source: Source, fields: dict[str, Any]) -> HttpReply:
-    """Say that a client's session ended: ``{"session": ID, "tenant": NAME}``."""
-    session, tenant = _named_session(fields)
-    with source.new_client() as client:
-        rows = client.end_session(session, tenant)
-    return HttpReply(HTTPStatus.OK, {"rows": rows})
-
-
 def _session(source: Source, fields: dict[str, Any]) -> HttpReply:
     """Show, fetch or release a client's session: ``{"session": ID, "tenant": NAME, "do":
     "fetch"}``."""
     name = fields.pop("do", "show")
     operation = OPERATIONS.get(name) if isinstance(name, str) else None
-    session, tenant = _named_session(fields)
-    if operation is None:
-        raise ValueError(f"do: give one of {', '.join(OPERATIONS)}")
-    with source.new_client() as client:
-        return HttpReply(HTTPStatus.OK, operation.do(client, session, tenant))
-
-
-def _named_session(fields: dict[str, Any]) -> tuple[str, str]:
-    """The names of a session and its tenant, which are all that is left in ``fields``."""
     session, tenant = fields.pop("session", ""), fields.pop("tenant", "")
     _no_more(fields)
     if not isinstance(session, str) or not session:
         raise ValueError("session: give the name that its requests have")
     if not isinstance(tenant, str) or not is_tenant_name(tenant or DEFAULT_TENANT):
         raise ValueError("tenant: give the name that its requests have")
-    return session, tenant
+    if operation is None:
+        raise ValueError(f"do: give one of {', '.join(OPERATIONS)}")
+    with source.new_client() as client:
+        return HttpReply(HTTPStatus.OK, operation.do(client, session, tenant))
 
 
 def _prefetch(source: Source, fields: dict[str, Any]) -> HttpReply:
@@ -293,7 +279,6 @@ READS: Final[dict[str, tuple[Need, Callable[[Source, str], HttpReply]]]] = {
 }
 WRITES: Final[dict[str, Callable[[Source, dict[str, Any]], HttpReply]]] = {
     "/api/v1/clear": _clear,
-    "/api/v1/forget": _forget,
     "/api/v1/prefetch": _prefetch,
     "/api/v1/session": _session,
     "/api/v1/quotas": _set_quota,

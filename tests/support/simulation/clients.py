@@ -269,6 +269,9 @@ class SimulatedEngine:
         if self.segments is not None and self.complete and self.segments.wants():
             peer.ask(self.segments.search())
             return
+        if (question := self.world.sessions.ask(self.world.quotas.tenant())) is not None:
+            peer.ask(question)
+            return
         what = rng.random()
         if what < 0.6 and self.held:
             self._settle(peer, rng.choice(self.held))
@@ -315,6 +318,7 @@ class SimulatedEngine:
                 writing=self.requests % 3 == 0,
                 first_blocks=self._blocks_of(whole, first),
                 reported=self.requests % 5 == 0,
+                **self.world.sessions.context(),
             )
         )
 
@@ -356,6 +360,7 @@ class SimulatedEngine:
                 first=first,
                 groups=every if rng.random() < 0.8 else rng.randint(1, every),
                 tenant=self.world.quotas.tenant(),
+                **self.world.sessions.context(),
             )
             if self.model.chunk_blocks and rng.random() < 0.9:
                 each = [self.model.block_hashes(whole, c) for c in range(first, len(prompt))]

@@ -21,6 +21,7 @@ from tests.support.simulation.clients import ArenaContents, ClientConnection, Si
 from tests.support.simulation.quotas import Quotas, TenantWitness
 from tests.support.simulation.random_models import random_model
 from tests.support.simulation.segments import SegmentUser
+from tests.support.simulation.sessions import ClientSessions
 from tests.support.simulation.tiers import SimTiers
 from tests.support.witness.records import Archive, Tag
 from tests.support.witness.witness import Witness
@@ -91,6 +92,7 @@ class World:
         self.slice_slots = (1, 5, 2048)[seed % 3]
         self.slice_ends = (64, 1, 3)[seed // 3 % 3]
         self.quotas = Quotas(seed, self.arena_bytes, self.roomy)
+        self.sessions = ClientSessions(seed)
         self.archive = Archive()
         self.boots = 0
 

@@ -42,6 +42,8 @@ class TierWitness:
         self.emptied = False
         """Whether a tier was to forget everything."""
         self._last_op = 0
+        self._began = set[int]()
+        """Operations that have begun."""
         self._clears: dict[int, int] = {}
         """By ``TierEpoch``: how often its namespace had been cleared when it began."""
         self._held: set[tuple[int, int, RowKey]] = set()
@@ -50,9 +52,11 @@ class TierWitness:
     def began(self, effect: fx.ToTier, clear: Pending | None) -> None:
         """An operation begins; ``clear`` is the clear that caused it, if one did."""
         state = self.state
-        if effect.op <= self._last_op or effect.tier not in state.tiers:
+        late = isinstance(effect, fx.TierLoad) and effect.op not in self._began  # it was held
+        if (effect.op <= self._last_op and not late) or effect.tier not in state.tiers:
             raise BrokenLawError(f"an operation's number, or its tier: {effect}")
-        self._last_op = effect.op
+        self._last_op = max(self._last_op, effect.op)
+        self._began.add(effect.op)
         state.ops[effect.op] = effect
         if isinstance(effect, fx.TierLoad):
             self._load(effect)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from kvass import messages as m
 from kvass.core import effects as fx
@@ -34,6 +34,17 @@ from tests.support.witness.state import Holds, ObservedState
 from tests.support.witness.tiers import TierWitness
 from tests.support.witness.waiting import WaitingWitness
 from tests.support.witness.writes import WriteWitness
+
+WAITING: Final = m.Lookup | m.Prefetch | m.Clear | m.Present | m.AskSession
+"""What may be answered in a later step."""
+PRESENCE: Final = {(m.Present, m.Presence), (m.AskSession, m.SessionIs)}
+"""Questions where rows are, and their answers."""
+
+
+def asks_to_fetch(message: m.AnyMessage) -> bool:
+    """Whether its session comes back, so that the core fetches its rows by itself."""
+    items = message.items if isinstance(message, m.Reserve) else [message]
+    return any(getattr(getattr(i, "context", i), "then_s", 0.0) > 0 for i in items)
 
 
 class Witness:
@@ -123,6 +134,7 @@ class Witness:
 
     def _received(self, event: fx.Received, effects: list[fx.Effect]) -> None:
         connection, message = event.connection, event.message
+        self.state.fetches |= isinstance(message, m.AskSession) or asks_to_fetch(message)
         mine = [e.message for e in effects if isinstance(e, fx.Send) and e.connection == connection]
         replies = [r for r in mine if not isinstance(r, m.Populated | m.Promoting)]
         self._check_promoting(connection, message, mine, waits=not replies)
@@ -130,7 +142,7 @@ class Witness:
         if isinstance(message, m.OneWay):
             if len(replies) != len(errors) or len(errors) > 1:
                 raise BrokenLawError(f"law 11: one-way {message} was answered by {replies}")
-        elif not replies and isinstance(message, m.Lookup | m.Prefetch | m.Clear | m.Present):
+        elif not replies and isinstance(message, WAITING):
             one = self.waiting.begin(connection, message)
             if isinstance(message, m.Clear):
                 self.waiting.cleared(one)
@@ -152,7 +164,7 @@ class Witness:
         self, connection: int, message: m.AnyMessage, told: list[m.FromDaemon], waits: bool
     ) -> None:
         """An asker hears, once, that tiers or writers are at work on what waits for them."""
-        due = isinstance(message, m.Lookup | m.Prefetch | m.Present)
+        due = isinstance(message, m.Lookup | m.Prefetch | m.Present | m.AskSession)
         seqs = [r.seq for r in told if isinstance(r, m.Promoting)]
         if seqs != [message.seq] * len(seqs) or not (due and waits) <= len(seqs) <= due:
             raise BrokenLawError(f"law 11: Promoting went to {seqs}, asked was {message}")
@@ -173,7 +185,7 @@ class Witness:
             self.reads.lookup(one.connection, asked, reply, one)
         elif isinstance(asked, m.Prefetch) and isinstance(reply, m.Prefetched):
             self.reads.prefetch(one.connection, asked, reply, one)
-        elif not (isinstance(asked, m.Present) and isinstance(reply, m.Presence)):
+        elif (type(asked), type(reply)) not in PRESENCE:
             raise BrokenLawError(f"law 11: {asked} was answered by {reply}")
 
     def _clear(self, connection: int, msg: m.Clear, reply: m.Cleared) -> None:

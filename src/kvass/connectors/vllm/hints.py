@@ -124,6 +124,8 @@ def read_hints(params: Mapping[str, Any] | None, envelope: Any = None) -> Hints:
         bad.append(SESSION)
         session = None
     seconds, then_s = ttl_seconds(ttl), ttl_seconds(params.get(THEN))
+    if seconds == 0 and then_s:  # it ends: nothing comes then
+        then_s = None
     for key, value in ((TTL, seconds), (THEN, then_s)):
         if value is None and params.get(key) is not None:
             bad.append(key)

@@ -5,6 +5,7 @@ Laws of this file:
 - It takes ``MOST_BYTES`` at most, and a prompt ``PROMPT_BYTES`` (law 12). If there is too much, the
   payer with the most loses the prompt that was used longest ago. So no payer takes what others
   have, whatever names its clients invent.
+- What one call does takes no longer if more sessions are remembered, but for a clear.
 - What is remembered says nothing of rows. Only keys are here; whoever uses them looks for rows.
 - A namespace that is cleared leaves nothing here. One that was removed to make room may come back
   with its id, and tiers may have its rows.
@@ -17,7 +18,7 @@ survives a restart.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Final
 
 import msgspec
@@ -61,30 +62,33 @@ class SessionPrompts:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._of: dict[int, dict[tuple[int, int], SessionPrompt]] = {}
-        """By payer, then by tag and namespace. What was used longest ago is first."""
+        self.rests_until = 0.0
+        """No prompt is due before."""
+        self._of: dict[int, dict[int, dict[int, SessionPrompt]]] = {}
+        """By payer, then by tag, then by namespace. What was used longest ago is first."""
         self._bytes_of: dict[int, int] = {}
         self._due: list[tuple[float, int, int, int]] = []
         """A heap: when, payer, tag, namespace. Some are not due any more."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._of.values()))
+        return sum(map(len, self._all()))
 
     def of(self, tag: int, payer: int) -> list[SessionPrompt]:
         """The prompts of a session, one for each namespace. The one used last is last."""
-        return [each for each in self._of.get(payer, {}).values() if each.tag == tag]
+        return [*self._of.get(payer, {}).get(tag, {}).values()]
 
     def remember(
         self, tag: int, namespace: int, payer: int, tenant: str, keys: U64Array, due: float | None
     ) -> None:
         """A request of the session has the chunks ``keys``, one at least. ``due``: as of
         ``SessionPrompt``."""
-        mine = self._of.setdefault(payer, {})
-        prompt = mine.pop((tag, namespace), None)
+        sessions = self._of.setdefault(payer, {})
+        mine = sessions[tag] = sessions.pop(tag, {})
+        prompt = mine.pop(namespace, None)
         if prompt is None:
             prompt = SessionPrompt(tag, namespace, payer, tenant, keys[:0].copy())
             self._count(payer, ENTRY_BYTES)
-        mine[tag, namespace] = prompt
+        mine[namespace] = prompt
         keys = keys[: PROMPT_BYTES // keys[:1].nbytes]
         n, old = len(keys), prompt.keys
         if n > len(old) or (old[n - 1] != keys[-1]).any():
@@ -109,7 +113,7 @@ class SessionPrompts:
         """When the next prompt is due; ``None`` if none is."""
         while self._due and self._prompt(self._due[0]) is None:
             heapq.heappop(self._due)
-        return self._due[0][0] if self._due else None
+        return max(self._due[0][0], self.rests_until) if self._due else None
 
     def take_due(self, now: float) -> SessionPrompt | None:
         """The prompt that has been due longest. It is not due any more."""
@@ -122,14 +126,18 @@ class SessionPrompts:
 
     def clear(self, namespaces: Collection[int]) -> None:
         """The namespaces with these ids were cleared."""
-        for mine in self._of.values():
-            for prompt in [p for p in mine.values() if p.namespace in namespaces]:
-                self._drop(prompt)
+        gone = [p for mine in self._all() for p in mine.values() if p.namespace in namespaces]
+        for prompt in gone:
+            self._drop(prompt)
+
+    def _all(self) -> Iterator[dict[int, SessionPrompt]]:
+        for sessions in self._of.values():
+            yield from sessions.values()
 
     def _prompt(self, due: tuple[float, int, int, int]) -> SessionPrompt | None:
         """The prompt of an entry of the heap; None if the entry is stale."""
         when, payer, tag, namespace = due
-        prompt = self._of.get(payer, {}).get((tag, namespace))
+        prompt = self._of.get(payer, {}).get(tag, {}).get(namespace)
         return prompt if prompt is not None and prompt.due == when else None
 
     def _count(self, payer: int, size: int) -> None:
@@ -138,8 +146,11 @@ class SessionPrompts:
 
     def _drop_one(self) -> None:
         most = max(self._bytes_of, key=self._bytes_of.__getitem__)
-        self._drop(next(iter(self._of[most].values())))
+        self._drop(next(iter(next(iter(self._of[most].values())).values())))
 
     def _drop(self, prompt: SessionPrompt) -> None:
-        del self._of[prompt.payer][prompt.tag, prompt.namespace]
+        mine = self._of[prompt.payer][prompt.tag]
+        del mine[prompt.namespace]
+        if not mine:
+            del self._of[prompt.payer][prompt.tag]
         self._count(prompt.payer, -prompt.size_bytes)

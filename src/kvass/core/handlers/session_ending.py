@@ -8,6 +8,7 @@ Law of this file: nothing stops matching. A session that goes on after its end f
 from __future__ import annotations
 
 from kvass.core.clients.registry import ClientConnection
+from kvass.core.handlers import session_fetching
 from kvass.core.handlers.checks import scheduler_of
 from kvass.core.rows.session_end import SessionEnd
 from kvass.core.state import State
@@ -22,8 +23,7 @@ def end_session(state: State, connection: ClientConnection, msg: EndSession) -> 
     if not msg.session:
         raise Refused("bad_value", "session: 0 is no session")
     tags, payer = state.followers.tags, state.tenants.payer(msg.tenant).id
-    for prompt in state.sessions.of(msg.session, payer):
-        state.sessions.wake_at(prompt, None)
+    session_fetching.give_up(state, msg.session, payer)
     if tags.has_ended(msg.session, payer):
         state.send(connection.id, SessionEnded(seq=msg.seq))
         return

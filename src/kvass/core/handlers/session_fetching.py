@@ -21,7 +21,7 @@ from kvass.core.rows.index import digests_of
 from kvass.core.rows.row_classes import Namespace
 from kvass.core.rows.row_table import LOADING
 from kvass.core.state import NOBODY, State
-from kvass.core.tiers import presence, promote
+from kvass.core.tiers import epochs, presence, promote
 from kvass.core.tiers.plan import AHEAD_SHARE
 from kvass.errors import Refused
 from kvass.messages import AskSession, RequestContext, SessionIs
@@ -31,6 +31,8 @@ MOST_OPEN: Final = 32
 """The most fetches that go on at a time. What comes due meanwhile waits."""
 AGAIN_S: Final = 0.25
 """How long a part of a prompt waits for its turn, and twice as long each time that none came."""
+REST_S: Final = 0.01
+"""If one finds no room, the next one looks so much later: many that wait take little time."""
 FETCH_S: Final = 60.0
 """How long after its begin a fetch is given up."""
 EARLY: Final = 0.1
@@ -49,13 +51,14 @@ def remember(state: State, ns: Namespace, context: RequestContext, keys: U64Arra
     if not context.session or not len(keys):
         return
     keys, due = keys[: most_keys(state, ns)], None
-    if context.then_s > 0 and state.tiers.used:
+    payer = state.tenants.payer(context.tenant).id
+    over = state.followers.tags.has_ended(context.session, payer)
+    if context.then_s > 0 and state.tiers.used and not over:
         pause = min(context.then_s, LONGEST_S)
         size = _size(ns, len(keys))
         load_s = max(tier.speed.seconds(size) for tier in state.tiers.used)
         early = max(LEAST_EARLY_S, pause * EARLY) + load_s
         due = state.now + pause - min(early, pause * MOST_EARLY)
-    payer = state.tenants.payer(context.tenant).id
     sessions = state.sessions
     sessions.remember(context.session, ns.id, payer, context.tenant, keys, due)
 
@@ -65,6 +68,13 @@ def fetch_next(state: State) -> None:
     prompt = state.sessions.take_due(state.now)
     assert prompt is not None, "no session is due"
     _fetch(state, prompt)
+
+
+def give_up(state: State, tag: int, payer: int) -> None:
+    """Fetch nothing more of a session."""
+    for prompt in state.sessions.of(tag, payer):
+        state.sessions.wake_at(prompt, None)
+        promote.stop(state, _OWNER, _name(prompt))
 
 
 def ask_session(state: State, connection: ClientConnection, msg: AskSession) -> SessionIs | None:
@@ -80,7 +90,7 @@ def ask_session(state: State, connection: ClientConnection, msg: AskSession) -> 
     if not prompts:
         return SessionIs()
     if msg.fetch:
-        if len(state.promotions.of(_OWNER)) + len(prompts) > MOST_OPEN:
+        if len(_fetches(state)) >= MOST_OPEN:
             raise Refused("limit", f"{MOST_OPEN} fetches go on: ask later")
         for prompt in prompts:
             prompt.had, prompt.until = -1, 0.0
@@ -113,29 +123,38 @@ def _fetch(state: State, prompt: SessionPrompt) -> None:
     """Load from tiers a part of what L1 lacks of a prompt: as much as a prefetch may load. The next
     part is due a little later, and so is one for which there is no room yet."""
     ns = state.namespaces.get(prompt.namespace)
-    if ns is None or not state.tiers.used:
+    if ns is None or state.stopping or not epochs.in_tiers(state, ns):
         return
     if not prompt.until:
         prompt.until, prompt.gap_s = state.now + FETCH_S, AGAIN_S
-    view = PrefixView(state.rows, ns, prompt.keys[: most_keys(state, ns)], 0)
-    chunks = view.longest(view.there())
-    lacks = _size(ns, len(view.keys) - chunks)
-    if not lacks or prompt.until <= state.now:
+    if prompt.until <= state.now:
         return
     every, most = _fetches(state), int(state.config.arena_bytes * AHEAD_SHARE)
-    goes_on = any(p.request == _name(prompt) and p.namespace is ns for p in every)
-    room = len(every) < MOST_OPEN and state.loading_bytes + min(lacks, most) <= most
-    if not goes_on and room and ns.tier_epochs:
-        state.counters["session_fetches"] += prompt.had < 0
-        prompt.gap_s = AGAIN_S if chunks > prompt.had else 2 * prompt.gap_s
-        prompt.had = chunks
-        view.use(chunks)  # so that none of them is evicted for the load
-        asker = Asker(NOBODY, 0, _OWNER, _name(prompt))
-        number, span = next(state.promotions.numbers), (state.now, prompt.until)
-        context = RequestContext(tenant=prompt.tenant)
-        promote.begin(state, promotion_of(number, asker, view, span, (), context), writing=False)
+    room, lacks = most - state.loading_bytes, 0
+    if len(every) < MOST_OPEN and room > 0:
+        view = PrefixView(state.rows, ns, prompt.keys[: most_keys(state, ns)], 0)
+        chunks = view.longest(view.there())
+        if not (lacks := _size(ns, len(view.keys) - chunks)):
+            return
+    if not 0 < min(lacks, most) <= room:
+        state.sessions.rests_until = state.now + REST_S
+    elif not any(p.request == _name(prompt) and p.namespace is ns for p in every):
+        _load(state, prompt, view, chunks)
     if (again := state.now + prompt.gap_s) < prompt.until:
         state.sessions.wake_at(prompt, again)
+
+
+def _load(state: State, prompt: SessionPrompt, view: PrefixView, chunks: int) -> None:
+    """Begin to load the next part of a prompt, of which L1 has ``chunks`` chunks."""
+    state.counters["session_fetches"] += prompt.had < 0
+    prompt.gap_s = AGAIN_S if chunks > prompt.had else 2 * prompt.gap_s
+    prompt.had = chunks
+    view.use(chunks)  # so that none of them is evicted for the load; they are not pinned for it
+    rest = PrefixView(state.rows, view.ns, view.keys, chunks)
+    asker = Asker(NOBODY, 0, _OWNER, _name(prompt))
+    number, span = next(state.promotions.numbers), (state.now, prompt.until)
+    context = RequestContext(tenant=prompt.tenant)
+    promote.begin(state, promotion_of(number, asker, rest, span, (), context), writing=False)
 
 
 def _size(ns: Namespace, chunks: int) -> int:
@@ -148,4 +167,4 @@ def _fetches(state: State) -> list[Promotion]:
 
 
 def _name(prompt: SessionPrompt) -> str:
-    return f"{prompt.tag:08x}"
+    return f"{prompt.payer} {prompt.tag:08x}"
