@@ -8,7 +8,7 @@ import pytest
 
 from kvass.core.effects import TierClear, TierEpoch
 from kvass.core.tiers.epochs import LOOK_AGAIN_S
-from kvass.daemon.tier_process.executor import CHECK_S, FIRST_PAUSE_S
+from kvass.daemon.tier_process.executor import CHECK_S, FIRST_PAUSE_S, Executor
 from kvass.errors import ItemRefused, TierDown
 from tests.daemon.tier_rig import (
     PAGE,
@@ -59,6 +59,19 @@ def later(made: Rig, tier: ProvingTier, seconds: float) -> None:
     before = len(tier.checks)
     made.clock.now += seconds
     assert eventually(lambda: len(tier.checks) > before)
+
+
+def looks_of(executor: Executor) -> list[float]:
+    """When the executor looks whether a check is due, from now on. It begins a check before it
+    looks again."""
+    looks, look = list[float](), executor._check_due
+
+    def looked(now: float) -> bool:
+        looks.append(now)
+        return look(now)
+
+    executor._check_due = looked  # type: ignore[method-assign]
+    return looks
 
 
 def test_a_stranger_is_noticed_although_every_call_of_the_tier_succeeds(
@@ -131,9 +144,11 @@ def test_a_check_that_takes_long_is_overdue_and_is_not_asked_for_twice() -> None
     with rig(tier, slow_s=30.0) as made:
         made.clock.now += CHECK_S
         assert gate.entered.acquire(timeout=WAIT_S)
+        looks = looks_of(made.executors[0])
         for _ in range(4):
             made.clock.now += CHECK_S
-            assert made.reported(queued=1)
+            assert eventually(lambda: looks.count(made.clock.now) > 1)
+            assert len(made.executors[0]._works["check"].queue) == 1
             assert served(made, 0) == [True, True, True], "as long as it may be well"
         made.clock.now += 30.0
         assert made.reported(up=False, trouble="a call has been running for more than 30 s")
