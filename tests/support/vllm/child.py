@@ -28,6 +28,27 @@ from tests.support.vllm.process import Answer, Hooks, Prompt
 DRAIN_S: Final = 30.0
 
 
+def engine_args(config: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's ``EngineArgs`` of an engine. ``config``: its child's."""
+    args: dict[str, Any] = {
+        "model": config["model"],
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "block_size": 32,
+        "max_num_seqs": 8,
+        "seed": 0,
+        **config["args"],
+    }
+    if "connector" in config:
+        args["kv_transfer_config"] = instruments.transfer_config(config)
+    if "transfer" in config:
+        args["kv_transfer_config"] = config["transfer"]
+        instruments.scan_dicts_only()
+    return args
+
+
 class ChildEngine:
     """vLLM's ``LLMEngine`` with the few things a test asks of it."""
 
@@ -38,22 +59,7 @@ class ChildEngine:
 
         gc.freeze()
         self.probe = instruments.here()
-        args: dict[str, Any] = {
-            "model": config["model"],
-            "dtype": "float32",
-            "enforce_eager": True,
-            "skip_tokenizer_init": True,
-            "disable_log_stats": True,
-            "block_size": 32,
-            "max_num_seqs": 8,
-            "seed": 0,
-            **config["args"],
-        }
-        if "connector" in config:
-            args["kv_transfer_config"] = instruments.transfer_config(config)
-        if "transfer" in config:
-            args["kv_transfer_config"] = config["transfer"]
-            instruments.scan_dicts_only()
+        args = engine_args(config)
         if config["layout_only"]:
             instruments.pack_no_weights()
         if config.get("fork_ranks"):

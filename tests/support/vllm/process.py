@@ -164,8 +164,9 @@ class EngineProcess:
     later step. ``layout_only``: it will never compute, so it needs no kernels of its model.
     ``gpu``: its pages are on a fake GPU (``fake_gpu_connector``). ``transfer``: vLLM's
     ``kv_transfer_config`` of any connector, which nothing then measures or disturbs; with
-    ``python``, in another interpreter. The constructor returns at once; the first call waits until
-    the engine is up.
+    ``python``, in another interpreter. ``variables``: environment variables that no import reads;
+    ``KVASS_SOCKET`` among them names ``socket`` instead of the options. The constructor returns at
+    once; the first call waits until the engine is up.
     """
 
     all_on_gpu: ClassVar[bool | None] = None
@@ -183,6 +184,7 @@ class EngineProcess:
         args: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
         start_timeout_s: float = 600.0,
         patient: bool = False,
         late: bool = False,
@@ -197,11 +199,13 @@ class EngineProcess:
         config["module"] = FAKE_GPU if gpu else "kvass.connectors.vllm"
         if socket is not None:
             # tests ``reset`` vLLM's own cache, so that the next hit comes from kvass
-            fixed = {"kvass.fixed_weights": True}
-            config["connector"] = {"kvass.socket": str(socket), **fixed, **(options or {})}
+            named = {} if "KVASS_SOCKET" in (variables or {}) else {"kvass.socket": str(socket)}
+            config["connector"] = {**named, "kvass.fixed_weights": True, **(options or {})}
         if transfer is not None:
             config["transfer"] = dict(transfer)
-        self._log, self._socket = log, socket
+        self._log = log
+        self._sockets = [socket] if socket is not None else []
+        """Of the daemons that its ranks use."""
         self._buffer = b""
         self._ranks: list[int] = []
         self._workers: dict[int, str] = {}
@@ -209,7 +213,7 @@ class EngineProcess:
         self._start_timeout_s = start_timeout_s
         self._ready = False
         self._child: subprocess.Popen[bytes] | Forked
-        env = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        env = {**os.environ, **ENVIRONMENT, **(environment or {}), **(variables or {})}
         with log.open("wb") as stderr:
             if self.template is not None and environment is None:
                 config["fork_ranks"] = True
@@ -241,7 +245,7 @@ class EngineProcess:
         if not self._ready:
             self._read(self._start_timeout_s)
             self._ready = True
-            self._workers = _children(self.pid)
+            self._workers = children(self.pid)
         return self
 
     def generate(self, *prompts: Prompt, timeout_s: float = 300.0) -> list[Answer]:
@@ -271,15 +275,16 @@ class EngineProcess:
 
     def _lost_stores(self) -> int:
         """Wait until nothing is being written. How many stores were lost until now: discarded by
-        the daemon, or never offered to it by this engine."""
-        until_s = time.monotonic() + COMMIT_S
-        with Client(str(self._socket)) as client:
-            while (status := client.status(COMMIT_S))["reservations"]:
-                assert time.monotonic() < until_s, f"still being written: {status}"
-                time.sleep(0.005)
-        counters: dict[str, int] = status["counters"]
-        discarded = sum(n for name, n in counters.items() if name.startswith("discarded_"))
-        return discarded + int(self.call("unstored"))
+        a daemon, or never offered by this engine."""
+        until_s, lost = time.monotonic() + COMMIT_S, 0
+        for socket in self._sockets:
+            with Client(str(socket)) as client:
+                while (status := client.status(COMMIT_S))["reservations"]:
+                    assert time.monotonic() < until_s, f"still being written: {status}"
+                    time.sleep(0.005)
+            counters: dict[str, int] = status["counters"]
+            lost += sum(n for name, n in counters.items() if name.startswith("discarded_"))
+        return lost + int(self.call("unstored"))
 
     def submit(self, *prompts: Prompt) -> None:
         """Start ``generate`` without waiting; ``answers`` must follow before anything else."""
@@ -403,7 +408,7 @@ class EngineProcess:
     def kill(self) -> None:
         """``kill -9`` all its processes. Idempotent."""
         if self._child.poll() is None:
-            self._workers |= _children(self.pid)
+            self._workers |= children(self.pid)
         self._child.send_signal(signal.SIGKILL)
         self._child.wait(10)
         for pid, began in self._workers.items():
@@ -491,7 +496,7 @@ class ServedEngine(EngineProcess):
         self.call(op, **fields)
 
 
-def _children(pid: int) -> dict[int, str]:
+def children(pid: int) -> dict[int, str]:
     """The live children of ``pid`` with their start times; without Python's resource tracker, which
     cleans up after the others and ends by itself."""
     found: list[int] = []
