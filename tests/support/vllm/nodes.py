@@ -88,14 +88,19 @@ class NodesEngine(EngineProcess):
 
     def _read(self, timeout_s: float) -> Any:
         """Its answer, or at once the end of another node, without which none would come."""
-        assert self._child.stdout is not None
-        theirs = {one._child.stdout: node for node, one in enumerate(self.others, 1)}
+        own, *theirs = (_output(one) for one in (self, *self.others))
         if not self._buffer:
-            ready = select.select([self._child.stdout, *theirs], [], [], timeout_s)[0]
-            if ready and self._child.stdout not in ready:
-                raise self._died(f"lost node {theirs[ready[0]]}")
+            ready = select.select([own, *theirs], [], [], timeout_s)[0]
+            if ready and own not in ready:
+                raise self._died(f"lost node {1 + theirs.index(ready[0])}")
         return super()._read(timeout_s)
 
     def _died(self, how: str) -> EngineDied:
         ends = [f"node {n}:\n{self.log(n)[-2000:]}" for n in range(1, len(self.logs))]
         return EngineDied("\n".join([str(super()._died(how)), *ends]))
+
+
+def _output(one: EngineProcess) -> int:
+    stream = one._child.stdout
+    assert stream is not None
+    return stream.fileno()
