@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -84,7 +85,7 @@ def test_b2_tensor_groups_are_consecutive_and_stages_stride_over_them(
         ({"rank": -2}, "-1 for its scheduler"),
     ],
 )
-def test_wrong_sizes(sizes: dict[str, int], says: str) -> None:
+def test_wrong_sizes(sizes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         ParallelStrategy(**sizes)
 

@@ -29,6 +29,7 @@ from kvass.testing.daemon import Daemon, running_daemon
 from kvass.testing.pages import RankMemory, WrongPageError
 from kvass.transfer.base import Job, Outcome
 from kvass.types import GroupLayout, I64Array, RankLayout
+from kvass.wire.channel import Channel
 
 T = TypeVar("T")
 CHUNK, BLOCK, BLOCKS = 16, 4, 256
@@ -320,6 +321,7 @@ def test_a_rank_that_came_back_has_proven_nothing(
     def come_back() -> None:
         before = client.connection
         assert before is not None
+        assert isinstance(before.channel, Channel)
         before.channel._sock.shutdown(socket.SHUT_RDWR)
         until(lambda: client.connection not in (None, before), "another connection")
 

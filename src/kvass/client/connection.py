@@ -42,7 +42,7 @@ from kvass.messages import (
     Request,
     Welcome,
 )
-from kvass.wire.channel import Channel
+from kvass.wire.channel import Channel, Transport
 from kvass.wire.framing import one_line
 from kvass.wire.places import check_folder, socket_places
 from kvass.wire.trust import check_daemon
@@ -60,7 +60,7 @@ class DaemonConnection:
     """A connection, made by ``open_connection``. ``users``: how many users it has: the connecting
     thread and each arena lease."""
 
-    def __init__(self, channel: Channel, path: str) -> None:
+    def __init__(self, channel: Transport, path: str) -> None:
         self.channel = channel
         self.path = path
         """The path of the daemon's socket."""
@@ -186,13 +186,15 @@ def _open(
     path: str, registration: Register | None, wants_arena: bool, daemon_uid: int | None
 ) -> DaemonConnection:
     check_folder(path)
-    connection = DaemonConnection(Channel.connect(path, HANDSHAKE_S), path)
+    channel = Channel.connect(path, HANDSHAKE_S)
+    connection = DaemonConnection(channel, path)
     with ExitStack() as undo:
         undo.callback(connection.end)
-        check_daemon(path, connection.channel.daemon_uid, daemon_uid)
+        check_daemon(path, channel.daemon_uid, daemon_uid)
         _greet(connection, wants_arena)
+        channel.decoder.limit = connection.welcome.limits.frame_bytes
         if wants_arena:
-            connection.arena = _map_arena(connection)
+            connection.arena = _map_arena(connection, channel)
             connection.populates = registration is None or registration.world_size == 1
         if registration is not None:
             _ask(connection, registration)
@@ -236,11 +238,10 @@ def _greet(connection: DaemonConnection, wants_arena: bool) -> None:
             "run both in one time namespace; uncached until then"
         )
     connection.welcome = welcome
-    connection.channel.decoder.limit = welcome.limits.frame_bytes
 
 
-def _map_arena(connection: DaemonConnection) -> memory.Arena:
-    fd, size = connection.channel.take_fd(), connection.welcome.arena_bytes
+def _map_arena(connection: DaemonConnection, channel: Channel) -> memory.Arena:
+    fd, size = channel.take_fd(), connection.welcome.arena_bytes
     if fd is None:
         raise RemoteError("the welcome came without the arena's descriptor")
     try:

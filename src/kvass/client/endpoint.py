@@ -91,11 +91,13 @@ class Endpoint(Reconnecting):
 
     def wait(self, seq: int, timeout_s: float) -> FromDaemon | None:
         """The reply to ``seq``; None if it is not here in time (0 polls): then wait again or
-        ``discard`` it. Raises ``Unavailable`` if its connection is gone."""
-        deadline_s, left_s = time.monotonic() + timeout_s, timeout_s
+        ``discard`` it. Raises ``Unavailable`` if its connection is gone. If the connection cannot
+        wait, it polls."""
         with self.lock:
             if self.connection is None:
                 raise Unavailable("the connection was lost before the answer")
+            timeout_s = timeout_s if self.connection.channel.waits else 0.0
+            deadline_s, left_s = time.monotonic() + timeout_s, timeout_s
             requests = self.connection.requests
             while not requests.answered(seq):
                 if left_s < 0:

@@ -4,11 +4,15 @@ writes and who reads. Only this file derives them from an engine's parallel conf
 Rank order is vLLM's: the ranks of a tensor-parallel group are consecutive, pipeline stages stride
 over them, so ``rank = stage * tp + tensor rank``. Data-parallel replicas are instances of their
 own.
+
+The ranks that reach one daemon are a *node*. To its daemon a node is an engine of its own: it
+registers with ranks and shards that are numbered from 0 on, and its name and its identity say which
+ranks of the engine they are (``ParallelStrategy.on``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -22,7 +26,8 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
 
     ``replicas`` consecutive ranks of a tensor-parallel group hold the same bytes: 1 for a dense
     model, ``tp`` under MLA, between them for GQA with fewer KV heads than ranks. They share one
-    shard; the first of them writes it, and all of them read it.
+    shard; the first of them writes it, and all of them read it. ``node``: the ranks that reach the
+    daemon of this process; empty: all of them do.
 
     Raises ``UsageError`` for sizes below 1, more than ``MAX_RANKS`` ranks, ``replicas`` that do not
     divide ``tp``, and a rank outside the world.
@@ -32,6 +37,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     pp: int = 1
     replicas: int = 1
     rank: int = SCHEDULER
+    node: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1 or self.ranks > MAX_RANKS:
@@ -50,35 +56,60 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     def at(self, rank: int) -> ParallelStrategy:
         return msgspec.structs.replace(self, rank=rank)
 
+    def on(self, ranks: Iterable[int]) -> ParallelStrategy:
+        """This process where ``ranks`` reach its daemon, and no others do."""
+        node = tuple(sorted(ranks))
+        return msgspec.structs.replace(self, node=() if len(node) == self.ranks else node)
+
     @property
     def ranks(self) -> int:
-        """Worker processes."""
+        """Worker processes, on all nodes."""
         return self.tp * self.pp
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks that reach the daemon of this process. The others below are numbers of this
+        node."""
+        return self.node or tuple(range(self.ranks))
+
+    @property
+    def number(self) -> int:
+        """This rank's number on its node; that of a scheduler is the same on all nodes."""
+        return self.rank if self.rank == SCHEDULER else self.here.index(self.rank)
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The engine's shards that this node holds."""
+        return tuple(sorted({rank // self.replicas for rank in self.here}))
 
     @property
     def world_size(self) -> int:
         """Distinct shards of a row."""
-        return self.ranks // self.replicas
+        return len(self.shards)
 
     @property
     def readers(self) -> tuple[int, ...]:
         """The ranks that read a match and release it: all ranks, also those that share a shard."""
-        return tuple(range(self.ranks))
+        return tuple(range(len(self.here)))
 
     @property
     def writers(self) -> tuple[int, ...]:
         """The rank that writes each shard, by shard."""
-        return tuple(range(0, self.ranks, self.replicas))
+        first = dict[int, int]()
+        for number, rank in enumerate(self.here):
+            first.setdefault(rank // self.replicas, number)
+        return tuple(first.values())
 
     @property
     def shard(self) -> int:
         """The shard this worker holds; 0 for a scheduler, which holds none."""
-        return max(self.rank, 0) // self.replicas
+        shard = max(self.rank, 0) // self.replicas
+        return self.shards.index(shard) if self.node and self.rank != SCHEDULER else shard
 
     @property
     def writes(self) -> bool:
         """Whether this process is the one that writes its shard."""
-        return self.rank in self.writers
+        return self.number in self.writers
 
     @property
     def last_stage(self) -> bool:
@@ -100,15 +131,34 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         """
         if (self.rank == SCHEDULER) != (layout is None):
             raise UsageError("layout: every worker gives one and a scheduler none")
+        if self.node:
+            instance = f"{instance}, {self.node_name}"
+            identity = {**identity, "node": self._node_text}
         return Register(
             instance=instance,
             identity=dict(identity),
             chunk_tokens=chunk_tokens,
-            rank=self.rank,
-            ranks=self.ranks,
+            rank=self.number,
+            ranks=len(self.here),
             world_size=self.world_size,
             shard=self.shard,
             writer=self.rank == SCHEDULER or self.writes,
             layout=layout,
             model=model,
         )
+
+    @property
+    def node_name(self) -> str:
+        """The ranks of this node, for people."""
+        runs = list[list[int]]()
+        for rank in self.here:
+            if runs and runs[-1][-1] == rank - 1:
+                runs[-1][1:] = [rank]
+            else:
+                runs.append([rank])
+        return f"ranks {', '.join('-'.join(map(str, run)) for run in runs)} of {self.ranks}"
+
+    @property
+    def _node_text(self) -> str:
+        """What a node's rows depend on, beside the engine's identity."""
+        return f"{self.node_name}: tp {self.tp}, pp {self.pp}, replicas {self.replicas}"

@@ -22,6 +22,7 @@ from kvass.testing.pages import RankMemory
 from kvass.transfer.base import Done, Job, Mover, U8Array
 from kvass.transfer.host import HostMover
 from kvass.types import I64Array, Slots
+from kvass.wire.channel import Channel
 
 MakeMover = Callable[[Sequence[U8Array], Sequence[GroupPlanes]], Mover]
 
@@ -147,5 +148,7 @@ def hang_up(client: Endpoint) -> None:
     with client.lock:
         client.closed = True
         if client.connection is not None:
-            client.connection.channel._sock.shutdown(sockets.SHUT_RDWR)
+            channel = client.connection.channel
+            assert isinstance(channel, Channel)
+            channel._sock.shutdown(sockets.SHUT_RDWR)
     client.close()

@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import time
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -32,11 +32,41 @@ _SO_PEERGROUPS: Final = 59  # not in Python's socket module
 _GROUPS_BYTES: Final = 1024  # the most Python's getsockopt takes: 256 groups
 
 
+class Transport(Protocol):
+    """What carries the messages of one connection. ``Channel`` is a socket; what is in another
+    machine's reach travels in an engine's steps (``client/steps.py``)."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``receive`` can wait for what comes next."""
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether sent messages still wait in this process."""
+
+    def send(self, message: AnyMessage) -> None:
+        """Send ``message`` without waiting. Raises as ``Channel.send``."""
+
+    def receive(self, timeout_s: float) -> list[FromDaemon]:
+        """As ``Channel.receive``."""
+
+    def fileno(self) -> int:
+        """As ``Channel.fileno``."""
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+
+    def drop(self) -> None:
+        """Close this process's copy alone."""
+
+
 class Channel:
     """A client's end of one connection. Not thread-safe; does not survive a fork.
 
     ``decoder.limit``: the largest payload in bytes, either way.
     """
+
+    waits: Final = True
 
     def __init__(self, sock: socket.socket) -> None:
         self.decoder = framing.from_daemon()
