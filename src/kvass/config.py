@@ -100,6 +100,8 @@ class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_P
     (``engine/tier_rows.py``). 0: they are not announced."""
     verify: Annotated[int, Meta(ge=0)] | None = None
     """After the first copies, verify those of one in so many jobs (``engine/verifier.py``)."""
+    several_machines: bool = False
+    """The engine's ranks may be on several machines (``engine/nodes.py``)."""
     sync_load_ms: Annotated[float, Meta(ge=0)] = 2.0
     """The most milliseconds of copies inside a step (``engine/in_step.py``)."""
 

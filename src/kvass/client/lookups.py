@@ -45,7 +45,9 @@ PENDING: Final = Pending()
 
 UNASKED: Final = ("no_daemon", "not_sent", "clearing")
 """The reasons in ``Found.why`` of lookups that no daemon got."""
-CLIENTS: Final = (*UNASKED, "no_answer", "refused")
+OTHER_NODE: Final = "other_node"
+"""The reason of a hit that the daemon of another node of the engine cut (``nodes.py``)."""
+CLIENTS: Final = (*UNASKED, "no_answer", "refused", OTHER_NODE)
 """The reasons in ``Found.why`` that the daemon does not know."""
 
 
@@ -167,9 +169,9 @@ class Lookups:
         budget_s: float | None,
     ) -> None:
         self.budget_s = budget_s
+        self.readers = readers
         self._client = client
         self._step = step
-        self._readers = readers
         self._spare = spare
         self._chunk_tokens = chunk_tokens
         self._of: dict[str, RequestLookup] = {}
@@ -232,6 +234,11 @@ class Lookups:
         if (lookup := self._of.pop(request, None)) is not None:
             self._void(lookup)
 
+    def restart(self, request: str) -> None:
+        """Give back the match of ``request``. What is asked next has what is left of its time."""
+        if (lookup := self._of.get(request)) is not None:
+            self._void(lookup)
+
     def give_back_all(self) -> None:
         """``give_back`` for all requests."""
         for request in list(self._of):
@@ -281,7 +288,7 @@ class Lookups:
             )
             lookup.why = lookup.why or "no_answer"
             return 0.0
-        message.readers, message.spare, message.writing = self._readers, self._spare, True
+        message.readers, message.spare, message.writing = self.readers, self._spare, True
         left_s = lookup.give_up_s - time.monotonic()
         message = msgspec.structs.replace(
             message,
@@ -332,11 +339,15 @@ class Lookups:
             return None
         if reply is None:
             assert lookup.connection is not None
-            now_s = time.monotonic()
-            acknowledged = lookup.seq in lookup.connection.requests.promoting
+            requests, now_s = lookup.connection.requests, time.monotonic()
+            if lookup.seq in requests.under_way:
+                return PENDING
+            acknowledged = lookup.seq in requests.promoting
             if now_s < lookup.give_up_s and (acknowledged or now_s < lookup.acknowledged_by_s):
                 return PENDING
             client.counters["timeouts"] += 1
+            if not lookup.connection.channel.waits:  # else who waited has noted it
+                client.silent_since(now_s)
             client.discard(lookup.seq)
             lookup.why = lookup.why or "no_answer"
             lookup.end(lookup.match)  # the match of the first lookup

@@ -155,6 +155,13 @@ class Reconnecting(ABC):
             self._incomplete = False
         self.start()
 
+    def register_as(self, registration: Register) -> None:
+        """Register so from now on, on a new connection."""
+        with self.lock:
+            self.registration = registration
+            if self.connection is not None:
+                self.lose(self.connection, None)
+
     def connect(self, timeout_s: float) -> Welcome:
         """Wait for a connection. Raises ``Unavailable``, ``Incompatible``, ``UntrustedDaemon`` or
         ``Refused`` as soon as an attempt fails that ends after this call began."""

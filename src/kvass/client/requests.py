@@ -45,6 +45,8 @@ class OpenRequests:
         """Requests for which the daemon sent ``Promoting``: their reply may take long."""
         self.abandoned: set[int] = set()
         """Requests whose reply nobody will fetch."""
+        self.under_way: set[int] = set()
+        """Requests that a step is to carry to the daemon and has not (``steps.py``)."""
         self._expected: dict[int, type[m.FromDaemon]] = {}
         self._replies: dict[int, m.FromDaemon] = {}
 
@@ -71,7 +73,8 @@ class OpenRequests:
 
     def void(self) -> None:
         """Forget all requests and replies, because the connection is lost."""
-        for table in (self._expected, self._replies, self.promoting, self.abandoned):
+        tables = self._expected, self._replies, self.promoting, self.abandoned, self.under_way
+        for table in tables:
             table.clear()
 
     def fetch(self, seq: int) -> m.FromDaemon:

@@ -117,12 +117,12 @@ class SchedulerClient(Endpoint):
     ) -> None:
         super().__init__(socket, registration, incomplete=incomplete, daemon_uid=daemon_uid)
         self._reset = NamespaceReset(self, registration)
-        ranks = tuple(range(registration.ranks) if readers is None else readers)
+        ranks = range(registration.ranks) if readers is None else readers
         self.step = StepBudget(step_wait_s)
         self.lookups = Lookups(
             self,
             self.step,
-            readers=None if ranks == (0,) else ranks,
+            readers=_readers(ranks),
             spare=spare,
             chunk_tokens=registration.chunk_tokens,
             budget_s=lookup_budget_s,
@@ -131,6 +131,21 @@ class SchedulerClient(Endpoint):
         self._reserve_wait_s = reserve_wait_s
         self._giver: DaemonConnection | None = None
         """The connection of the first match or grant that was taken since ``handed_over``."""
+
+    def move(self, registration: Register, readers: Sequence[int]) -> None:
+        """Register as ``registration`` says, on a new connection. Generation and state stay."""
+        before = self._reset.registration
+        moved = msgspec.structs.replace(
+            registration,
+            identity={**before.identity, **registration.identity},
+            generation=before.generation,
+            uncached=before.uncached,
+        )
+        with self.lock:
+            self.lookups.give_back_all()
+            self.lookups.readers = _readers(readers)
+            self._reset.registration = moved
+            self.register_as(moved)
 
     @property
     def answering(self) -> bool:
@@ -424,3 +439,8 @@ class SchedulerClient(Endpoint):
         began_s = time.monotonic()
         self._reset.new_generation(self.step.left_s, token)
         self.step.spend(began_s)
+
+
+def _readers(ranks: Sequence[int]) -> tuple[int, ...] | None:
+    """The ranks that release a match, as ``Lookups`` takes them."""
+    return None if tuple(ranks) == (0,) else tuple(ranks)

@@ -96,6 +96,11 @@ class WorkerClient(Endpoint):
         """Whether nothing that the current connection does not know of is in use, and the daemon
         has been told."""
 
+    def register_as(self, registration: Register) -> None:
+        with self.lock:
+            self._rank = registration.rank
+            super().register_as(registration)
+
     def arena(self, boot: bytes, given_s: float = math.inf) -> ArenaLease | None:
         """The arena of ``boot``, to copy rows given at ``given_s`` (by default now).
 

@@ -82,7 +82,8 @@ class Copier:
         self._held = held
         self._setup = setup
         self._make_mover = make_mover
-        self._strategy = setup.strategy.at(rank)
+        self.strategy = setup.strategy.at(rank)
+        """This rank, and which others reach its daemon."""
         self._boundary = boundary
         self._client: WorkerClient | None = None
         self._mover: Mover | None = None
@@ -110,7 +111,7 @@ class Copier:
         """Register this rank's KV caches with the daemon. If the engine made other KV caches
         before, call ``close`` first. After a sleep of the engine the KV caches are in the same
         place, so no call is needed."""
-        registration = self._setup.register(self._strategy, memory.layout)
+        registration = self._setup.register(self.strategy, memory.layout)
         registration.cache_bytes = memory.cache_bytes
         self._planes, self._owners = memory.planes, memory.owners
         self._mover = self._client = self._comparer = None
@@ -131,7 +132,17 @@ class Copier:
             return None
         from kvass.engine.comparer import Comparer
 
-        return Comparer(memory, self._strategy.rank, self._boundary, self._make_mover)
+        return Comparer(memory, self.strategy.rank, self._boundary, self._make_mover)
+
+    @property
+    def client(self) -> WorkerClient | None:
+        """This rank's connection; None before ``attach``."""
+        return self._client
+
+    @property
+    def daemon(self) -> tuple[str, int | None]:
+        """Where its daemon is, and of which user."""
+        return self._setup.socket, self._setup.daemon_uid
 
     # ------------------------------------------------------------ a step
 
@@ -161,7 +172,7 @@ class Copier:
         self._note_adapters(work.number or self._step_number)
         if work.step == 0:
             return
-        stores = work.stores if self._strategy.writes else []
+        stores = work.stores if self.strategy.writes else []
         self._open[work.step] = len(stores) + len(work.checks) + 1
         for store in stores:
             good = self._computed_well(store.adapter, store.first_step, store.computed)
@@ -173,7 +184,7 @@ class Copier:
             good = self._computed_well(load.adapter, check.first_step, check.computed)
             if not good or not self._boundary.run(False, self._begin_check, check):
                 self._boundary.run(None, self._settle, load)
-                refused = Compared(load.request, self._strategy.rank, error="not begun")
+                refused = Compared(load.request, self.strategy.rank, error="not begun")
                 self._check_ended(check, refused)
         self._count_down(work.step)
 
@@ -195,7 +206,7 @@ class Copier:
         raised.
         """
         if (work := self._unstored) is not None:
-            skipped = not (self._strategy.last_stage and work.computes)
+            skipped = not (self.strategy.last_stage and work.computes)
             self.store(work, self._computed and skipped)
 
     def results(self, computed: bool = True) -> tuple[set[str], set[str]]:
@@ -243,7 +254,7 @@ class Copier:
         sizes = tuple(planes.block_bytes for planes in self._planes)
         verified = self._verifier.loads_verified(self._planes)
         in_step = self._mover is not None and self._mover.copies_now
-        return {self._strategy.rank: Copied(*copied, sizes, verified, in_step)}
+        return {self.strategy.rank: Copied(*copied, sizes, verified, in_step)}
 
     def take_bad_blocks(self) -> set[int]:
         """The ids of the blocks that this rank could not load inside the step."""
@@ -360,7 +371,7 @@ class Copier:
             self._planes, copy.blocks, copy.slots, skips, strict=True
         ):
             if ids and planes.planes:
-                offsets = where.offsets(self._strategy.shard, planes.shard_bytes)
+                offsets = where.offsets(self.strategy.shard, planes.shard_bytes)
                 drop = -len(ids) % planes.chunk_blocks
                 table = np.array(ids + (0,) * drop, np.int64).reshape(-1, planes.chunk_blocks)
                 plans.append(plan_copy(planes, table, offsets, skip=skip, drop=drop))
@@ -444,7 +455,7 @@ class Copier:
         if self._verifier is not None:
             self.traffic.add(self._verifier.take_counts())
         if done.outcome == "differs":
-            self._wrong.append(f"rank {self._strategy.rank}: {done.error}")
+            self._wrong.append(f"rank {self.strategy.rank}: {done.error}")
         if done.outcome == "lost" and not any(kept is self._owners for kept in _lost):
             _lost.append(self._owners)
         if isinstance(copy, Store):

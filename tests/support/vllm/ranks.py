@@ -91,7 +91,8 @@ class StubModelRank:
     @property
     def shard(self) -> int:
         """Which shard this rank holds."""
-        return int(self.copier._strategy.shard)
+        strategy = self.copier.strategy
+        return int(strategy.rank // strategy.replicas)
 
     def run(self, work: Any, forward: bool = True) -> Any:
         """Call one step's hooks as the model runner does, with or without a ``forward`` pass.
@@ -109,9 +110,9 @@ class StubModelRank:
                 self.connector.wait_for_save()
             ended = self.connector.get_transfer_results(set())
             report = self.connector.build_connector_worker_meta()
-        if deferred and self.copier._strategy.last_stage:  # after the drafter
+        if deferred and self.copier.strategy.last_stage:  # after the drafter
             self.connector.wait_for_save()
-        if not deferred or self.copier._strategy.last_stage:
+        if not deferred or self.copier.strategy.last_stage:
             self.connector.clear_connector_metadata()
         return KVConnectorOutput(
             finished_recving=ended.finished_recving,
@@ -170,6 +171,8 @@ class Ranks:
 
         self.all = list(ranks)
         self._aggregator = KVOutputAggregator(len(self.all))
+        self.report: Any = None
+        """Of the last step."""
 
     def run(self, work: Any, forward: bool = True) -> dict[str, Any]:
         """One step on every rank; returns the arguments for ``SchedulerHarness.finish``."""
@@ -182,7 +185,8 @@ class Ranks:
         assert sums is not None
         sum_ = sums.kv_connector_output
         assert sum_ is not None
-        report, failed = sum_.kv_connector_worker_meta, sum_.failed_recving
+        self.report, failed = sum_.kv_connector_worker_meta, sum_.failed_recving
+        report = self.report
         return {
             "reported": report.steps if report is not None else {},
             "received": (sum_.finished_recving or set()) - failed,
@@ -223,7 +227,8 @@ class StubModelEngine:
         world = SchedulerHarness(None, configs=(config, caches), asynchronous=asynchronous)
         made, workers = [], workers or strategy
         for number in range(workers.ranks):
-            theirs, own = configs(extra, strategy=workers.at(number), **options)
+            its = {**extra, "kvass.socket": self._socket_of(number, socket)}
+            theirs, own = configs(its, strategy=workers.at(number), **options)
             theirs.kv_transfer_config.engine_id = config.kv_transfer_config.engine_id
             made.append(StubModelRank(theirs, own))
         self._begin(world, made, shapes or [("full", world.hash_tokens, 0, 2)])
@@ -234,6 +239,10 @@ class StubModelEngine:
         begin = self.client.begin_reserve
         # Grants come at once, unless ``delay_grants`` says otherwise.
         self.client.begin_reserve = lambda items, width, wait=True: begin(items, width)
+
+    def _socket_of(self, rank: int, socket: str) -> str:
+        """The daemon that a rank reaches."""
+        return socket
 
     @classmethod
     def over(cls, core: Any, connector: Any) -> StubModelEngine:

@@ -124,6 +124,11 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     spare = _spare_chunks(vllm_config, kv_cache_config, chunk_tokens)
     each_block = hash_tokens == blocks[0] == unit and not spare
     blend = None
+    if options.several_machines and (options.shadow or options.blend or options.blend_oracle):
+        raise ConfigError(
+            "kvass.several_machines does not work with kvass.blend and kvass.shadow: use one of "
+            "them"
+        )
     if options.blend or options.blend_oracle:
         if options.shadow:
             raise ConfigError("kvass.shadow does not work with kvass.blend: use one of them")
@@ -163,6 +168,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         blend_oracle=options.blend_oracle,
         shadow=float(options.shadow),
         verification=replace(verdict.verification, every=options.verify),
+        several_nodes=options.several_machines,
         sync_load_s=0.0 if blend else _sync_load_s(options),
         model=options.model_id or source,
         weights=weights_name,
@@ -316,8 +322,8 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         yield "prefill context parallelism is not supported"
     if ranks > MAX_RANKS:
         yield f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
-    if parallel.nnodes_within_dp > 1:
-        yield "an engine whose ranks are on several machines is not supported"
+    if parallel.nnodes_within_dp > 1 and not asks_for(vllm_config, "kvass.several_machines"):
+        yield "for an engine whose ranks are on several machines set kvass.several_machines"
     if names := _connectors_that_must_fail(vllm_config):
         yield (
             f"kv_load_failure_policy is fail for {', '.join(names)}, and vLLM has one policy for "

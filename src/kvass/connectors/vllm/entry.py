@@ -25,10 +25,17 @@ def _shadow() -> type[Connector]:
     return ShadowConnector
 
 
+def _nodes() -> type[Connector]:
+    from kvass.connectors.vllm.nodes_connector import NodesConnector
+
+    return NodesConnector
+
+
 CLASSES: Final[dict[str, Callable[[], type[Connector]]]] = {
     "kvass.blend": _blend,
     "kvass.blend_oracle": _blend,
     "kvass.shadow": _shadow,
+    "kvass.several_machines": _nodes,
 }
 """The class of the connector, by the first of these options that is set."""
 

@@ -1,0 +1,541 @@
+"""The scheduler's client of an engine whose ranks may reach several daemons: that of its own node,
+which asks the others', too (``steps.py``).
+
+Laws of this file:
+
+- A hit is what all nodes have. The own daemon is asked first, and a miss there is a miss. The
+  others are asked for what it has. The shortest answer is the hit.
+- Of a hit that needs all rows, longer answers are cut. Else they are given back, and asked for
+  again as far as the shortest goes: ``ROUNDS`` times, then it is a miss.
+- A reserve is granted by all nodes or given back by all. Each node stores the rows that it lacks,
+  because a node whose daemon was restarted, or is smaller, lacks more than others.
+- What the caller gets of several nodes is under one number, with the times of the earliest end. It
+  is settled on all nodes, or handed over on all.
+- While some rank's daemon is not known, or has no connection, nothing matches and nothing is
+  stored.
+- While all ranks reach the daemon of the scheduler, the client does what its base class does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from kvass.client.connection import BOOT_BYTES, DaemonConnection
+from kvass.client.lookups import OTHER_NODE, PENDING, BlockHashes, Found, Match, Pending
+from kvass.client.reset import GENERATION_BYTES
+from kvass.client.scheduler import (
+    SEND_APART,
+    Prefetching,
+    Reserving,
+    SchedulerClient,
+    SendApart,
+)
+from kvass.client.steps import FromAgent, RelayedGrant, RelayedMatch, StepClient
+from kvass.messages import (
+    NO_CONTEXT,
+    Grant,
+    Granted,
+    Register,
+    RequestContext,
+    ReserveItem,
+)
+from kvass.types import Slots
+
+ROUNDS: Final = 2
+SETTLED_S: Final = 1.0
+"""After ranks reached other daemons, how long nothing more must come of that before nodes are made
+anew: while a daemon is restarted, its ranks reach the new one at different times."""
+
+
+@dataclass(frozen=True)
+class RankNews:
+    """What a rank reports. ``boot``: of the daemon that it reached last, if that is news. ``form``:
+    which nodes it knows. ``agent``: what its agent returns."""
+
+    boot: bytes = b""
+    form: int = 0
+    agent: FromAgent | None = None
+
+
+@dataclass
+class _Asked:
+    """The lookup of one request on all nodes. ``chunks``: how many are asked for; None: all."""
+
+    chunks: int | None = None
+    rounds: int = 0
+
+
+@dataclass(slots=True)
+class ReservingAll(Reserving):
+    """A reserve on all nodes. ``parts``: by node, the own one first. ``form``: how often nodes had
+    been made. ``answers``: theirs, and the connections on which they came."""
+
+    parts: tuple[Reserving, ...] = ()
+    form: int = 0
+    answers: dict[int, tuple[Granted | SendApart | None, DaemonConnection | None]] = field(
+        default_factory=dict
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one node lent: ``number`` is its lease or reservation, with the times that its daemon
+    said. ``rows``: of each group that is stored, which of the rows of all nodes it has."""
+
+    boot: bytes
+    number: int
+    given_s: float
+    deadline_s: float
+    slots: tuple[Slots, ...]
+    rows: tuple[tuple[int, ...], ...] = ()
+
+
+class NodesClient(SchedulerClient):
+    """``ranks``: how many the engine has. ``registered``: how the scheduler registers with the
+    daemon that these ranks reach, and which numbers they have there. ``cuts``: hits need all rows,
+    so they can be cut. Other arguments as those of ``SchedulerClient``."""
+
+    def __init__(
+        self,
+        socket: str,
+        registration: Register,
+        *,
+        ranks: int,
+        registered: Callable[[Iterable[int]], tuple[Register, tuple[int, ...]]],
+        cuts: bool,
+        spare: int = 0,
+        daemon_uid: int | None = None,
+    ) -> None:
+        super().__init__(socket, registration, spare=spare, incomplete=True, daemon_uid=daemon_uid)
+        self._ranks, self._registered, self._cuts, self._spare = ranks, registered, cuts, spare
+        self._boots: dict[int, bytes] = {}
+        """Which daemon each rank reached last."""
+        self._news_s = 0.0
+        self.nodes: tuple[tuple[int, ...], ...] = ()
+        """The ranks of each node, the own one first; empty: not known yet."""
+        self.form = 0
+        """How often nodes were made."""
+        self._others: tuple[StepClient, ...] = ()
+        self._asked: dict[str, _Asked] = {}
+        self._matches: dict[int, tuple[Match, ...]] = {}
+        """What all nodes lent for a match that was taken, by the lease of the own node."""
+        self._grants: dict[int, tuple[Part | None, ...]] = {}
+        """What all nodes lent, by the number that stands for it."""
+        self._numbers = itertools.count(1)
+        self._was_cleared = False
+        """Whether the namespace was cleared: nodes that are found later clear theirs."""
+
+    # ------------------------------------------------------------ nodes
+
+    @property
+    def _clients(self) -> tuple[SchedulerClient, ...]:
+        """The clients of all nodes. Call methods of the base class with them."""
+        return (self, *self._others)
+
+    @property
+    def others(self) -> tuple[StepClient, ...]:
+        """The clients of the other nodes."""
+        return self._others
+
+    @property
+    def owes(self) -> bool:
+        """Whether a step should bring something to another node."""
+        return any(node.owes for node in self._others)
+
+    def reported(self, news: Mapping[int, RankNews]) -> None:
+        """Take in what ranks reported after a step."""
+        for rank, one in news.items():
+            if one.boot and one.boot != self._boots.get(rank):
+                self._boots[rank], self._news_s = one.boot, time.monotonic()
+            if one.agent is not None and one.form == self.form:
+                for node, ranks in zip(self._others, self.nodes[1:], strict=True):
+                    if rank == ranks[0]:
+                        node.arrived(one.agent)
+
+    def _make_nodes(self) -> None:
+        """Make the nodes, once it is known which ranks reach one daemon."""
+        connection = self.connection
+        if connection is None or len(self._boots) < self._ranks:
+            return
+        of_boot = dict[bytes, list[int]]()
+        for rank in range(self._ranks):
+            of_boot.setdefault(self._boots[rank], []).append(rank)
+        own = of_boot.pop(connection.boot, None)
+        if own is None:  # a daemon was restarted, and not all have noticed
+            return
+        nodes = (tuple(own), *map(tuple, of_boot.values()))
+        if nodes == self.nodes:
+            return
+        if self.nodes and time.monotonic() - self._news_s < SETTLED_S:
+            return
+        moves = len(nodes) > 1 or len(self.nodes) > 1
+        self._void()
+        self.nodes, self.form = nodes, self.form + 1
+        self._others = tuple(map(self._client_of, nodes[1:]))
+        if moves:
+            self.move(*self._registered(own))
+            said = "; ".join(node.name for node in self._others) or "no other one"
+            self._say(logging.INFO, f"other daemons of this engine: {said}")
+
+    def _client_of(self, ranks: tuple[int, ...]) -> StepClient:
+        """The client of the node of ``ranks``, which registers with our identity and state."""
+        ours, (terms, readers) = self.registration, self._registered(ranks)
+        assert ours is not None
+        terms = msgspec.structs.replace(
+            terms,
+            identity={**ours.identity, **terms.identity},
+            generation=ours.generation,
+            uncached=ours.uncached,
+        )
+        name = terms.instance.rpartition(", ")[2]
+        node = StepClient(name, terms, readers=readers, spare=self._spare)
+        if self._was_cleared:
+            node.clear(0.0)
+        return node
+
+    def _void(self) -> None:
+        """Nothing that was lent counts any more: the ranks and we register anew."""
+        self._asked.clear()
+        self._matches.clear()
+        self._grants.clear()
+        for node in self._others:
+            node.close()
+
+    @property
+    def _boot_of_all(self) -> bytes:
+        """What stands for the boots of all daemons; empty: one of them is not there."""
+        connections = [self.connection, *(node.connection for node in self._others)]
+        boots = [one.boot for one in connections if one is not None]
+        if len(boots) < len(connections):
+            return b""
+        return blake2b(b"".join(boots), digest_size=BOOT_BYTES).digest()
+
+    @property
+    def answering(self) -> bool:
+        ready = bool(self.nodes) and all(node.answering for node in self._others)
+        return ready and super().answering
+
+    @property
+    def resetting(self) -> bool:
+        return super().resetting or any(node.resetting for node in self._others)
+
+    def new_step(self) -> None:
+        super().new_step()
+        for node in self._others:
+            node.new_step()
+        self._make_nodes()
+
+    def close(self) -> None:
+        for node in self._others:
+            node.close()
+        super().close()
+
+    # ------------------------------------------------------------ reading
+
+    def look_up(
+        self,
+        request: str,
+        digests: bytes,
+        width: int,
+        first: int,
+        context: RequestContext = NO_CONTEXT,
+        blocks: BlockHashes | None = None,
+    ) -> Found:
+        if not self._others:
+            return super().look_up(request, digests, width, first, context, blocks)
+        if any(not node.connected for node in self._others):
+            self.give_back(request)
+            return Found(None, "no_daemon")
+        if self.resetting:
+            return Found(None, "clearing")
+        asked = self._asked.setdefault(request, _Asked())
+        while True:
+            keys = digests if asked.chunks is None else digests[: asked.chunks * width]
+            own = super().look_up(request, keys, width, first, context, blocks)
+            if not isinstance(own.match, Match):
+                if own.match is None:
+                    self.give_back(request)
+                return own
+            found = self._ask_others(request, keys, width, context, blocks, own.match)
+            matches = [own.match, *(one.match for one in found if isinstance(one.match, Match))]
+            if len(matches) <= len(found):
+                if any(one.match is None for one in found):
+                    self.give_back(request)
+                    return own._replace(match=None, why=OTHER_NODE)
+                return Found(PENDING, promoting=any(one.promoting for one in found))
+            end = min((match.chunks, match.blocks) for match in matches)
+            cut = end < (own.match.chunks, own.match.blocks)
+            if self._cuts or all((one.chunks, one.blocks) == end for one in matches):
+                why = OTHER_NODE if cut else own.why
+                return own._replace(match=self._together(matches), why=why)
+            asked.chunks, asked.rounds = end[0] + self._spare, asked.rounds + 1
+            if asked.rounds > ROUNDS:
+                self.give_back(request)
+                return own._replace(match=None, why=OTHER_NODE)
+            for client, match in zip(self._clients, matches, strict=True):
+                if match.chunks > end[0]:
+                    client.lookups.restart(request)
+
+    def _ask_others(
+        self,
+        request: str,
+        digests: bytes,
+        width: int,
+        context: RequestContext,
+        blocks: BlockHashes | None,
+        own: Match,
+    ) -> list[Found]:
+        """What the other nodes have of what ``own`` has."""
+        context = msgspec.structs.replace(context, reported=False)
+        keys = digests[: (own.chunks + self._spare) * width]
+
+        def within(chunk: int) -> bytes:
+            hashes = b"" if blocks is None else blocks(chunk)
+            return hashes[: own.blocks * width] if chunk == own.chunks else hashes
+
+        limit = None if blocks is None else within
+        return [
+            node.look_up(request, keys, width, own.first, context, limit) for node in self._others
+        ]
+
+    def _together(self, matches: Sequence[Match]) -> Match:
+        """What all of ``matches`` have."""
+        own, (chunks, blocks) = matches[0], min((one.chunks, one.blocks) for one in matches)
+        rows = chunks - own.first + (blocks > 0)
+        return msgspec.structs.replace(
+            own,
+            boot=self._boot_of_all,
+            chunks=chunks,
+            blocks=blocks,
+            deadline_s=min(one.deadline_s for one in matches),
+            slots=tuple(each.first(rows) for each in own.slots) if self._cuts else own.slots,
+        )
+
+    def take(self, request: str) -> Match | None:
+        if not self._others:
+            return super().take(request)
+        self._asked.pop(request, None)
+        matches = [super().take(request), *(node.take(request) for node in self._others)]
+        taken = [match for match in matches if match is not None]
+        if len(taken) < len(matches):
+            for client, match in zip(self._clients, matches, strict=True):
+                if match is not None:
+                    SchedulerClient.release(client, match.boot, match.lease)
+            return None
+        together = self._together(taken)
+        self._matches[together.lease] = tuple(taken)
+        return together
+
+    def give_back(self, request: str) -> None:
+        self._asked.pop(request, None)
+        super().give_back(request)
+        for node in self._others:
+            node.give_back(request)
+
+    def release(self, boot: bytes, lease: int) -> None:
+        if not self._others:
+            super().release(boot, lease)
+            return
+        for client, match in zip(self._clients, self._matches.pop(lease, ()), strict=False):
+            SchedulerClient.release(client, match.boot, match.lease)
+
+    def prefetch(
+        self,
+        request: str,
+        digests: bytes,
+        width: int,
+        first: int = 0,
+        tenant: str = "",
+        budget_s: float = 60.0,
+    ) -> Prefetching | None:
+        own = super().prefetch(request, digests, width, first, tenant, budget_s)
+        for node in self._others if own is not None else ():
+            one = node.prefetch(request, digests, width, first, tenant, budget_s)
+            if one is not None:
+                node.leave_prefetch(one)
+        return own
+
+    def end_prefetch(self, one: Prefetching) -> None:
+        super().end_prefetch(one)
+        for node in self._others:
+            if node.connection is not None:
+                node.end_prefetch(Prefetching(one.request, 0, node.connection))
+
+    def end_session(self, context: RequestContext) -> bool:
+        told = [node.end_session(context) for node in self._others]
+        return super().end_session(context) and all(told)
+
+    # ------------------------------------------------------------ writing
+
+    def begin_reserve(
+        self, items: Sequence[ReserveItem], width: int, wait: bool = True
+    ) -> Reserving | None:
+        if not self._others:
+            return super().begin_reserve(items, width, wait)
+        parts = list[Reserving]()
+        for client in self._clients if self.answering else ():
+            part = SchedulerClient.begin_reserve(client, items, width, wait and not parts)
+            if part is None:
+                break
+            parts.append(part)
+        own = parts[0] if parts else None
+        if own is None or len(parts) < len(self._clients):
+            for client, sent in zip(self._clients, parts, strict=False):
+                SchedulerClient.give_up(client, sent)
+            return None
+        return ReservingAll(own.seq, own.items, own.asked_s, own.wait_s, tuple(parts), self.form)
+
+    def granted(self, reserving: Reserving) -> Granted | SendApart | Pending | None:
+        if not isinstance(reserving, ReservingAll):
+            return super().granted(reserving)
+        if reserving.form != self.form:
+            return None
+        answers = reserving.answers
+        for number, (client, part) in enumerate(zip(self._clients, reserving.parts, strict=True)):
+            if number not in answers:
+                came_on, answer = client.connection, SchedulerClient.granted(client, part)
+                if not isinstance(answer, Pending):
+                    answers[number] = answer, came_on
+        if len(answers) < len(reserving.parts):
+            return PENDING
+        grants = [self._valid(number, reserving) for number in range(len(answers))]
+        granted = [one for one in grants if one is not None]
+        if len(granted) == len(grants):
+            self._giver = self._giver or self.connection
+            return self._all(granted)
+        self._abort_all(reserving)
+        apart = any(isinstance(answer, SendApart) for answer, _ in answers.values())
+        return SEND_APART if apart else None
+
+    def _valid(self, number: int, reserving: ReservingAll) -> Granted | None:
+        """The grant of a node, if it came on the connection that the node has."""
+        answer, came_on = reserving.answers.get(number, (None, None))
+        valid = isinstance(answer, Granted) and came_on is self._clients[number].connection
+        return answer if valid and isinstance(answer, Granted) else None
+
+    def _all(self, granted: Sequence[Granted]) -> Granted:
+        """What all nodes granted, as one answer: for each item the rows that any of them granted,
+        under one number."""
+        items = zip(*(one.grants for one in granted), strict=True)
+        return Granted(
+            boot=self._boot_of_all,
+            given_s=granted[0].given_s,
+            deadline_s=min(one.deadline_s for one in granted),
+            grants=[self._one(granted, grants) for grants in items],
+        )
+
+    def _one(self, granted: Sequence[Granted], grants: Sequence[Grant]) -> Grant:
+        """The grants of all nodes for one item, as one."""
+        together = Grant(
+            later=min((grant.later for grant in grants if grant.later >= 0), default=-1),
+            refused=tuple(sorted({c for grant in grants for c in grant.refused or ()})),
+            kept=min(grant.kept for grant in grants),
+            error=next((grant.error for grant in grants if grant.error), ""),
+        )
+        if not (lent := [grant.rows() for grant in grants if grant.reservation]):
+            return together
+        union = [sorted(set().union(*chunks)) for chunks in zip(*lent, strict=True)]
+        together.which = tuple(map(tuple, union))
+        together.chunks = tuple(sorted(set().union(*union)))
+        together.slots = tuple(Slots(extents=((place,),)) for place in range(len(union)))
+        together.reservation = next(self._numbers)
+        self._grants[together.reservation] = tuple(
+            _part(one, grant, together.which) if grant.reservation else None
+            for one, grant in zip(granted, grants, strict=True)
+        )
+        return together
+
+    def _abort_all(self, reserving: ReservingAll) -> None:
+        """Give back what some nodes granted."""
+        for number, client in enumerate(self._clients):
+            if (granted := self._valid(number, reserving)) is not None:
+                for grant in granted.grants:
+                    if grant.reservation:
+                        SchedulerClient.abort(client, granted.boot, grant.reservation)
+
+    def give_up(self, reserving: Reserving) -> None:
+        if not isinstance(reserving, ReservingAll):
+            super().give_up(reserving)
+        elif reserving.form == self.form:
+            self._abort_all(reserving)
+            for number, (client, part) in enumerate(
+                zip(self._clients, reserving.parts, strict=True)
+            ):
+                if number not in reserving.answers:
+                    SchedulerClient.give_up(client, part)
+
+    def abort(self, boot: bytes, reservation: int) -> None:
+        if not self._others:
+            super().abort(boot, reservation)
+            return
+        for client, part in zip(self._clients, self._grants.pop(reservation, ()), strict=False):
+            if part is not None:
+                SchedulerClient.abort(client, part.boot, part.number)
+
+    # ------------------------------------------------------------ the rest
+
+    def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
+        if not self._others:
+            return super().handed_over(leases, reservations, boot)
+        connection, known = self.connection, all(lease in self._matches for lease in leases)
+        if connection is None or boot != self._boot_of_all or not known:
+            return False
+        own = [self._grants[number][0] for number in reservations if number in self._grants]
+        if len(own) < len(reservations):
+            return False
+        numbers = [part.number for part in own if part is not None]
+        return super().handed_over(leases, numbers, connection.boot)
+
+    def lent_to_read(self, lease: int) -> tuple[Part, ...]:
+        """What each node lent of a match that was handed over; empty: nothing. Asked once."""
+        matches = self._matches.pop(lease, ())
+        return tuple(_lent(match, match.lease, match.slots) for match in matches)
+
+    def lent_to_write(self, reservation: int) -> tuple[Part | None, ...]:
+        """What each node lent of a grant that was handed over; empty: nothing. Asked once."""
+        return self._grants.pop(reservation, ())
+
+    def tell_uncached(self, why: str) -> None:
+        for client in self._clients:
+            SchedulerClient.tell_uncached(client, why)
+
+    def clear(self, timeout_s: float) -> bool:
+        self._was_cleared = True
+        self._asked.clear()
+        for node in self._others:
+            node.clear(0.0)
+        return super().clear(timeout_s) and not self.resetting
+
+    def new_generation(self, token: bytes = b"") -> None:
+        self._asked.clear()
+        token = token or os.urandom(GENERATION_BYTES)
+        for client in self._clients:
+            SchedulerClient.new_generation(client, token)
+
+
+def place(slots: Slots) -> int | None:
+    """Which of ``Part.slots`` stand for ``slots`` of a grant of all nodes; None: the group is not
+    stored."""
+    return slots.extents[0][0] if slots.extents else None
+
+
+def _lent(lent: Match | Granted, number: int, slots: tuple[Slots, ...]) -> Part:
+    """What the node of ``lent`` lent, in the time of its daemon."""
+    shift_s = lent.shift_s if isinstance(lent, RelayedMatch | RelayedGrant) else 0.0
+    return Part(lent.boot, number, lent.given_s + shift_s, lent.deadline_s + shift_s, slots)
+
+
+def _part(granted: Granted, grant: Grant, which: Sequence[Sequence[int]]) -> Part:
+    """What a node lent of the rows ``which``."""
+    places = zip(which, grant.rows(), strict=True)
+    rows = tuple(tuple(map(chunks.index, own)) for chunks, own in places)
+    return replace(_lent(granted, grant.reservation, grant.slots), rows=rows)

@@ -1,0 +1,353 @@
+"""The connection of an engine's scheduler to the daemon of another node, through the engine's own
+steps: ``StepClient`` in the scheduler, ``Relay`` in the *agent*, the first rank of that node.
+
+What the scheduler sends travels in a step's work (``ToAgent``), what the daemon answers in the
+report of a step (``FromAgent``). The agent's connection is that of a scheduler, and it passes on
+today's messages. ``kvass`` opens no port, and daemons do not talk to each other.
+
+Laws of this file:
+
+- Nobody waits. The agent sends what came and returns what is there; ``StepClient.wait`` polls.
+- A message is of one connection of the agent, and is dropped where another one is.
+- What the scheduler learns of, a lease or a reservation, is handed over already: the agent sends
+  ``HandedOver`` before it returns the answer. So the daemon keeps it until the ranks settle it,
+  whatever becomes of the agent's connection. The scheduler gives it back through the node's ranks.
+- No clock of another machine is compared with one here. The agent says how much time is left. The
+  scheduler counts that from when it asked, which is earlier than when the agent read its clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from kvass.client.connection import DaemonConnection
+from kvass.client.reconnecting import Reconnecting
+from kvass.client.requests import OpenRequests
+from kvass.client.scheduler import SchedulerClient
+from kvass.errors import KvassError, RemoteError, Unavailable, UsageError
+from kvass.messages import (
+    Abort,
+    AnyMessage,
+    Error,
+    FromClient,
+    FromDaemon,
+    Granted,
+    HandedOver,
+    Matched,
+    Promoting,
+    Register,
+    Release,
+    Welcome,
+)
+
+Settling = Release | Abort
+"""What gives back a lease or a reservation that no rank was told of."""
+
+
+class RelayedMatch(Matched, tag="relayed_match"):
+    """A match of another node. Its times are such of the scheduler's clock; ``shift_s`` later they
+    are those that the daemon said."""
+
+    shift_s: float = 0.0
+
+
+class RelayedGrant(Granted, tag="relayed_grant"):
+    """A grant of another node, as ``RelayedMatch``."""
+
+    shift_s: float = 0.0
+
+
+@dataclass
+class ToAgent:
+    """What a step brings to an agent. ``number``: of the last that had messages. ``messages``: for
+    its connection number ``epoch``. ``registration``: how the agent registers from now on; None: as
+    before."""
+
+    number: int = 0
+    epoch: int = 0
+    messages: list[FromClient] = field(default_factory=list)
+    registration: Register | None = None
+
+
+@dataclass
+class FromAgent:
+    """What an agent returns. ``number``: of the last ``ToAgent``. ``epoch``: the number of its
+    connection; 0: it has none, because of ``failure``. ``welcome``, ``registered``: of a connection
+    that is new. ``answers``: with the time at which the agent read its clock."""
+
+    number: int = 0
+    epoch: int = 0
+    failure: str = ""
+    welcome: Welcome | None = None
+    registered: Register | None = None
+    answers: list[tuple[FromDaemon, float]] = field(default_factory=list)
+
+
+# ---------------------------------------------------------------- in the agent
+
+
+class Relay(Reconnecting):
+    """The agent's connection. Used from the engine's thread of its rank."""
+
+    def __init__(self, socket: str, daemon_uid: int | None, registration: Register) -> None:
+        super().__init__(socket, registration, daemon_uid=daemon_uid)
+        self._epoch = 0
+        self._answers: list[FromDaemon] = []
+        self._number = 0
+        """Of the last ``ToAgent``."""
+        self._told: tuple[int, int, str] | None = None
+        """The number that was returned, that of the connection, and why there is none."""
+        self.start()
+
+    def _on_connected(self) -> None:
+        self._epoch += 1
+        self._answers = []
+
+    def _read(self, timeout_s: float = 0.0) -> None:
+        if (connection := self.connection) is not None:
+            try:
+                self._answers += connection.channel.receive(timeout_s)
+            except (Unavailable, RemoteError) as error:
+                self.lose(connection, error)
+
+    def send(self, to: ToAgent) -> None:
+        """Pass on what a step brought."""
+        with self.lock:
+            self._number = to.number
+            if to.registration is not None:
+                self.register_as(to.registration)
+            for message in to.messages:
+                self._send(message, to.epoch)
+
+    def _send(self, message: FromClient, epoch: int) -> None:
+        connection = self.connection
+        if connection is None or epoch != self._epoch:
+            if isinstance(message, Register):
+                self.register_as(message)
+            return
+        try:
+            connection.channel.send(message)
+        except UsageError as error:
+            self._answers.append(Error(seq=message.seq, code="limit", text=str(error)))
+        except Unavailable as error:
+            self.lose(connection, error)
+        else:
+            if isinstance(message, Register):
+                self.registration = connection.registration = message
+            if connection.channel.wants_write:
+                self.wake()
+
+    def take(self, most_s: float = 0.0) -> FromAgent | None:
+        """What came since the last call; None: nothing. If an answer is due, wait for it for at
+        most ``most_s``."""
+        with self.lock:
+            self._read(most_s if self._number != (self._told or (0,))[0] else 0.0)
+            connection, answers = self.connection, self._answers
+            self._answers = []
+            if connection is not None and not self._keep(connection, answers):
+                connection = None
+            now_s, news, told = time.monotonic(), FromAgent(self._number), self._told
+            if connection is None:
+                news.failure = "" if self._failure is None else str(self._failure)
+            else:
+                news.epoch = self._epoch
+                news.answers = [(answer, now_s) for answer in answers]
+            if connection is not None and (told is None or told[1] != news.epoch):
+                news.welcome, news.registered = connection.welcome, connection.registration
+            self._told = news.number, news.epoch, news.failure
+            return news if news.answers or self._told != told else None
+
+    def _keep(self, connection: DaemonConnection, answers: Sequence[FromDaemon]) -> bool:
+        """Have the daemon keep what it lent in ``answers`` until the ranks settle it. False: the
+        connection is lost, so it is void."""
+        leases = [one.lease for one in answers if isinstance(one, Matched) and one.lease]
+        grants = [g for one in answers if isinstance(one, Granted) for g in one.grants]
+        reservations = [grant.reservation for grant in grants if grant.reservation]
+        if not leases and not reservations:
+            return True
+        lent = HandedOver(
+            boot=connection.boot, leases=tuple(leases), reservations=tuple(reservations)
+        )
+        try:
+            connection.channel.send(lent)
+        except Unavailable as error:
+            self.lose(connection, error)
+            return False
+        if connection.channel.wants_write:
+            self.lose(connection, Unavailable("the daemon does not read"))
+            return False
+        return True
+
+
+# ---------------------------------------------------------------- in the scheduler
+
+
+class StepChannel:
+    """What carries a ``StepClient``'s messages: lists, which steps empty and fill."""
+
+    waits: Final = False
+    wants_write: Final = False
+
+    def __init__(self, epoch: int, under_way: set[int]) -> None:
+        """``under_way``: as ``OpenRequests.under_way``."""
+        self.epoch, self._under_way = epoch, under_way
+        self.sent: list[FromClient] = []
+        self.settled: list[Settling] = []
+        """What the ranks of the node are to give back."""
+        self._arrived: list[FromDaemon] = []
+        self._asked_s: dict[int, float] = {}
+        """When each open request was sent, by ``seq``."""
+
+    def send(self, message: AnyMessage) -> None:
+        if isinstance(message, Release | Abort):
+            self.settled.append(message)
+            return
+        if isinstance(message, HandedOver):  # the agent has handed it over already
+            message = HandedOver(
+                boot=message.boot,
+                results=message.results,
+                prefill_tokens_s=message.prefill_tokens_s,
+            )
+            if not message.results and not message.prefill_tokens_s:
+                return
+        if message.seq:
+            self._asked_s[message.seq] = time.monotonic()
+            self._under_way.add(message.seq)
+        self.sent.append(message)  # type: ignore[arg-type]  # a client sends nothing else
+
+    def receive(self, timeout_s: float) -> list[FromDaemon]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def arrive(self, answers: Sequence[tuple[FromDaemon, float]]) -> None:
+        """Take in what the agent returned."""
+        for answer, read_s in answers:
+            asked_s = self._asked_s.get(answer.seq, 0.0)
+            if not isinstance(answer, Matched | Granted):
+                self._arrived.append(answer)
+            else:
+                self._arrived.append(_relayed(answer, read_s - asked_s))
+            if not isinstance(answer, Promoting):  # the answer itself comes later
+                self._asked_s.pop(answer.seq, None)
+                self._under_way.discard(answer.seq)
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        """Nothing to do: the agent has the socket."""
+
+    drop = close
+
+
+def _relayed(answer: Matched | Granted, shift_s: float) -> RelayedMatch | RelayedGrant:
+    """``answer`` in the scheduler's time: ``shift_s`` earlier than the daemon said."""
+    fields: dict[str, Any] = msgspec.structs.asdict(answer)
+    fields["given_s"] -= shift_s
+    fields["deadline_s"] -= shift_s
+    kind = RelayedMatch if isinstance(answer, Matched) else RelayedGrant
+    return kind(**fields, shift_s=shift_s)
+
+
+class StepClient(SchedulerClient):
+    """The scheduler's client of another node. In each step call ``outgoing``, and ``arrived`` with
+    what the agent returned.
+
+    ``registration``, ``readers``: of the node. Nothing connects here: the agent does.
+    """
+
+    def __init__(
+        self, name: str, registration: Register, *, readers: Sequence[int], spare: int
+    ) -> None:
+        super().__init__("", registration, readers=readers, spare=spare)
+        self.name = name
+        self.failure = ""
+        """Why the agent has no connection, as it said last."""
+        self._settled: list[Settling] = []
+        self._told: Register | None = None
+        """The registration that the agent knows."""
+        self._number = 0
+        self._steps: deque[tuple[int, list[int]]] = deque()
+        """The requests of each step that has not come back, by its ``ToAgent.number``."""
+
+    def start(self) -> None:
+        """Nothing to do: the agent connects."""
+
+    def connect(self, timeout_s: float) -> Welcome:
+        """The welcome of the agent's connection. Raises ``Unavailable`` if it has none."""
+        if (connection := self.connection) is None:
+            raise Unavailable(f"no daemon of {self.name}")
+        return connection.welcome
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is something that a step should bring to the node."""
+        channel = self._channel
+        sent = channel is not None and (channel.sent or channel.settled)
+        return bool(sent or self._settled or self._told is not self.registration)
+
+    @property
+    def _channel(self) -> StepChannel | None:
+        channel = None if self.connection is None else self.connection.channel
+        assert channel is None or isinstance(channel, StepChannel)
+        return channel
+
+    def lose(self, connection: DaemonConnection, error: KvassError | None) -> None:
+        if connection is self.connection and (channel := self._channel) is not None:
+            self._settled += channel.settled
+        super().lose(connection, error)
+
+    def outgoing(self) -> tuple[ToAgent, list[Settling]]:
+        """What the next step brings to the agent, and what all ranks of the node give back."""
+        with self.lock:
+            to, channel = ToAgent(), self._channel
+            settled, self._settled = self._settled, []
+            if channel is not None:
+                to.epoch, to.messages, channel.sent = channel.epoch, channel.sent, []
+                settled, channel.settled = settled + channel.settled, []
+            if to.messages:
+                self._number += 1
+                self._steps.append((self._number, [one.seq for one in to.messages]))
+            to.number = self._number
+            if self._told is not self.registration:
+                if not any(isinstance(message, Register) for message in to.messages):
+                    to.registration = self.registration
+                self._told = self.registration
+            return to, settled
+
+    def arrived(self, news: FromAgent) -> None:
+        """Take in what the agent returned."""
+        with self.lock:
+            channel, self.failure = self._channel, news.failure
+            if channel is not None and channel.epoch != news.epoch:
+                assert self.connection is not None
+                self.lose(self.connection, Unavailable(news.failure or f"{self.name}: lost"))
+                channel = None
+            if news.welcome is not None and _alike(news.registered, self.registration):
+                requests = OpenRequests()
+                channel = StepChannel(news.epoch, requests.under_way)
+                connection = DaemonConnection(channel, self.name)
+                connection.requests = requests
+                connection.welcome, connection.registration = news.welcome, self.registration
+                connection.registered_s = time.monotonic()
+                self._connected(connection)
+            while self._steps and self._steps[0][0] <= news.number:
+                _, seqs = self._steps.popleft()
+                if self.connection is not None:
+                    self.connection.requests.under_way.difference_update(seqs)
+            if channel is not None:
+                channel.arrive(news.answers)
+                self._read()
+
+
+def _alike(one: Register | None, other: Register | None) -> bool:
+    """Whether these are one registration, sent twice."""
+    if one is None or other is None:
+        return False
+    return msgspec.structs.replace(one, seq=0) == msgspec.structs.replace(other, seq=0)

@@ -1,0 +1,111 @@
+"""``NodesConnector``, the connector of an engine on several machines: vLLM gets it with
+``kvass.several_machines``.
+
+A file of vLLM's version (see ``adapt.py``). It is imported only with that option. What the
+scheduler sends to daemons of other machines, and what they answer, is a part of what vLLM sends to
+the workers and gets from them (``engine/nodes.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvass.client.nodes import NodesClient, RankNews
+from kvass.connectors.vllm.adapt import StepMetadata, StepReport
+from kvass.connectors.vllm.connector import Connector
+from kvass.engine.nodes import NodeRank, NodesWork, SharedWork, share_out
+from kvass.engine.planner import Planner
+from kvass.engine.setup import EngineSetup
+
+
+@dataclass
+class NodesMetadata(SharedWork, StepMetadata):
+    """A step's work by node. vLLM pickles it."""
+
+
+@dataclass
+class NodesReport(StepReport):
+    """The workers' report. ``news``: by rank."""
+
+    news: dict[int, RankNews] = field(default_factory=dict)
+
+    def aggregate(self, other: StepReport) -> StepReport:
+        """The sum of this report and ``other``."""
+        both = super().aggregate(other)
+        news = other.news if isinstance(other, NodesReport) else {}
+        return _with_news(both, self.news | news)
+
+
+class NodesConnector(Connector):
+    """vLLM's connector for an engine on several machines."""
+
+    _metadata = NodesMetadata
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._node_rank: NodeRank | None = None
+        if self._copier is not None:
+            self._node_rank = NodeRank(self._copier, self._boundary)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """The step's loads and stores by node, and what agents pass on."""
+        work = super().build_connector_meta(scheduler_output)
+        if isinstance(work, NodesMetadata) and self._setup is not None:
+            work.nodes = self._run(self._planner, None, _share_out, self._setup, work)
+        return work
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Pass the workers' reports to the planner, and what agents returned to its client."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, NodesReport) and report.news:
+            self._run(self._planner, None, _reported, report.news)
+        super().update_connector_output(connector_output)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep running steps, also because agents have something to do."""
+        return super().has_pending_push_work() or self._run(self._planner, False, _owes)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Begin the loads of this rank's node."""
+        nothing = NodesMetadata()
+        super().bind_connector_metadata(
+            self._run(self._node_rank, nothing, NodeRank.own_part, connector_metadata)
+        )
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        """The worker's report, with what the scheduler is to know of its daemon."""
+        report = super().build_connector_worker_meta()
+        if (rank := self._node_rank) is None:
+            return report
+        news = self._run(rank, None, NodeRank.news)
+        if report is None and news is None:
+            return None
+        return _with_news(report or StepReport(), {} if news is None else {rank.rank: news})
+
+    def shutdown(self) -> None:
+        """End the agent's connection, and the rest as the base class."""
+        self._run(self._node_rank, None, NodeRank.close)
+        super().shutdown()
+
+
+def _with_news(report: StepReport, news: dict[int, RankNews]) -> NodesReport:
+    values = {each.name: getattr(report, each.name) for each in fields(StepReport)}
+    return NodesReport(**values, news=news)
+
+
+def _client(planner: Planner) -> NodesClient:
+    assert isinstance(planner.client, NodesClient)
+    return planner.client
+
+
+def _share_out(planner: Planner, setup: EngineSetup, work: NodesMetadata) -> NodesWork | None:
+    return share_out(_client(planner), setup, work)
+
+
+def _reported(planner: Planner, news: dict[int, RankNews]) -> None:
+    _client(planner).reported(news)
+
+
+def _owes(planner: Planner) -> bool:
+    return _client(planner).owes

@@ -1,0 +1,71 @@
+"""``StubModelEngine`` whose ranks reach several daemons (``engine/nodes.py``)."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvass.client.parallel import ParallelStrategy
+from kvass.testing.daemon import Daemon
+from tests.support.vllm.ranks import StubModelEngine, until
+
+
+class NodesEngine(StubModelEngine):
+    """Rank ``r`` reaches ``daemons[where[r]]``, the scheduler the first one. All that travels
+    between scheduler and ranks is pickled, as vLLM does."""
+
+    def __init__(
+        self,
+        daemons: Sequence[Daemon],
+        where: Sequence[int],
+        strategy: ParallelStrategy,
+        *,
+        more: dict[str, object] | None = None,
+        **options: Any,
+    ) -> None:
+        self.daemons, self.where = daemons, where
+        self.steps = 0
+        more = {"kvass.several_machines": True, **(more or {})}
+        super().__init__(daemons[0].socket, strategy=strategy, more=more, **options)
+
+    def _socket_of(self, rank: int, socket: str) -> str:
+        return self.daemons[self.where[rank]].socket
+
+    def run_ranks(self, output: Any, work: Any) -> Any:
+        self.steps += 1
+        return super().run_ranks(output, sent(work))
+
+    def step(self) -> Any:
+        output = super().step()
+        if (report := self.ranks.report) is not None:
+            connector = self.world.connector
+            connector._run(connector._planner, None, reported, sent(report))
+        return output
+
+    def wait_connected(self) -> None:
+        """Step until all nodes are found and answer."""
+        until(lambda: self.step() and self.client.answering and self._all_there(), "all nodes")
+
+    def _all_there(self) -> bool:
+        """Whether no rank is missing at any daemon."""
+        return all(not one["missing_ranks"] for one in self._instances())
+
+    def _instances(self) -> list[Any]:
+        return [one for daemon in self.daemons for one in daemon.status()["engines"]]
+
+    def generate(self, name: str, tokens: Iterable[int], max_tokens: int = 2) -> Any:
+        request = super().generate(name, tokens, max_tokens)
+        for daemon in self.daemons:
+            daemon.wait_until(reservations=0)
+        return request
+
+
+def reported(planner: Any, report: Any) -> None:
+    """What ``NodesConnector.update_connector_output`` does with what agents returned."""
+    planner.client.reported(report.news)
+
+
+def sent(value: Any) -> Any:
+    """What arrives of ``value``, which vLLM pickles."""
+    return pickle.loads(pickle.dumps(value))  # noqa: S301 - of this process
