@@ -38,6 +38,8 @@ REASONS: Final[dict[str, str]] = {
     "too_long": "{Rest} is more than one lookup can ask for.",
     "ranks_missing": "Not all ranks of the engine were connected to the daemon.",
     "no_daemon": "The engine was not connected to the daemon.",
+    "other_node": "The engine's ranks use several daemons, and a hit is what all of them have: "
+    "{detail}.",
     "no_answer": "The daemon did not answer in time.",
     "not_sent": "The lookup was not sent: too many requests were open, or it was too large.",
     "refused": "The daemon refused the lookup. The engine's log says why.",

@@ -45,10 +45,10 @@ PENDING: Final = Pending()
 
 UNASKED: Final = ("no_daemon", "not_sent", "clearing")
 """The reasons in ``Found.why`` of lookups that no daemon got."""
+CLIENTS: Final = (*UNASKED, "no_answer", "refused")
+"""The reasons in ``Found.why`` that the daemon does not know."""
 OTHER_NODE: Final = "other_node"
 """The reason of a hit that the daemon of another node of the engine cut (``nodes.py``)."""
-CLIENTS: Final = (*UNASKED, "no_answer", "refused", OTHER_NODE)
-"""The reasons in ``Found.why`` that the daemon does not know."""
 
 
 class Found(NamedTuple):
@@ -66,6 +66,8 @@ class Found(NamedTuple):
     """Whether a pending answer waits for tiers, or for what another engine stores."""
     whole: int = 0
     """``Matched.whole`` of the last answer."""
+    detail: str = ""
+    """More about ``why``, for people."""
 
 
 class LookupState(Enum):

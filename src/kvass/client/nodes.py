@@ -102,7 +102,7 @@ class Part:
 class NodesClient(SchedulerClient):
     """``ranks``: how many the engine has. ``registered``: how the scheduler registers with the
     daemon that these ranks reach, and which numbers they have there. ``cuts``: hits need all rows,
-    so they can be cut. Other arguments as those of ``SchedulerClient``."""
+    so they can be cut. ``tokens``: how many tokens so many chunks and blocks have. Other arguments as those of ``SchedulerClient``."""
 
     def __init__(
         self,
@@ -112,11 +112,13 @@ class NodesClient(SchedulerClient):
         ranks: int,
         registered: Callable[[Iterable[int]], tuple[Register, tuple[int, ...]]],
         cuts: bool,
+        tokens: Callable[[int, int], int],
         spare: int = 0,
         daemon_uid: int | None = None,
     ) -> None:
         super().__init__(socket, registration, spare=spare, incomplete=True, daemon_uid=daemon_uid)
         self._ranks, self._registered, self._cuts, self._spare = ranks, registered, cuts, spare
+        self._tokens = tokens
         self._boots: dict[int, bytes] = {}
         """Which daemon each rank reached last."""
         self._news_s = 0.0
@@ -130,6 +132,8 @@ class NodesClient(SchedulerClient):
         """What all nodes lent for a match that was taken, by the lease of the own node."""
         self._grants: dict[int, tuple[Part | None, ...]] = {}
         """What all nodes lent, by the number that stands for it."""
+        self._said = self._uncached = ""
+        """What the own daemon shows of nodes that are lost, and of this engine."""
         self._numbers = itertools.count(1)
         self._was_cleared = False
         """Whether the namespace was cleared: nodes that are found later clear theirs."""
@@ -160,10 +164,23 @@ class NodesClient(SchedulerClient):
                 for node, ranks in zip(self._others, self.nodes[1:], strict=True):
                     if rank == ranks[0]:
                         node.arrived(one.agent)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Log which node has no daemon, and have the own daemon show it."""
+        lost = [node for node in self._others if node.connection is None and node.failure]
+        said = "; ".join(f"the daemon of {node.name}: {node.failure}" for node in lost)
+        if said != self._said:
+            self._said = said
+            if said:
+                self.note("nodes_lost", f"runs uncached: {said}", again=True)
+            super().tell_uncached(self._uncached or said)
 
     def _make_nodes(self) -> None:
         """Make the nodes, once it is known which ranks reach one daemon."""
         connection = self.connection
+        if any(node.astray for node in self._others):
+            self.nodes = ()
         if connection is None or len(self._boots) < self._ranks:
             return
         of_boot = dict[bytes, list[int]]()
@@ -177,7 +194,7 @@ class NodesClient(SchedulerClient):
             return
         if self.nodes and time.monotonic() - self._news_s < SETTLED_S:
             return
-        moves = len(nodes) > 1 or len(self.nodes) > 1
+        moves = len(nodes) > 1 or bool(self._others)
         self._void()
         self.nodes, self.form = nodes, self.form + 1
         self._others = tuple(map(self._client_of, nodes[1:]))
@@ -263,27 +280,44 @@ class NodesClient(SchedulerClient):
             own = super().look_up(request, keys, width, first, context, blocks)
             if not isinstance(own.match, Match):
                 if own.match is None:
-                    self.give_back(request)
+                    self._asked.pop(request, None)
+                    for node in self._others:
+                        node.give_back(request)
                 return own
             found = self._ask_others(request, keys, width, context, blocks, own.match)
             matches = [own.match, *(one.match for one in found if isinstance(one.match, Match))]
             if len(matches) <= len(found):
-                if any(one.match is None for one in found):
-                    self.give_back(request)
-                    return own._replace(match=None, why=OTHER_NODE)
+                for node, one in zip(self._others, found, strict=True):
+                    if one.match is None:
+                        return self._missed(request, own, node, first)
                 return Found(PENDING, promoting=any(one.promoting for one in found))
             end = min((match.chunks, match.blocks) for match in matches)
-            cut = end < (own.match.chunks, own.match.blocks)
-            if self._cuts or all((one.chunks, one.blocks) == end for one in matches):
-                why = OTHER_NODE if cut else own.why
-                return own._replace(match=self._together(matches), why=why)
+            ends = [(match.chunks, match.blocks) for match in matches]
+            shortest = ends.index(end)
+            if self._cuts or ends.count(end) == len(ends):
+                if shortest:
+                    own = self._cut(own, self._others[shortest - 1], *end)
+                return own._replace(match=self._together(matches))
             asked.chunks, asked.rounds = end[0] + self._spare, asked.rounds + 1
             if asked.rounds > ROUNDS:
-                self.give_back(request)
-                return own._replace(match=None, why=OTHER_NODE)
+                node = self._others[max(0, shortest - 1)]
+                return self._missed(request, own, node, first)
             for client, match in zip(self._clients, matches, strict=True):
                 if match.chunks > end[0]:
                     client.lookups.restart(request)
+
+    def _missed(self, request: str, own: Found, node: StepClient, first: int) -> Found:
+        """The answer if a node has nothing of what the own daemon has."""
+        missed = self._cut(own, node, first, 0)
+        self.give_back(request)
+        return missed._replace(match=None)
+
+    def _cut(self, own: Found, node: StepClient, chunks: int, blocks: int) -> Found:
+        """``own``, with the reason that a node has no more."""
+        assert isinstance(own.match, Match)
+        has, of = self._tokens(chunks, blocks), self._tokens(own.match.chunks, own.match.blocks)
+        detail = f"{node.name} had {has:,} of {of:,} tokens"
+        return own._replace(why=OTHER_NODE, detail=detail)
 
     def _ask_others(
         self,
@@ -505,6 +539,7 @@ class NodesClient(SchedulerClient):
         return self._grants.pop(reservation, ())
 
     def tell_uncached(self, why: str) -> None:
+        self._uncached = why
         for client in self._clients:
             SchedulerClient.tell_uncached(client, why)
 

@@ -157,6 +157,11 @@ class SchedulerClient(Endpoint):
         """Whether a clear or a new generation is not confirmed yet. Nothing matches until it is."""
         return self._reset.pending
 
+    @property
+    def owes(self) -> bool:
+        """Whether something waits for a step of the engine (``steps.py``)."""
+        return False
+
     def new_step(self) -> None:
         """Begin a scheduler step: renew the wait budget, read replies, continue resets."""
         self.step.renew()

@@ -269,9 +269,16 @@ class StepClient(SchedulerClient):
         self.name = name
         self.failure = ""
         """Why the agent has no connection, as it said last."""
+        self.astray = False
+        """Whether the daemon may keep what nobody here knows of: the connection was lost, and the
+        daemon still runs. The node's ranks must register anew."""
+        self._boot = b""
+        """Of the last connection."""
         self._settled: list[Settling] = []
         self._told: Register | None = None
         """The registration that the agent knows."""
+        self._alive = False
+        """Whether the agent's connection is that of ``connection``."""
         self._number = 0
         self._steps: deque[tuple[int, list[int]]] = deque()
         """The requests of each step that has not come back, by its ``ToAgent.number``."""
@@ -287,10 +294,11 @@ class StepClient(SchedulerClient):
 
     @property
     def owes(self) -> bool:
-        """Whether there is something that a step should bring to the node."""
+        """Whether there is something that a step should bring to the node, or is bringing."""
         channel = self._channel
         sent = channel is not None and (channel.sent or channel.settled)
-        return bool(sent or self._settled or self._told is not self.registration)
+        told = self._told is self.registration
+        return bool(sent or self._settled or self._steps or not told)
 
     @property
     def _channel(self) -> StepChannel | None:
@@ -301,6 +309,7 @@ class StepClient(SchedulerClient):
     def lose(self, connection: DaemonConnection, error: KvassError | None) -> None:
         if connection is self.connection and (channel := self._channel) is not None:
             self._settled += channel.settled
+            self._boot, self.astray = connection.boot, self._alive
         super().lose(connection, error)
 
     def outgoing(self) -> tuple[ToAgent, list[Settling]]:
@@ -327,7 +336,8 @@ class StepClient(SchedulerClient):
             channel, self.failure = self._channel, news.failure
             if channel is not None and channel.epoch != news.epoch:
                 assert self.connection is not None
-                self.lose(self.connection, Unavailable(news.failure or f"{self.name}: lost"))
+                self._alive = False
+                self.lose(self.connection, Unavailable(news.failure or "it is gone"))
                 channel = None
             if news.welcome is not None and _alike(news.registered, self.registration):
                 requests = OpenRequests()
@@ -336,6 +346,7 @@ class StepClient(SchedulerClient):
                 connection.requests = requests
                 connection.welcome, connection.registration = news.welcome, self.registration
                 connection.registered_s = time.monotonic()
+                self.astray, self._alive = connection.boot == self._boot, True
                 self._connected(connection)
             while self._steps and self._steps[0][0] <= news.number:
                 _, seqs = self._steps.popleft()

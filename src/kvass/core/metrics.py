@@ -158,6 +158,7 @@ MISSES: Final[dict[str, str]] = {
     "no_answer": "The daemon did not answer the engine in time, or refused.",
     "load_failed_here": "Their copy into the engine failed or was late.",
     "cheaper_to_compute": "L1 had them, or a part, and computing them was faster than loading.",
+    "other_node": "The daemon of another node of the engine had fewer of them.",
     "not_loaded": "L1 had them, but the engine took them from elsewhere or computed them.",
 }
 """Why a lookup missed tokens that it asked for."""

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import Final
 
-from kvass.client.lookups import CLIENTS
+from kvass.client.lookups import CLIENTS, OTHER_NODE
 from kvass.client.scheduler import SchedulerClient
 from kvass.engine.boundary import log
 from kvass.engine.observers import Observer
@@ -108,8 +108,8 @@ class Explainer(Observer):
 
     def answered(self, state: RequestState, answer: Answer, first: bool) -> None:
         """Note why, if the daemon does not know it."""
-        if answer.why in CLIENTS:
-            self.note(state, answer.local, answer.why)
+        if answer.why in (*CLIENTS, OTHER_NODE):
+            self.note(state, answer.local, answer.why, answer.detail)
         hit, why = answer.end - answer.local, answer.why or "the prompt"
         log.debug("%s: %d tokens match, ended by %s", state.short_name, hit, why)
 
@@ -119,7 +119,7 @@ class Explainer(Observer):
         if state is not None and answer is not None and answer.end > answer.local:
             self.note(state, answer.local, LOAD_FAILED)
 
-    def note(self, state: RequestState, local: int, why: str) -> None:
+    def note(self, state: RequestState, local: int, why: str, detail: str = "") -> None:
         """Note a reason. The engine may look up a waiting request in each step, so the same reason
         is noted once."""
         if state.noted == why:
@@ -127,7 +127,7 @@ class Explainer(Observer):
         state.noted = why
         name, tokens = state.short_name, state.request.known_tokens
         self._notes.pop(name, None)
-        self._notes[name] = LookupNote(name, why, time.monotonic(), tokens, local)
+        self._notes[name] = LookupNote(name, why, time.monotonic(), tokens, local, detail)
         if len(self._notes) > MOST_NOTES:
             self._notes.popitem(last=False)
 

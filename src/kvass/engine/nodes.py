@@ -22,6 +22,7 @@ from kvass.client.steps import Relay, Settling, ToAgent
 from kvass.client.worker import WorkerClient
 from kvass.engine.boundary import Boundary
 from kvass.engine.copier import Copier
+from kvass.engine.hit_limits import HitLimits
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load, StepWork, Store
 from kvass.messages import Register, Release
@@ -78,6 +79,7 @@ def nodes_client(setup: EngineSetup) -> NodesClient:
         ranks=setup.strategy.ranks,
         registered=registered,
         cuts=setup.hits_whole_prompts,
+        tokens=HitLimits(setup).tokens,
         spare=setup.spare,
         daemon_uid=setup.daemon_uid,
     )

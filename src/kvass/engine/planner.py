@@ -245,7 +245,8 @@ class Planner:
             else:
                 inside = self.in_step.tokens(state.request, match, local, local + hit)
         asked, now_s = end - local, time.monotonic()
-        answer = Answer(local, local + hit, named, asked, why, tiers, found.boot, now_s)
+        said = found.boot, now_s, found.detail
+        answer = Answer(local, local + hit, named, asked, why, tiers, *said)
         first, state.in_step = state.answered(answer), inside
         for each in self._observers:
             each.answered(state, answer, first)
@@ -463,8 +464,9 @@ class Planner:
 
     def storing(self) -> bool:
         """Whether the engine must keep stepping: ``StorePlanner.storing``, or a KV event is
-        pending."""
-        return self.stores.storing() or (self.events is not None and self.events.pending)
+        pending, or the client owes something to a daemon that only steps reach."""
+        events = self.events is not None and self.events.pending
+        return self.stores.storing() or events or self.client.owes
 
     def frees_blocks(self) -> bool:
         """As ``StorePlanner.frees_blocks``."""

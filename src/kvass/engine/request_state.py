@@ -150,7 +150,8 @@ class OfferProgress:
 class Answer:
     """The answer to a lookup of ``asked`` tokens: tokens ``[local, end)`` can be loaded. ``named``:
     the LoRA adapter of the request. ``why``, ``tiers``: as in ``messages.LookupResult``. ``boot``:
-    the run of the daemon that counts the result; empty: none does. ``when_s``: CLOCK_MONOTONIC."""
+    the run of the daemon that counts the result; empty: none does. ``when_s``: CLOCK_MONOTONIC.
+    ``detail``: as in ``lookups.Found``."""
 
     local: int
     end: int
@@ -160,6 +161,7 @@ class Answer:
     tiers: tuple[int, ...] = ()
     boot: bytes = b""
     when_s: float = 0.0
+    detail: str = ""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ the workers and gets from them (``engine/nodes.py``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kvass.client.nodes import NodesClient, RankNews
@@ -17,6 +17,7 @@ from kvass.connectors.vllm.connector import Connector
 from kvass.engine.nodes import NodeRank, NodesWork, SharedWork, share_out
 from kvass.engine.planner import Planner
 from kvass.engine.setup import EngineSetup
+from kvass.engine.step_work import Load
 
 
 @dataclass
@@ -62,13 +63,10 @@ class NodesConnector(Connector):
             self._run(self._planner, None, _reported, report.news)
         super().update_connector_output(connector_output)
 
-    def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep running steps, also because agents have something to do."""
-        return super().has_pending_push_work() or self._run(self._planner, False, _owes)
-
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Begin the loads of this rank's node."""
-        nothing = NodesMetadata()
+        failing = [Load(one.request, in_step=one.in_step) for one in connector_metadata.loads]
+        nothing = replace(connector_metadata, loads=failing, stores=[], nodes=None)
         super().bind_connector_metadata(
             self._run(self._node_rank, nothing, NodeRank.own_part, connector_metadata)
         )
@@ -105,7 +103,3 @@ def _share_out(planner: Planner, setup: EngineSetup, work: NodesMetadata) -> Nod
 
 def _reported(planner: Planner, news: dict[int, RankNews]) -> None:
     _client(planner).reported(news)
-
-
-def _owes(planner: Planner) -> bool:
-    return _client(planner).owes
