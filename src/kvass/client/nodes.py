@@ -68,10 +68,12 @@ class RankNews:
 
 @dataclass
 class _Asked:
-    """The lookup of one request on all nodes. ``chunks``: how many are asked for; None: all."""
+    """The lookup of one request on all nodes. ``chunks``: how many are asked for; None: all.
+    ``cut``: because of which node."""
 
     chunks: int | None = None
     rounds: int = 0
+    cut: str = ""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,8 @@ class Part:
 class NodesClient(SchedulerClient):
     """``ranks``: how many the engine has. ``registered``: how the scheduler registers with the
     daemon that these ranks reach, and which numbers they have there. ``cuts``: hits need all rows,
-    so they can be cut. ``tokens``: how many tokens so many chunks and blocks have. Other arguments as those of ``SchedulerClient``."""
+    so they can be cut. ``tokens``: how many tokens so many chunks and blocks have. Other arguments
+    as those of ``SchedulerClient``."""
 
     def __init__(
         self,
@@ -294,9 +297,11 @@ class NodesClient(SchedulerClient):
             end = min((match.chunks, match.blocks) for match in matches)
             ends = [(match.chunks, match.blocks) for match in matches]
             shortest = ends.index(end)
+            if shortest:
+                asked.cut = self._cut(own.match, self._others[shortest - 1], *end)
             if self._cuts or ends.count(end) == len(ends):
-                if shortest:
-                    own = self._cut(own, self._others[shortest - 1], *end)
+                if asked.cut:
+                    own = own._replace(why=OTHER_NODE, detail=asked.cut)
                 return own._replace(match=self._together(matches))
             asked.chunks, asked.rounds = end[0] + self._spare, asked.rounds + 1
             if asked.rounds > ROUNDS:
@@ -308,16 +313,15 @@ class NodesClient(SchedulerClient):
 
     def _missed(self, request: str, own: Found, node: StepClient, first: int) -> Found:
         """The answer if a node has nothing of what the own daemon has."""
-        missed = self._cut(own, node, first, 0)
-        self.give_back(request)
-        return missed._replace(match=None)
-
-    def _cut(self, own: Found, node: StepClient, chunks: int, blocks: int) -> Found:
-        """``own``, with the reason that a node has no more."""
         assert isinstance(own.match, Match)
-        has, of = self._tokens(chunks, blocks), self._tokens(own.match.chunks, own.match.blocks)
-        detail = f"{node.name} had {has:,} of {of:,} tokens"
-        return own._replace(why=OTHER_NODE, detail=detail)
+        detail = self._cut(own.match, node, first, 0)
+        self.give_back(request)
+        return own._replace(match=None, why=OTHER_NODE, detail=detail)
+
+    def _cut(self, own: Match, node: StepClient, chunks: int, blocks: int) -> str:
+        """What is said if a node has no more than so many chunks and blocks of ``own``."""
+        has, of = self._tokens(chunks, blocks), self._tokens(own.chunks, own.blocks)
+        return f"{node.name} had {has:,} of {of:,} tokens"
 
     def _ask_others(
         self,

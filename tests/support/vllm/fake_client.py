@@ -44,6 +44,7 @@ class FakeClient:
         self.tails = tails
         self.registration = registration
         self.connected = True
+        self.owes = False
         self.rows: set[bytes] = set()
         self.boot = b"boot"
         self.deadline_s = 1e12

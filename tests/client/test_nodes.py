@@ -1,0 +1,537 @@
+"""The scheduler's client of an engine whose ranks reach several daemons. Sockets and steps are
+lists here: a test says what each daemon answers, and when.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from kvass.client.connection import DaemonConnection
+from kvass.client.lookups import PENDING, Match
+from kvass.client.nodes import SETTLED_S, NodesClient, RankNews
+from kvass.client.parallel import ParallelStrategy
+from kvass.client.steps import FromAgent, StepClient
+from kvass.messages import (
+    Abort,
+    AnyMessage,
+    Clear,
+    Cleared,
+    Error,
+    FromDaemon,
+    Grant,
+    Granted,
+    HandedOver,
+    Lookup,
+    Matched,
+    Register,
+    Release,
+    Reserve,
+    ReserveItem,
+    Welcome,
+)
+from kvass.types import Slots
+
+CHUNK = 256
+WIDTH = 32
+KEYS = bytes(range(8)) * WIDTH
+FAR_S = 1e6
+"""How far the clocks of other nodes are ahead."""
+
+
+class ListChannel:
+    """The socket of the scheduler's own daemon. ``sent``: what the daemon got. ``answers``: what
+    it says next."""
+
+    waits, wants_write = True, False
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.answers: list[FromDaemon] = []
+
+    def send(self, message: AnyMessage) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout_s: float) -> list[FromDaemon]:
+        said, self.answers = self.answers, []
+        return said
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        pass
+
+    drop = close
+
+
+def boot(node: int, life: int = 0) -> bytes:
+    return bytes([node, life]) * 8
+
+
+def rows(count: int) -> tuple[Slots, ...]:
+    return (
+        Slots(((0,),), b"\0\0" * count, b"".join(i.to_bytes(4, "little") for i in range(count))),
+    )
+
+
+class World:
+    """A scheduler whose rank ``n`` reaches daemon ``n``."""
+
+    def __init__(self, nodes: int = 2, cuts: bool = True, daemons: int | None = None) -> None:
+        strategy = ParallelStrategy(tp=nodes)
+        terms = strategy.register("engine", {"model": "tiny"}, CHUNK)
+
+        def registered(ranks: Iterable[int]) -> tuple[Register, tuple[int, ...]]:
+            here = strategy.on(ranks)
+            return here.register("engine", {}, CHUNK), here.readers
+
+        self.client = NodesClient(
+            "",
+            terms,
+            ranks=nodes,
+            registered=registered,
+            cuts=cuts,
+            tokens=lambda chunks, blocks: chunks * CHUNK + blocks * 32,
+        )
+        self.client.start = lambda: None  # type: ignore[method-assign]
+        self.client._reserve_wait_s = self.client.step.wait_s = self.client.step.left_s = 0.0
+        self.daemons = nodes if daemons is None else daemons
+        self.epochs = itertools.count(1)
+        self.leases = itertools.count(1)
+        self.connect_own()
+        news = {rank: RankNews(boot(min(rank, self.daemons - 1))) for rank in range(nodes)}
+        self.client.reported(news)
+        self.client.new_step()
+        if self.client.connection is None:  # it registers as a part of its node
+            self.connect_own()
+        for number in range(len(self.others)):
+            self.step(number)
+            self.connect(number)
+
+    @property
+    def others(self) -> tuple[StepClient, ...]:
+        return self.client.others
+
+    def connect_own(self) -> None:
+        self.own = ListChannel()
+        connection = DaemonConnection(self.own, "own")
+        connection.welcome = Welcome(boot=boot(0))
+        connection.registration = self.client.registration
+        self.client._connected(connection)
+
+    def connect(self, number: int = 0, life: int = 0) -> None:
+        """The agent of a node has connected."""
+        node = self.others[number]
+        welcome = Welcome(boot=boot(number + 1, life))
+        self.tell(number, FromAgent(9, next(self.epochs), "", welcome, node.registration))
+
+    def tell(self, number: int, news: FromAgent) -> None:
+        ranks = self.client.nodes[number + 1]
+        self.client.reported({ranks[0]: RankNews(b"", self.client.form, news)})
+
+    def step(self, number: int = 0) -> tuple[list[Any], list[Any]]:
+        """What a step brings to the agent of a node, and to all its ranks."""
+        to, settled = self.others[number].outgoing()
+        return list(to.messages), settled
+
+    def answer(self, number: int, *answers: FromDaemon, read_s: float | None = None) -> None:
+        """The daemon of a node answered, and its agent returned that."""
+        channel = self.others[number]._channel
+        assert channel is not None
+        read_s = time.monotonic() + FAR_S if read_s is None else read_s
+        told = [(one, read_s) for one in answers]
+        self.tell(number, FromAgent(self.others[number]._number, channel.epoch, "", answers=told))
+
+    def matched(self, question: Lookup, chunks: int, node: int = 0, **more: Any) -> Matched:
+        now = time.monotonic() + (FAR_S if node else 0.0)
+        lent = chunks > question.first or more.get("blocks")
+        return Matched(
+            seq=question.seq,
+            boot=boot(node),
+            lease=next(self.leases) if lent else 0,
+            first=question.first,
+            chunks=chunks,
+            given_s=now,
+            deadline_s=now + 60,
+            slots=rows(chunks - question.first),
+            **more,
+        )
+
+    def look_up(self, chunks: int = 8) -> Any:
+        return self.client.look_up("r", KEYS[: chunks * WIDTH], WIDTH, 0)
+
+    def ask(self, own: int, chunks: int = 8) -> list[Lookup]:
+        """Ask for ``chunks``, of which the own daemon has ``own``; the questions to the others."""
+        assert self.look_up(chunks).match is PENDING
+        self.own.answers.append(self.matched(self.own.sent[-1], own))
+        assert self.look_up(chunks).match is PENDING
+        return [self.step(number)[0][-1] for number in range(len(self.others))]
+
+    def hit(self, *chunks: int) -> Match:
+        """A match of which the nodes have so many chunks."""
+        for number, question in enumerate(self.ask(chunks[0])):
+            self.answer(number, self.matched(question, chunks[number + 1], number + 1))
+        match = self.look_up().match
+        assert isinstance(match, Match)
+        return match
+
+
+# ---------------------------------------------------------------- which nodes there are
+
+
+def test_with_one_daemon_nothing_is_asked_twice_and_nobody_registers_anew() -> None:
+    world = World(daemons=1)
+    assert world.client.nodes == ((0, 1),)
+    assert not world.others
+    assert world.client.form == 1
+    assert world.client.answering
+    assert world.own.sent == []
+    assert world.look_up().match is PENDING
+    world.own.answers.append(world.matched(world.own.sent[-1], 3))
+    match = world.look_up().match
+    assert match.chunks == 3
+    assert match.boot == boot(0)
+    assert not world.client.owes
+
+
+def test_nothing_is_stored_before_all_ranks_have_said_which_daemon_they_reach() -> None:
+    world = World()
+    assert world.client.answering
+    world.client.nodes = ()
+    assert not world.client.answering
+    assert world.client.begin_reserve([ReserveItem("r", KEYS)], WIDTH) is None
+
+
+def test_ranks_of_one_node_are_an_engine_to_its_daemon() -> None:
+    world = World(3, daemons=2)
+    assert world.client.nodes == ((0,), (1, 2))
+    (node,) = world.others
+    terms = node.registration
+    assert terms is not None
+    assert (terms.instance, terms.rank, terms.ranks) == ("engine, ranks 1-2 of 3", -1, 2)
+    assert terms.identity == {
+        "model": "tiny",
+        "node": "ranks 1-2 of 3: tp 3, pp 1, replicas 1",
+    }
+    assert node.lookups.readers == (0, 1)
+
+
+def test_a_daemon_that_is_restarted_makes_no_new_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks notice it one after the other."""
+    world = World(3, daemons=2)
+    world.client.reported({1: RankNews(boot(1, 1))})
+    world.client.new_step()
+    assert world.client.form == 1
+    world.client.reported({2: RankNews(boot(1, 1))})
+    world.client.new_step()
+    assert world.client.form == 1
+    world.client.reported({1: RankNews(boot(2))})
+    later = time.monotonic() + 2 * SETTLED_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    world.client.new_step()
+    assert world.client.nodes == ((0,), (1,), (2,))
+    assert world.client.form == 2
+
+
+# ---------------------------------------------------------------- hits
+
+
+def test_a_miss_of_the_own_daemon_is_a_miss_and_nobody_else_is_asked() -> None:
+    world = World()
+    assert world.look_up().match is PENDING
+    world.own.answers.append(world.matched(world.own.sent[-1], 0, why="absent"))
+    found = world.look_up()
+    assert (found.match, found.why) == (None, "absent")
+    assert world.step() == ([], [])
+
+
+@pytest.mark.parametrize("chunks", [(5, 5, 5), (5, 3, 5), (5, 5, 3), (2, 2, 1)])
+def test_a_hit_is_what_all_nodes_have(chunks: tuple[int, ...]) -> None:
+    world = World(3)
+    match = world.hit(*chunks)
+    assert match.chunks == min(chunks)
+    assert [len(each) for each in match.slots] == [min(chunks)]
+    found = world.look_up()
+    assert (found.why == "other_node") == (min(chunks) < chunks[0])
+    if min(chunks) < chunks[0]:
+        least = chunks.index(min(chunks))
+        assert found.detail == (
+            f"ranks {least} of 3 had {min(chunks) * CHUNK:,} of {chunks[0] * CHUNK:,} tokens"
+        )
+
+
+def test_the_others_are_asked_for_what_the_own_daemon_has() -> None:
+    world = World()
+    (question,) = world.ask(own=5)
+    assert len(question.digests) == 5 * WIDTH
+    assert not question.reported
+
+
+def test_a_node_that_has_nothing_makes_it_a_miss_and_all_leases_are_given_back() -> None:
+    world = World(3)
+    one, other = world.ask(own=5)
+    world.answer(0, lent := world.matched(one, 5, 1))
+    world.answer(1, world.matched(other, 0, 2))
+    found = world.look_up()
+    assert (found.match, found.why) == (None, "other_node")
+    assert [message.lease for message in world.own.sent if isinstance(message, Release)] == [1]
+    assert world.step(0)[1] == [Release(boot=boot(1), lease=lent.lease)]
+    assert world.step(1)[1] == []
+
+
+def test_a_hit_inside_a_chunk_is_what_all_nodes_have_of_it() -> None:
+    world = World()
+
+    def blocks(chunk: int) -> bytes:
+        return bytes([chunk]) * WIDTH * 7
+
+    def look_up() -> Any:
+        return world.client.look_up("r", KEYS[: 2 * WIDTH], WIDTH, 0, blocks=blocks)
+
+    assert look_up().match is PENDING
+    world.own.answers.append(world.matched(world.own.sent[-1], 2, blocks=5))
+    assert look_up().match is PENDING
+    (question,) = world.step()[0]
+    assert len(question.blocks) == 5 * WIDTH
+    world.answer(0, world.matched(question, 2, 1, blocks=3))
+    match = look_up().match
+    assert (match.chunks, match.blocks) == (2, 3)
+
+
+def test_windows_are_asked_for_again_and_at_most_twice() -> None:
+    world = World(cuts=False)
+    (question,) = world.ask(own=8)
+    world.answer(0, world.matched(question, 6, 1))
+    assert world.look_up().match is PENDING
+    assert len(world.own.sent[-1].digests) == 6 * WIDTH
+    world.own.answers.append(world.matched(world.own.sent[-1], 5))
+    assert world.look_up().match is PENDING
+    (question,), (longer,) = world.step()
+    assert len(question.digests) == 5 * WIDTH
+    assert isinstance(longer, Release)
+    world.answer(0, world.matched(question, 4, 1))
+    found = world.look_up()
+    assert (found.match, found.why) == (None, "other_node")
+    assert [type(one) for one in world.step()[1]] == [Release]
+
+
+def test_equal_windows_are_a_hit() -> None:
+    world = World(cuts=False)
+    (question,) = world.ask(own=8)
+    world.answer(0, world.matched(question, 6, 1))
+    assert world.look_up().match is PENDING
+    world.own.answers.append(world.matched(world.own.sent[-1], 6))
+    found = world.look_up()
+    assert isinstance(found.match, Match)
+    assert found.match.chunks == 6
+    assert found.detail == "ranks 1 of 2 had 1,536 of 2,048 tokens"
+
+
+def test_an_answer_of_an_older_question_does_not_count() -> None:
+    world = World()
+    (old,) = world.ask(own=5)
+    world.client.give_back("r")  # preempted, or aborted
+    (new,) = world.ask(own=5)
+    world.answer(0, late := world.matched(old, 5, 1))
+    assert world.look_up().match is PENDING
+    assert world.step()[1] == [Release(boot=boot(1), lease=late.lease)]
+    world.answer(0, world.matched(new, 2, 1))
+    match = world.look_up().match
+    assert isinstance(match, Match)
+    assert match.chunks == 2
+
+
+def test_an_answer_of_an_older_connection_does_not_count() -> None:
+    world = World()
+    (question,) = world.ask(own=5)
+    world.connect(0, life=1)
+    channel = world.others[0]._channel
+    assert channel is not None
+    late = world.matched(question, 5, 1)
+    world.tell(0, FromAgent(1, channel.epoch - 1, "", answers=[(late, FAR_S)]))
+    assert world.others[0].connection is None or world.look_up().match is PENDING
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def test_the_scheduler_counts_the_time_that_is_left_from_when_it_asked() -> None:
+    world = World()
+    before_s = time.monotonic()
+    (question,) = world.ask(own=5)
+    asked_s = time.monotonic()
+    lent = world.matched(question, 5, 1)
+    world.answer(0, lent, read_s=lent.given_s + 4)
+    match = world.client.take("r") if world.look_up() else None
+    assert match is not None
+    assert before_s + 56 <= match.deadline_s <= asked_s + 56
+    assert world.client.handed_over([match.lease], [], match.boot)
+    _, part = world.client.lent_to_read(match.lease)
+    assert (part.number, part.boot) == (lent.lease, boot(1))
+    assert part.deadline_s == pytest.approx(lent.deadline_s, abs=1e-6)
+    assert part.given_s == pytest.approx(lent.given_s, abs=1e-6)
+
+
+# ---------------------------------------------------------------- handing over
+
+
+def handed(world: World) -> list[HandedOver]:
+    return [message for message in world.own.sent if isinstance(message, HandedOver)]
+
+
+def test_a_node_that_is_lost_between_match_and_hand_over() -> None:
+    world = World()
+    world.hit(5, 5)
+    match = world.client.take("r")
+    assert match is not None
+    world.tell(0, FromAgent(9, 0, "no daemon"))
+    assert not world.client.handed_over([match.lease], [], match.boot)
+    assert handed(world) == []
+    world.client.release(match.boot, match.lease)
+    assert isinstance(world.own.sent[-1], Release)
+    assert world.client._matches == {}
+
+
+def test_a_daemon_that_was_restarted_between_match_and_hand_over() -> None:
+    world = World()
+    world.hit(5, 5)
+    match = world.client.take("r")
+    assert match is not None
+    world.connect(0, life=1)
+    assert not world.client.handed_over([match.lease], [], match.boot)
+
+
+def test_while_a_node_has_no_daemon_nothing_matches_and_nothing_is_stored() -> None:
+    world = World()
+    world.tell(0, FromAgent(9, 0, "nobody listens"))
+    found = world.look_up()
+    assert (found.match, found.why) == (None, "no_daemon")
+    assert not world.client.answering
+    shown = world.client._reset.registration.uncached
+    assert shown == "the daemon of ranks 1 of 2: nobody listens"
+    world.connect(0, life=1)
+    assert world.client._reset.registration.uncached == ""
+
+
+def test_a_connection_that_is_lost_while_its_daemon_runs_has_the_ranks_register_anew() -> None:
+    """It may have lent what nobody here knows of; the end of the ranks' connections ends that."""
+    world = World()
+    world.tell(0, FromAgent(9, 0, "it was ended"))
+    world.connect(0)
+    world.client.new_step()
+    assert world.client.form == 2
+
+
+def test_a_daemon_that_was_restarted_does_not() -> None:
+    world = World()
+    world.tell(0, FromAgent(9, 0, "killed"))
+    world.connect(0, life=1)
+    world.client.new_step()
+    assert world.client.form == 1
+
+
+# ---------------------------------------------------------------- stores
+
+
+def reserve(world: World) -> tuple[Any, Reserve, list[Reserve]]:
+    reserving = world.client.begin_reserve([ReserveItem("r", KEYS[: 4 * WIDTH])], WIDTH)
+    assert reserving is not None
+    own = world.own.sent[-1]
+    return reserving, own, [world.step(n)[0][-1] for n in range(len(world.others))]
+
+
+def granted(question: Reserve, node: int, number: int, chunks: Sequence[int]) -> Granted:
+    now = time.monotonic() + (FAR_S if node else 0.0)
+    grant = Grant(number, tuple(chunks), rows(len(chunks))) if chunks else Grant()
+    return Granted(
+        seq=question.seq, boot=boot(node), given_s=now, deadline_s=now + 60, grants=[grant]
+    )
+
+
+def test_each_node_stores_what_it_lacks() -> None:
+    world = World()
+    reserving, own, (other,) = reserve(world)
+    world.own.answers.append(granted(own, 0, 7, [2, 3]))
+    assert world.client.granted(reserving) is PENDING
+    world.answer(0, granted(other, 1, 8, [0, 3]))
+    answer = world.client.granted(reserving)
+    assert isinstance(answer, Granted)
+    (grant,) = answer.grants
+    assert grant.chunks == (0, 2, 3)
+    assert grant.rows() == ((0, 2, 3),)
+    assert world.client.handed_over([], [grant.reservation], answer.boot)
+    assert handed(world)[0].reservations == (7,)
+    parts = world.client.lent_to_write(grant.reservation)
+    assert [part and (part.number, part.rows) for part in parts] == [
+        (7, ((1, 2),)),
+        (8, ((0, 2),)),
+    ]
+
+
+def test_a_reserve_that_one_node_refuses_is_given_back_by_the_others() -> None:
+    world = World(3)
+    reserving, own, (one, other) = reserve(world)
+    world.own.answers.append(granted(own, 0, 7, [0]))
+    world.answer(0, granted(one, 1, 8, [0]))
+    world.answer(1, Error(seq=other.seq, code="not_ready", text="ranks are missing"))
+    assert world.client.granted(reserving) is None
+    assert [m.reservation for m in world.own.sent if isinstance(m, Abort)] == [7]
+    assert world.step(0)[1] == [Abort(boot=boot(1), reservation=8)]
+
+
+def test_a_grant_that_comes_after_the_reserve_was_given_up_is_given_back() -> None:
+    """An abort or a preemption, while a question is under way."""
+    world = World()
+    reserving, own, (other,) = reserve(world)
+    world.own.answers.append(granted(own, 0, 7, [0]))
+    assert world.client.granted(reserving) is PENDING
+    world.client.give_up(reserving)
+    assert [m.reservation for m in world.own.sent if isinstance(m, Abort)] == [7]
+    world.answer(0, granted(other, 1, 8, [0]))
+    assert world.step()[1] == [Abort(boot=boot(1), reservation=8)]
+
+
+# ---------------------------------------------------------------- clears
+
+
+def test_nothing_matches_until_every_node_has_confirmed_a_clear() -> None:
+    world = World()
+    assert not world.client.clear(0.0)
+    assert world.client.owes
+    world.own.answers.append(Cleared(seq=world.own.sent[-1].seq))
+    world.client.new_step()
+    assert world.look_up().why == "clearing"
+    assert not world.client.answering
+    (message,) = world.step()[0]
+    assert isinstance(message, Clear)
+    world.answer(0, Cleared(seq=message.seq))
+    world.client.new_step()
+    assert world.client.answering
+    assert world.look_up().match is PENDING
+
+
+def test_a_node_that_is_found_after_a_clear_is_cleared_first() -> None:
+    world = World()
+    world.client.clear(0.0)
+    world.client.nodes = ()
+    world.client.new_step()
+    world.connect_own()
+    world.client.new_step()
+    world.step()
+    world.connect()
+    world.client.new_step()
+    assert [type(message) for message in world.step()[0]] == [Clear]
+    assert not world.client.answering
+
+
+def test_all_nodes_move_to_one_generation() -> None:
+    world = World()
+    world.client.new_generation()
+    own = next(m for m in reversed(world.own.sent) if isinstance(m, Register))
+    (other,) = world.step()[0]
+    assert own.generation == other.generation != b""
