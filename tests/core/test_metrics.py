@@ -43,7 +43,13 @@ def test_what_is_counted_is_declared_and_what_is_declared_is_counted() -> None:
     assert counted - codes == (set(COUNTERS) | set(TIER_COUNTERS)) - codes
     reasons = set(re.findall(r'why(?:: str)? = (?:.*, )?"(\w+)"', text))
     found = set(re.findall(r'Ending\("(\w+)"', text)) - {"too_long"}  # of no token that is counted
-    told = {*HINTS, "no_answer", "load_failed_here", *NOT_LOADED}  # the last: by engines
+    told = {
+        *HINTS,
+        "no_answer",
+        "other_node",
+        "load_failed_here",
+        *NOT_LOADED,
+    }  # the last: by engines
     assert reasons | found | set(CAUSES.values()) | told == set(MISSES)
 
 

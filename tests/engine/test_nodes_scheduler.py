@@ -1,54 +1,206 @@
-"""An engine whose ranks reach several daemons: vLLM's scheduler, real daemons, no model."""
+"""An engine whose ranks reach several daemons: vLLM's scheduler, real daemons, no model.
+
+The pages' bytes follow from tokens and shard, so a rank that got another's bytes is seen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from random import Random
 from typing import Any, Final
 
 import pytest
 
+from kvass.client.client import Client
 from kvass.client.parallel import ParallelStrategy
 from kvass.testing.daemon import Daemon, running_daemon
+from tests.engine.conftest import NOTHING_OWED
 from tests.support.vllm.nodes_ranks import NodesEngine
-from tests.support.vllm.ranks import making
+from tests.support.vllm.ranks import StubModelEngine, until
 from tests.support.vllm.scheduler import CHUNK
 
 PROMPT: Final = list(range(100))
 CHUNKS: Final = len(PROMPT) // CHUNK
 DENSE: Final = ParallelStrategy(tp=2)
 MLA: Final = ParallelStrategy(tp=2, replicas=2)
+FULL_AND_WINDOW: Final = [("full", 16, 0, 2), ("sliding_window", 16, 48, 2)]
+FULL_AND_STATE: Final = [("full", 16, 0, 2), ("state", 32, 0, 2)]
 
 Make = Callable[..., NodesEngine]
 
 
-@pytest.fixture
-def daemons(tmp_path: Path) -> Iterator[list[Daemon]]:
+@pytest.fixture(scope="module")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Daemon]]:
+    """Patient, so that a busy machine makes no miss of a hit that a test is about."""
     with ExitStack() as stack:
-        made = []
-        for name in ("a", "b"):
-            (tmp_path / name).mkdir()
-            made.append(stack.enter_context(running_daemon(tmp_path / name)))
-        yield made
+        folders = [tmp_path_factory.mktemp(name) for name in "ab"]
+        yield [
+            stack.enter_context(running_daemon(folder, lookup_budget_ms=10_000))
+            for folder in folders
+        ]
 
 
 @pytest.fixture
-def engine(daemons: list[Daemon]) -> Iterator[Make]:
-    def make(strategy: ParallelStrategy, where: tuple[int, ...], **options: Any) -> NodesEngine:
-        return NodesEngine(daemons, where, strategy, **options)
+def engine(daemons: list[Daemon], request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Makes engines of a namespace of this test."""
+    made: list[NodesEngine] = []
 
-    with making(make) as made:
-        yield made
+    def make(strategy: ParallelStrategy, where: Sequence[int], **options: Any) -> NodesEngine:
+        tag = options.pop("tag", request.node.name)
+        made.append(NodesEngine(daemons, where, strategy, tag=tag, **options))
+        made[-1].wait_connected()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    at_rest(daemons)
 
 
-@pytest.mark.parametrize("strategy", [DENSE, MLA], ids=["dense", "mla"])
-def test_a_second_engine_hits_what_the_first_one_stored_on_two_nodes(
-    engine: Make, daemons: list[Daemon], strategy: ParallelStrategy
+def at_rest(daemons: list[Daemon]) -> None:
+    for daemon in daemons:
+        daemon.wait_until(**NOTHING_OWED)
+
+
+def forget(daemon: Daemon) -> None:
+    """Make one daemon forget all rows."""
+    with Client(daemon.socket) as client:
+        client.clear(everything=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "where"),
+    [
+        (DENSE, (0, 1)),
+        (MLA, (0, 1)),
+        (ParallelStrategy(tp=4, replicas=2), (0, 1, 0, 1)),
+        (ParallelStrategy(tp=2, pp=2), (0, 0, 1, 1)),
+    ],
+    ids=["dense", "mla", "gqa", "stages"],
+)
+def test_a_second_engine_hits_what_the_first_one_stored(
+    engine: Make, daemons: list[Daemon], strategy: ParallelStrategy, where: Sequence[int]
 ) -> None:
-    first = engine(strategy, (0, 1))
+    before = [daemon.status()["rows"] for daemon in daemons]
+    first, second = engine(strategy, where), engine(strategy, where)
     first.generate("a", PROMPT)
-    second = engine(strategy, (0, 1))
-    _, found = second.load("b", PROMPT)
+    assert [daemon.status()["rows"] for daemon in daemons] == [n + CHUNKS for n in before]
+    request, found = second.load("b", PROMPT)
     assert found == CHUNKS * CHUNK
-    assert [daemon.status()["rows"] for daemon in daemons] == [CHUNKS, CHUNKS]
+    second.verify(request, found)
+
+
+@pytest.mark.parametrize("shapes", [FULL_AND_WINDOW, FULL_AND_STATE], ids=["window", "state"])
+def test_windows_and_states(engine: Make, shapes: Sequence[Any]) -> None:
+    first, second = (engine(DENSE, (0, 1), shapes=shapes) for _ in range(2))
+    first.generate("a", PROMPT)
+    request, found = second.load("b", PROMPT)
+    assert found == CHUNKS * CHUNK
+    second.verify(request, found)
+
+
+def test_with_one_daemon_a_hit_takes_not_a_step_more(engine: Make, daemons: list[Daemon]) -> None:
+    nodes, plain = engine(DENSE, (0, 0)), StubModelEngine(daemons[0].socket, strategy=DENSE)
+    plain.wait_connected()
+    steps = []
+    for one in (nodes, plain):
+        one.generate("a", PROMPT)
+        assert one.world.scheduler.reset_prefix_cache()
+        begun = one.world.connector._planner.stores._number
+        assert one.load("b", PROMPT)[1] == CHUNKS * CHUNK
+        steps.append(one.world.connector._planner.stores._number - begun)
+    plain.close()
+    assert nodes.client.nodes == ((0, 1),)
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("lacks", [0, 1])
+def test_a_node_that_lost_its_rows_gets_them_again(
+    engine: Make, daemons: list[Daemon], lacks: int
+) -> None:
+    first = engine(DENSE, (0, 1))
+    first.generate("a", PROMPT)
+    forget(daemons[lacks])
+    kept = daemons[1 - lacks].status()["rows"]
+    assert first.world.scheduler.reset_prefix_cache()
+    first.generate("b", PROMPT)
+    assert first.found["b"] == 0
+    assert daemons[lacks].status()["rows"] == CHUNKS
+    assert daemons[1 - lacks].status()["rows"] == kept
+    assert first.world.scheduler.reset_prefix_cache()
+    assert first.load("c", PROMPT)[1] == CHUNKS * CHUNK
+
+
+@pytest.mark.parametrize("has_more", [0, 1])
+def test_a_hit_is_what_both_nodes_have(engine: Make, daemons: list[Daemon], has_more: int) -> None:
+    first = engine(DENSE, (0, 1))
+    first.generate("a", PROMPT)
+    forget(daemons[1 - has_more])
+    assert first.world.scheduler.reset_prefix_cache()
+    first.generate("b", PROMPT[: CHUNK + 1])
+    assert first.world.scheduler.reset_prefix_cache()
+    request, found = first.load("c", PROMPT)
+    assert found == CHUNK
+    first.verify(request, found)
+
+
+def test_a_node_with_other_weights_is_refused_with_a_line(daemons: list[Daemon]) -> None:
+    """By its own daemon, to which its ranks and the scheduler say other identities. Whoever comes
+    second is refused."""
+    engine = NodesEngine(daemons, (0, 1), DENSE, tag="one", tags={1: "other"})
+
+    def shown() -> str:
+        return "".join(one["uncached"] for one in daemons[0].status()["engines"])
+
+    until(lambda: engine.step() and shown(), "that it is shown")
+    assert shown().startswith(("the daemon of ranks 1 of 2: ", "rank 1: "))
+    assert "identity[tag]" in shown()
+    engine.generate("a", PROMPT)
+    assert engine.found["a"] == 0
+    engine.close()
+    at_rest(daemons)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_daemon_is_killed_and_comes_back(
+    engine: Make, daemons: list[Daemon], killed: int
+) -> None:
+    first = engine(DENSE, (0, 1))
+    first.generate("a", PROMPT)
+    daemons[killed].kill()
+    assert first.world.scheduler.reset_prefix_cache()
+    request = first.world.add("b", PROMPT, max_tokens=2)
+    until(lambda: first.step() and request.is_finished(), "its end")
+    assert first.found["b"] == 0
+    daemons[killed].start()
+    first.wait_connected()
+    first.generate("c", [*PROMPT, 5])
+    assert first.world.scheduler.reset_prefix_cache()
+    assert first.load("d", PROMPT)[1] == CHUNKS * CHUNK
+
+
+def test_aborts_preemptions_and_clears_at_any_step_leave_nothing_behind(
+    engine: Make, daemons: list[Daemon]
+) -> None:
+    """Every page that a request begins with is compared."""
+    rng = Random(1)
+    both = [engine(DENSE, (0, 1), blocks=32) for _ in range(2)]
+    stems = [[stem, *range(60 + 20 * stem)] for stem in range(4)]
+    for turn in range(80):
+        one = rng.choice(both)
+        live = list(one.world.scheduler.requests)
+        if len(live) < 3:
+            tokens = [*rng.choice(stems), *rng.choices(range(500), k=rng.randint(1, 60))]
+            one.world.add(str(turn), tokens, max_tokens=rng.randint(1, 20))
+        elif rng.random() < 0.3:
+            one.world.abort(rng.choice(live))
+        if rng.random() < 0.1:
+            forget(rng.choice(daemons))
+        for each in both:
+            for _ in range(rng.randint(0, 3)):
+                each.step()
+    for one in both:
+        until(lambda one=one: one.step() and not one.world.scheduler.has_requests(), "the end")
+        until(lambda one=one: one.step() and not one.client.owes, "what is owed")
+    at_rest(daemons)

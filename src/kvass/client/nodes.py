@@ -59,11 +59,13 @@ anew: while a daemon is restarted, its ranks reach the new one at different time
 @dataclass(frozen=True)
 class RankNews:
     """What a rank reports. ``boot``: of the daemon that it reached last, if that is news. ``form``:
-    which nodes it knows. ``agent``: what its agent returns."""
+    which nodes it knows. ``agent``: what its agent returns. ``refusal``: why its daemon refuses it,
+    if that is news; empty: it does not."""
 
     boot: bytes = b""
     form: int = 0
     agent: FromAgent | None = None
+    refusal: str | None = None
 
 
 @dataclass
@@ -124,6 +126,8 @@ class NodesClient(SchedulerClient):
         self._tokens = tokens
         self._boots: dict[int, bytes] = {}
         """Which daemon each rank reached last."""
+        self._refusals: dict[int, str] = {}
+        """Why daemons refuse ranks."""
         self._news_s = 0.0
         self.nodes: tuple[tuple[int, ...], ...] = ()
         """The ranks of each node, the own one first; empty: not known yet."""
@@ -163,6 +167,8 @@ class NodesClient(SchedulerClient):
         for rank, one in news.items():
             if one.boot and one.boot != self._boots.get(rank):
                 self._boots[rank], self._news_s = one.boot, time.monotonic()
+            if one.refusal is not None:
+                self._refusals[rank] = one.refusal
             if one.agent is not None and one.form == self.form:
                 for node, ranks in zip(self._others, self.nodes[1:], strict=True):
                     if rank == ranks[0]:
@@ -170,9 +176,11 @@ class NodesClient(SchedulerClient):
         self._tell()
 
     def _tell(self) -> None:
-        """Log which node has no daemon, and have the own daemon show it."""
+        """Log which node has no daemon, or is refused, and have the own daemon show it."""
         lost = [node for node in self._others if node.connection is None and node.failure]
-        said = "; ".join(f"the daemon of {node.name}: {node.failure}" for node in lost)
+        all_ = [f"the daemon of {node.name}: {node.failure}" for node in lost]
+        all_ += [f"rank {rank}: {why}" for rank, why in sorted(self._refusals.items()) if why]
+        said = "; ".join(all_)
         if said != self._said:
             self._said = said
             if said:

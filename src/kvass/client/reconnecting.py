@@ -110,6 +110,13 @@ class Reconnecting(ABC):
         """Whether there is a connection on which the daemon has registered us."""
         return self.connection is not None
 
+    @property
+    def refusal(self) -> str:
+        """Why the daemon refuses the registration, if another attempt would not help; else
+        empty."""
+        failure = self._failure
+        return str(failure) if isinstance(failure, Refused) and _lasting(failure) else ""
+
     @abstractmethod
     def _read(self) -> None:
         """Take in what has arrived, with the lock held."""

@@ -170,6 +170,8 @@ class NodeRank:
         """If this rank is an agent."""
         self._reached = b""
         """The boot that was reported last."""
+        self._refusal = ""
+        """The refusal that was reported last."""
         self._waits = False
         """Whether the step computes nothing."""
 
@@ -223,10 +225,13 @@ class NodeRank:
         boot = b"" if connection is None else connection.boot
         boot = b"" if boot == self._reached else boot
         self._reached = boot or self._reached
+        refusal = "" if client is None else client.refusal
+        before, self._refusal = self._refusal, refusal
         agent = None
         if self._relay is not None:
             agent = self._relay.take(ANSWER_S if self._waits else 0.0)
-        return RankNews(boot, self._form, agent) if boot or agent is not None else None
+        news = RankNews(boot, self._form, agent, None if refusal == before else refusal)
+        return news if news != RankNews(form=self._form) else None
 
     def close(self) -> None:
         """End the agent's connection."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvass.client.parallel import ParallelStrategy
@@ -13,7 +13,8 @@ from tests.support.vllm.ranks import StubModelEngine, until
 
 class NodesEngine(StubModelEngine):
     """Rank ``r`` reaches ``daemons[where[r]]``, the scheduler the first one. All that travels
-    between scheduler and ranks is pickled, as vLLM does."""
+    between scheduler and ranks is pickled, as vLLM does. As there, each machine has another name of
+    the engine. ``tags``: of ranks that have another one."""
 
     def __init__(
         self,
@@ -21,19 +22,23 @@ class NodesEngine(StubModelEngine):
         where: Sequence[int],
         strategy: ParallelStrategy,
         *,
-        more: dict[str, object] | None = None,
+        tags: Mapping[int, str] | None = None,
+        more: Mapping[str, object] | None = None,
         **options: Any,
     ) -> None:
         self.daemons, self.where = daemons, where
-        self.steps = 0
+        self._tags = tags or {}
         more = {"kvass.several_machines": True, **(more or {})}
         super().__init__(daemons[0].socket, strategy=strategy, more=more, **options)
 
-    def _socket_of(self, rank: int, socket: str) -> str:
-        return self.daemons[self.where[rank]].socket
+    def _node_of(self, rank: int, name: str) -> tuple[Mapping[str, object], str]:
+        node = self.where[rank]
+        more: dict[str, object] = {"kvass.socket": self.daemons[node].socket}
+        if rank in self._tags:
+            more["kvass.tag"] = self._tags[rank]
+        return more, f"{name}-{node}" if node else name
 
     def run_ranks(self, output: Any, work: Any) -> Any:
-        self.steps += 1
         return super().run_ranks(output, sent(work))
 
     def step(self) -> Any:

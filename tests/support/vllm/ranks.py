@@ -227,9 +227,9 @@ class StubModelEngine:
         world = SchedulerHarness(None, configs=(config, caches), asynchronous=asynchronous)
         made, workers = [], workers or strategy
         for number in range(workers.ranks):
-            its = {**extra, "kvass.socket": self._socket_of(number, socket)}
-            theirs, own = configs(its, strategy=workers.at(number), **options)
-            theirs.kv_transfer_config.engine_id = config.kv_transfer_config.engine_id
+            more, name = self._node_of(number, config.kv_transfer_config.engine_id)
+            theirs, own = configs({**extra, **more}, strategy=workers.at(number), **options)
+            theirs.kv_transfer_config.engine_id = name
             made.append(StubModelRank(theirs, own))
         self._begin(world, made, shapes or [("full", world.hash_tokens, 0, 2)])
         self.daemon, self.weights = daemon, weights
@@ -240,9 +240,9 @@ class StubModelEngine:
         # Grants come at once, unless ``delay_grants`` says otherwise.
         self.client.begin_reserve = lambda items, width, wait=True: begin(items, width)
 
-    def _socket_of(self, rank: int, socket: str) -> str:
-        """The daemon that a rank reaches."""
-        return socket
+    def _node_of(self, rank: int, name: str) -> tuple[Mapping[str, object], str]:
+        """More options of a rank, and its engine's name, which is ``name`` in the scheduler."""
+        return {}, name
 
     @classmethod
     def over(cls, core: Any, connector: Any) -> StubModelEngine:
