@@ -49,7 +49,8 @@ def test_an_engine_over_two_nodes_runs_uncached_and_says_so_once(
         judge.check(tokens, answer)
         assert nodes.a.reset()
     said = [line for n in (0, 1) for line in nodes.a.log(n).splitlines() if "kvass is off" in line]
-    reason = "an engine whose ranks are on several machines is not supported"
+    reason = "an engine whose ranks are on several machines is not supported without "
+    reason += "kvass.several_machines"
     assert sorted(line.partition("kvass is off")[2] for line in said) == [
         f" in this worker: {reason}",  # its first one
         f", the engine runs uncached: {reason}",

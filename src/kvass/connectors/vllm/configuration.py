@@ -323,7 +323,10 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     if ranks > MAX_RANKS:
         yield f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
     if parallel.nnodes_within_dp > 1 and not asks_for(vllm_config, "kvass.several_machines"):
-        yield "for an engine whose ranks are on several machines set kvass.several_machines"
+        yield (
+            "an engine whose ranks are on several machines is not supported without "
+            "kvass.several_machines"
+        )
     if names := _connectors_that_must_fail(vllm_config):
         yield (
             f"kv_load_failure_policy is fail for {', '.join(names)}, and vLLM has one policy for "

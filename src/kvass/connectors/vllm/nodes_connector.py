@@ -14,7 +14,8 @@ from typing import Any
 from kvass.client.nodes import NodesClient, RankNews
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.connector import Connector
-from kvass.engine.nodes import NodeRank, NodesWork, SharedWork, share_out
+from kvass.engine.node_rank import NodeRank
+from kvass.engine.nodes import NodesWork, SharedWork, share_out
 from kvass.engine.planner import Planner
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load
