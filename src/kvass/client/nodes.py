@@ -91,7 +91,7 @@ class ReservingAll(Reserving):
 
 
 @dataclass(frozen=True)
-class Part:
+class NodePart:
     """What one node lent: ``number`` is its lease or reservation, with the times that its daemon
     said. ``rows``: of each group that is stored, which of the rows of all nodes it has."""
 
@@ -137,7 +137,7 @@ class NodesClient(SchedulerClient):
         self._asked: dict[str, _Asked] = {}
         self._matches: dict[int, tuple[Match, ...]] = {}
         """What all nodes lent for a match that was taken, by the lease of the own node."""
-        self._grants: dict[int, tuple[Part | None, ...]] = {}
+        self._grants: dict[int, tuple[NodePart | None, ...]] = {}
         """What all nodes lent, by the number that stands for it."""
         self._said = self._uncached = ""
         """What the own daemon shows of nodes that are lost, and of this engine."""
@@ -541,12 +541,12 @@ class NodesClient(SchedulerClient):
         numbers = [part.number for part in own if part is not None]
         return super().handed_over(leases, numbers, connection.boot)
 
-    def lent_to_read(self, lease: int) -> tuple[Part, ...]:
+    def lent_to_read(self, lease: int) -> tuple[NodePart, ...]:
         """What each node lent of a match that was handed over; empty: nothing. Asked once."""
         matches = self._matches.pop(lease, ())
         return tuple(_lent(match, match.lease, match.slots) for match in matches)
 
-    def lent_to_write(self, reservation: int) -> tuple[Part | None, ...]:
+    def lent_to_write(self, reservation: int) -> tuple[NodePart | None, ...]:
         """What each node lent of a grant that was handed over; empty: nothing. Asked once."""
         return self._grants.pop(reservation, ())
 
@@ -570,18 +570,18 @@ class NodesClient(SchedulerClient):
 
 
 def place(slots: Slots) -> int | None:
-    """Which of ``Part.slots`` stand for ``slots`` of a grant of all nodes; None: the group is not
-    stored."""
+    """Which of ``NodePart.slots`` stand for ``slots`` of a grant of all nodes; None: the group is
+    not stored."""
     return slots.extents[0][0] if slots.extents else None
 
 
-def _lent(lent: Match | Granted, number: int, slots: tuple[Slots, ...]) -> Part:
+def _lent(lent: Match | Granted, number: int, slots: tuple[Slots, ...]) -> NodePart:
     """What the node of ``lent`` lent, in the time of its daemon."""
     shift_s = lent.shift_s if isinstance(lent, RelayedMatch | RelayedGrant) else 0.0
-    return Part(lent.boot, number, lent.given_s + shift_s, lent.deadline_s + shift_s, slots)
+    return NodePart(lent.boot, number, lent.given_s + shift_s, lent.deadline_s + shift_s, slots)
 
 
-def _part(granted: Granted, grant: Grant, which: Sequence[Sequence[int]]) -> Part:
+def _part(granted: Granted, grant: Grant, which: Sequence[Sequence[int]]) -> NodePart:
     """What a node lent of the rows ``which``."""
     places = zip(which, grant.rows(), strict=True)
     rows = tuple(tuple(map(chunks.index, own)) for chunks, own in places)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvass.client.nodes import NodesClient, Part, place
+from kvass.client.nodes import NodePart, NodesClient, place
 from kvass.client.steps import Settling, ToAgent
 from kvass.engine.hit_limits import HitLimits
 from kvass.engine.setup import EngineSetup
@@ -103,7 +103,7 @@ def _share_load(client: NodesClient, nodes: list[NodeWork], load: Load) -> None:
         node.loads.append(found)
 
 
-def _load_of(load: Load, part: Part, rows: list[int]) -> Load | None:
+def _load_of(load: Load, part: NodePart, rows: list[int]) -> Load | None:
     """The load of one node. None: it has other rows than the engine wants."""
     slots = tuple(each.first(many) for each, many in zip(part.slots, rows, strict=False))
     if list(map(len, slots)) != rows:
@@ -118,7 +118,7 @@ def _load_of(load: Load, part: Part, rows: list[int]) -> Load | None:
     )
 
 
-def _store_of(setup: EngineSetup, store: Store, part: Part) -> Store:
+def _store_of(setup: EngineSetup, store: Store, part: NodePart) -> Store:
     """The store of one node: those of the rows that it lacks."""
     blocks, slots = list(store.blocks), [Slots()] * len(store.blocks)
     for group, each in enumerate(setup.spans.row_blocks()):
