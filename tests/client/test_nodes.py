@@ -113,6 +113,10 @@ class World:
             self.step(number)
             self.connect(number)
 
+    def answers(self) -> bool:
+        """Whether all daemons answer."""
+        return self.client.answering
+
     @property
     def others(self) -> tuple[StepClient, ...]:
         return self.client.others
@@ -189,7 +193,7 @@ def test_with_one_daemon_nothing_is_asked_twice_and_nobody_registers_anew() -> N
     assert world.client.nodes == ((0, 1),)
     assert not world.others
     assert world.client.form == 1
-    assert world.client.answering
+    assert world.answers()
     assert world.own.sent == []
     assert world.look_up().match is PENDING
     world.own.answers.append(world.matched(world.own.sent[-1], 3))
@@ -201,9 +205,9 @@ def test_with_one_daemon_nothing_is_asked_twice_and_nobody_registers_anew() -> N
 
 def test_nothing_is_stored_before_all_ranks_have_said_which_daemon_they_reach() -> None:
     world = World()
-    assert world.client.answering
+    assert world.answers()
     world.client.nodes = ()
-    assert not world.client.answering
+    assert not world.answers()
     assert world.client.begin_reserve([ReserveItem("r", KEYS)], WIDTH) is None
 
 
@@ -411,7 +415,7 @@ def test_while_a_node_has_no_daemon_nothing_matches_and_nothing_is_stored() -> N
     world.tell(0, FromAgent(9, 0, "nobody listens"))
     found = world.look_up()
     assert (found.match, found.why) == (None, "no_daemon")
-    assert not world.client.answering
+    assert not world.answers()
     shown = world.client._reset.registration.uncached
     assert shown == "the daemon of ranks 1 of 2: nobody listens"
     world.connect(0, life=1)
@@ -506,12 +510,12 @@ def test_nothing_matches_until_every_node_has_confirmed_a_clear() -> None:
     world.own.answers.append(Cleared(seq=world.own.sent[-1].seq))
     world.client.new_step()
     assert world.look_up().why == "clearing"
-    assert not world.client.answering
+    assert not world.answers()
     (message,) = world.step()[0]
     assert isinstance(message, Clear)
     world.answer(0, Cleared(seq=message.seq))
     world.client.new_step()
-    assert world.client.answering
+    assert world.answers()
     assert world.look_up().match is PENDING
 
 
@@ -526,7 +530,7 @@ def test_a_node_that_is_found_after_a_clear_is_cleared_first() -> None:
     world.connect()
     world.client.new_step()
     assert [type(message) for message in world.step()[0]] == [Clear]
-    assert not world.client.answering
+    assert not world.answers()
 
 
 def test_all_nodes_move_to_one_generation() -> None:

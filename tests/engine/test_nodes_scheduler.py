@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from random import Random
 from typing import Any, Final
 
@@ -180,6 +181,11 @@ def test_a_daemon_is_killed_and_comes_back(
     assert first.load("d", PROMPT)[1] == CHUNKS * CHUNK
 
 
+def _done(engine: NodesEngine) -> bool:
+    engine.step()
+    return not engine.world.scheduler.has_requests() and not engine.client.owes
+
+
 def test_aborts_preemptions_and_clears_at_any_step_leave_nothing_behind(
     engine: Make, daemons: list[Daemon]
 ) -> None:
@@ -201,6 +207,5 @@ def test_aborts_preemptions_and_clears_at_any_step_leave_nothing_behind(
             for _ in range(rng.randint(0, 3)):
                 each.step()
     for one in both:
-        until(lambda one=one: one.step() and not one.world.scheduler.has_requests(), "the end")
-        until(lambda one=one: one.step() and not one.client.owes, "what is owed")
+        until(partial(_done, one), "the end of all requests, and that nothing is owed")
     at_rest(daemons)

@@ -33,7 +33,7 @@ NOT_TOLD = {
     *("other_namespace", "other_salt", "other_adapter"),
     *("tier_down", "not_waited", "not_worth_it", "no_room", "load_failed", "late"),
     # it matched, so somebody had computed it
-    *("load_failed_here", "not_loaded", "cheaper_to_compute"),
+    *("load_failed_here", "not_loaded", "cheaper_to_compute", "other_node"),
     "adapter_unknown",  # else somebody has used the adapter
 }
 

@@ -13,8 +13,8 @@ from tests.support.vllm.ranks import StubModelEngine, until
 
 class NodesEngine(StubModelEngine):
     """Rank ``r`` reaches ``daemons[where[r]]``, the scheduler the first one. All that travels
-    between scheduler and ranks is copied, as between processes. As there, each machine has another name of
-    the engine. ``tags``: of ranks that have another one."""
+    between scheduler and ranks is copied, as between processes. As there, each machine has another
+    name of the engine. ``tags``: of ranks that have another one."""
 
     def __init__(
         self,
