@@ -7,8 +7,8 @@ From the root of the repository, with what ``make setup`` installs:
     python -m bench                         the same; --json, --l1-size
     python -m bench --tier disk:/some/path  a tier behind a daemon; also redis:, s3:, gcs:, azure:,
                                             mooncake:, each on a server that runs, and alone, too
-    python -m bench --gpu                   copies between a GPU and the arena; needs an idle
-                                            NVIDIA GPU with 6 GiB, 8 GiB of memory, torch, Triton
+    python -m bench.gpu_day                 all that only a GPU can tell, in order of worth; --smoke
+                                            is a try on a CPU
     python -m bench --engine                real vLLM engines: time to the first token, with kvass
                                             and without
     python -m bench --sglang                real SGLang servers: a prompt that is found, with kvass
@@ -28,10 +28,9 @@ From the root of the repository, with what ``make setup`` installs:
 Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed
 from what was stored. Nothing is left behind on a disk or a server.
 
-What the names mean: those of ``--tier`` stand in ``bench.tiers``, those of ``--gpu`` in
-``bench.gpu``, those of ``--engine`` in ``bench.engine``, those of ``--sglang`` in ``bench.sglang``,
-those of ``--blend`` in ``bench.blend`` and ``bench.blend_engine``. Copies as DeepSeek-V3 makes
-them: ``kvass bench --model deepseek-v3``.
+What the names mean: those of ``--tier`` stand in ``bench.tiers``, those of ``--engine`` in
+``bench.engine``, those of ``--sglang`` in ``bench.sglang``, those of ``--blend`` in ``bench.blend``
+and ``bench.blend_engine``. Copies as DeepSeek-V3 makes them: ``kvass bench --model deepseek-v3``.
 ``python -m bench`` alone has:
 
 - ``first_touch_gbps``: how fast the kernel hands out shared memory.

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import engine, gpu, sglang, tiers
+from bench import engine, sglang, tiers
 from bench.core_time import measure_coverage, measure_longest
 from bench.footprint import first_touch_gbps, measure_footprint
-from bench.gpu import engines, torch_device
 from bench.pages import measure_pages
 from bench.pings import measure_pings
 from bench.segments import measure_segments
@@ -19,7 +18,7 @@ from kvass._version import __version__
 from kvass.cli import bench as shipped
 from kvass.cli.bench.lookups import measure_lookups
 from kvass.cli.bench.rig import say, start_daemon, table
-from kvass.errors import ConfigError, KvassError, UsageError
+from kvass.errors import KvassError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,12 +34,7 @@ def run(argv: Sequence[str]) -> int:
     """The same, but raises ``KvassError``."""
     parser = shipped.flags("python -m bench")
     parser.add_argument("--tier", metavar="URL", help="measure a tier instead: disk:PATH")
-    parser.add_argument("--gpu", action="store_true", help="measure copies to and from this GPU")
-    parser.add_argument(
-        "--engine",
-        action="store_true",
-        help="measure vLLM with and without kvass; with --gpu, on this GPU",
-    )
+    parser.add_argument("--engine", action="store_true", help="measure vLLM with and without kvass")
     parser.add_argument("--sglang", action="store_true", help="measure SGLang with kvass and file")
     parser.add_argument(
         "--blend",
@@ -56,14 +50,8 @@ def run(argv: Sequence[str]) -> int:
         figures, shown = measure_one(args.l1_size, args.rounds), blend.markdown
     elif args.sglang:
         figures = sglang.measure_sglang(args.l1_size, args.rounds)
-    elif args.engine and args.gpu:
-        figures = engines.measure_engines(args.rounds)
     elif args.engine:
         figures = engine.measure_engine(args.l1_size, args.rounds)
-    elif args.gpu:
-        if args.tier is not None:
-            raise ConfigError("--gpu measures a GPU alone: leave out --tier")
-        figures = gpu.measure_gpu(torch_device.open_device(), args.rounds)
     elif args.tier is not None:
         figures = tiers.measure_tier(args.tier, args.l1_size, args.rounds)
     else:

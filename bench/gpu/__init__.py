@@ -1,4 +1,4 @@
-"""``python -m bench --gpu``: KV pages between a GPU and the arena, against plain copies as large.
+"""KV pages between a GPU and the arena, against plain copies as large: stage a of a GPU day.
 
 Every ratio is the median over rounds in which both sides alternate, every byte is compared after
 every load (on the device, page against page), and each round has other bytes.
@@ -56,8 +56,11 @@ class Sizes(msgspec.Struct, frozen=True):
     need_bytes: int = NEED_BYTES
 
 
-def measure_gpu(device: Device, rounds: int, sizes: Sizes | None = None) -> dict[str, Any]:
-    """All figures, by the names in this module's docstring. Raises ``KvassError``."""
+def measure_gpu(
+    device: Device, rounds: int, sizes: Sizes | None = None, note: Callable[..., object] = dict
+) -> dict[str, Any]:
+    """All figures, by the names in this module's docstring; ``note`` is given those there are, as
+    they come. Raises ``KvassError``."""
     sizes = sizes or Sizes()
     device.need(sizes.need_bytes)
     figures: dict[str, Any] = {"version": __version__, "rounds": rounds} | device.facts()
@@ -68,6 +71,7 @@ def measure_gpu(device: Device, rounds: int, sizes: Sizes | None = None) -> dict
     for one in sizes.geometries:
         say(f"{one.name}, {rounds} rounds of {sizes.tokens} tokens")
         _measure_geometry(figures, device, one, sizes.tokens, rounds, submits)
+        note(**figures)
     figures |= submits.figures()
     say(f"matrix products beside stores, {rounds} rounds")
     return figures | measure_gemm(device, sizes.gemm, sizes.tokens, rounds, sizes.products)

@@ -1,4 +1,4 @@
-"""The real ``Device``, by torch. **Never run on a GPU yet** (docs/gpu.md).
+"""The real ``Device``, by torch.
 
 ``open_device`` says in one line what this machine lacks, before anything is measured.
 """
@@ -29,11 +29,11 @@ def open_device(index: int = 0) -> Device:
     """CUDA device ``index``, with vLLM's copy operation if vLLM is there. Raises ConfigError: one
     line that says what is missing."""
     if find_spec("torch") is None:
-        raise ConfigError("--gpu needs torch, and it is not installed here")
+        raise ConfigError("copies on a GPU need torch, and it is not installed here")
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError("--gpu: torch finds no CUDA device")
+        raise ConfigError("torch finds no CUDA device")
     return TorchDevice(f"cuda:{index}")
 
 
@@ -128,7 +128,7 @@ class TorchDevice(TorchMemory, Device):
         free = int(self._torch.cuda.mem_get_info(self._where)[0])
         if free < count:
             raise ConfigError(
-                f"--gpu needs {count / 2**30:.1f}GiB of device memory, and {free / 2**30:.1f}GiB "
+                f"this needs {count / 2**30:.1f}GiB of device memory, and {free / 2**30:.1f}GiB "
                 "are free"
             )
 

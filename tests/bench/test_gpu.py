@@ -1,11 +1,11 @@
-"""``python -m bench --gpu`` measures what it says, and sees wrong bytes: on a fake of CUDA, so that
-all runs here but torch's own calls to a device. No figure means anything."""
+"""The copies of a GPU day are measured as they say, and wrong bytes are seen: on a fake of CUDA, so
+that all runs here but torch's own calls to a device. No figure means anything."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from bench import gpu
-from bench.__main__ import main
 from bench.geometries import geometry
 from bench.gpu import Sizes, measure_gpu, torch_device
 from bench.gpu.costs import measure_gemm
 from bench.gpu.rig import Rig
 from bench.gpu.torch_copies import TensorCopies
-from kvass.cli import bench
-from kvass.errors import Unavailable
+from kvass.errors import ConfigError, Unavailable
 from kvass.transfer.batch import Kind
 from tests.bench.fake_gpu import FakeDevice, Spoiling
 
@@ -69,35 +67,24 @@ def test_negative_control_a_changed_byte_is_seen(wrong: int, kind: Kind) -> None
     assert fake._wrong < 0
 
 
-def test_a_difference_anywhere_is_the_exit_status(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    devices = [FakeDevice(), FakeDevice(Spoiling("load", 9))]
+def test_a_difference_anywhere_is_in_the_figures() -> None:
     sizes = msgspec.structs.replace(SIZES, geometries=TINY[:1])
-    monkeypatch.setattr(torch_device, "open_device", lambda: devices.pop(0))
-    monkeypatch.setattr(gpu, "Sizes", lambda: sizes)
-    monkeypatch.setattr(bench, "MIN_ROUNDS", 1)
-    flags = ["--gpu", "--rounds", "1"]
-    assert main(flags) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["bytes_equal", "yes"] in lines
-    assert ["gpu_run_kib", "gpt_oss", "32"] in lines
-    assert main([*flags, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["bytes_equal"] is False
+    noted: list[dict[str, Any]] = []
+    figures = measure_gpu(FakeDevice(Spoiling("load", 9)), 1, sizes, lambda **f: noted.append(f))
+    assert figures["bytes_equal"] is False
+    assert [one["bytes_equal"] for one in noted] == [False], "at once"
 
 
 # ---------------------------------------------------------------- what goes wrong otherwise
 
 
 @pytest.mark.parametrize("missing", ["torch", "device"])
-def test_what_is_missing_is_one_line(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_one_line(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     there = None if missing == "torch" else object()
     monkeypatch.setattr(torch_device, "find_spec", lambda name: there)
-    assert main(["--gpu"]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert ("needs torch" if missing == "torch" else "torch finds no CUDA device") in error
+    says = "need torch" if missing == "torch" else "torch finds no CUDA device"
+    with pytest.raises(ConfigError, match=says):
+        torch_device.open_device()
 
 
 def test_a_copy_that_fails_is_no_figure() -> None:

@@ -63,15 +63,15 @@ class Case:
     options: dict[str, Any]
 
 
-CASES: Final = (
-    Case("float32", DENSE, EXACT, {}),
+CASES: Final = (  # by worth: a GPU is at hand for minutes (bench.gpu_day)
     Case("graphs", DENSE, GRAPHS, {}),
+    Case("states", hybrid_models.qwen3_next(), STATES, {}),
+    Case("experts", hybrid_models.gpt_oss(), EXACT, {}),
     Case("blocks outermost", DENSE, {}, {"kvass.kv_layout": "blocks"}),
-    Case("fp8", DENSE, {"attention_backend": "TRITON_ATTN", "kv_cache_dtype": "fp8"}, {}),
     Case("mla", LatentShape(), {"attention_backend": "TRITON_MLA"}, {}),
     Case("windows", hybrid_models.gemma3(), EXACT, {}),
-    Case("experts", hybrid_models.gpt_oss(), EXACT, {}),
-    Case("states", hybrid_models.qwen3_next(), STATES, {}),
+    Case("float32", DENSE, EXACT, {}),
+    Case("fp8", DENSE, {"attention_backend": "TRITON_ATTN", "kv_cache_dtype": "fp8"}, {}),
 )
 
 

@@ -62,7 +62,9 @@ def overlays() -> Path | None:
 
 
 def environment(version: str) -> dict[str, str]:
-    """What a process of this version runs with."""
+    """What a process of this version runs with; "": of the one that is installed."""
+    if not version:
+        return dict(os.environ)
     folder = overlays()
     assert folder is not None
     first = [SHIMS, folder / f"sglang-{version}", folder / "sglang-deps"]
@@ -79,7 +81,8 @@ def environment(version: str) -> dict[str, str]:
 
 class Server:
     """Use it as a context: it ends its processes. ``page``: tokens of a page. ``more``: further
-    flags. ``extra``: the extra config of the storage backend; None: none is named.
+    flags, and ``flags`` those in the place of ``FLAGS``. ``extra``: the extra config of the storage
+    backend; None: none is named.
     ``own_session``: False leaves its processes in the group of this process, which must end soon,
     too."""
 
@@ -94,14 +97,15 @@ class Server:
         extra: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         own_session: bool = True,
+        flags: Mapping[str, str] = FLAGS,
     ) -> None:
         self.log = log
         self._own_session = own_session
         self.headers = {"content-type": "application/json"}
         self.port = _free_port()
-        flags = [*FLAGS.items(), ("--page-size", str(page)), ("--port", str(self.port))]
+        all_flags = [*flags.items(), ("--page-size", str(page)), ("--port", str(self.port))]
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-        command += [part for flag in flags for part in flag]
+        command += [part for flag in all_flags for part in flag]
         command += ["--skip-tokenizer-init", "--enable-cache-report", "--skip-server-warmup"]
         command += ["--enable-hierarchical-cache", *more]
         more_env = dict(env or {})

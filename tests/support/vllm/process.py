@@ -54,7 +54,7 @@ class Prompt(msgspec.Struct, frozen=True):
     lora_in_place: bool = False
     """vLLM's ``load_inplace``."""
     skip_prefix_cache: bool = False
-    params: dict[str, str] | None = None
+    params: dict[str, Any] | None = None
     """vLLM's ``kv_transfer_params``."""
     joins: int = 0
     """It is added once each prompt before it has generated so many tokens, or has ended."""

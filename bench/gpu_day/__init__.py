@@ -1,0 +1,20 @@
+"""``python -m bench.gpu_day``: all that only a GPU can tell, by itself, in order of worth.
+
+A GPU is at hand now and then, for half an hour, on a machine that has little more than this folder:
+
+    export PYTHONPATH=src:.
+    python -m bench.gpu_day --what-to-carry     what has to be there beside the tracked files
+    python -m bench.gpu_day --minutes 9         the stages that fit into so many minutes
+    python -m bench.gpu_day --only hits         one of them; may be repeated
+    python -m bench.gpu_day --smoke             all on a CPU, with fakes; figures mean nothing
+    python -m bench.gpu_day --page A.json ...   a page of these days and cards, in Markdown
+
+``--help`` has the table of the stages (``stages.py``). One process runs them, and engines live on
+from stage to stage. It is killed, and begun anew, when a stage takes longer than its minutes or
+fails. Stages that fit no more, or whose packages are missing, are skipped, and a line says so. Each
+figure is in ``--out`` as soon as it is there, also when the machine goes back in the middle. A
+second run adds to the same file.
+
+A figure that is ``false`` is a fault: the stage is ``wrong``, and so is the exit status. What the
+names of figures mean stands at the top of each stage's file; times are medians over rounds.
+"""

@@ -1,0 +1,156 @@
+"""The file of a day: what the card is, and of each stage its state and its figures.
+
+Law of this file: at every instant the file is whole, and has all figures that were noted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import time
+from contextlib import suppress
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Final
+
+from kvass._version import __version__
+from kvass.errors import ConfigError
+
+BAD: Final = ("running", "failed", "cut", "wrong")
+"""``running`` is a stage during which the machine went back."""
+
+
+class Day:
+    """``path`` is read and replaced with each call, so the stages' process and its parent may both
+    write, in turns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> dict[str, Any]:
+        """All of it; an empty day if there is no file."""
+        found: dict[str, Any] = {"stages": {}}
+        return json.loads(self._path.read_text()) if self._path.exists() else found
+
+    def about(self, facts: dict[str, str]) -> None:
+        """What the card is. Raises ConfigError if the file is of another one, or another day."""
+        day = self.read()
+        if differ := [name for name in facts if day.get(name, facts[name]) != facts[name]]:
+            raise ConfigError(f"{self._path} has another {differ[0]}: give another --out")
+        self._replace(facts | day)
+
+    def begin(self, stage: str) -> None:
+        """A stage begins. What it has of an earlier run goes."""
+        self._change(stage, state="running", figures={})
+
+    def note(self, stage: str, figures: dict[str, Any]) -> None:
+        """A running stage has these figures, too."""
+        before = self.read()["stages"][stage]["figures"]
+        self._change(stage, figures=before | figures)
+
+    def end(self, stage: str, state: str, why: str = "", seconds: float = 0.0) -> None:
+        """Why it ended. A stage that is skipped keeps what it has of an earlier run."""
+        if state == "skipped" and self.read()["stages"].get(stage, {}).get("figures"):
+            return
+        self._change(stage, state=state, why=why, seconds=round(seconds, 1))
+
+    def states(self) -> dict[str, str]:
+        """By stage."""
+        return {name: one["state"] for name, one in self.read()["stages"].items()}
+
+    def _change(self, stage: str, **fields: Any) -> None:
+        day = self.read()
+        day["stages"].setdefault(stage, {"figures": {}}).update(fields)
+        self._replace(day)
+
+    def _replace(self, day: dict[str, Any]) -> None:
+        new = self._path.with_suffix(f".{os.getpid()}.new")
+        new.write_text(json.dumps(day, indent=1))
+        os.replace(new, self._path)
+
+
+def facts(smoke: bool) -> dict[str, str]:
+    """What a figure depends on: the card and what drives it. torch is not imported."""
+    card, driver = ("none: a fake", "-") if smoke else _card()
+    torch = util.find_spec("torch")
+    versions = Path(torch.origin or "").parent / "version.py" if torch else None
+    cuda = runpy.run_path(str(versions)).get("cuda") if versions else None
+    found = {"card": card, "driver": driver, "cuda": str(cuda)}
+    found |= {name: _version(name) for name in ("torch", "vllm")}
+    return found | {"kvass": __version__, "date": time.strftime("%Y-%m-%d")}
+
+
+def _card() -> tuple[str, str]:
+    ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", "unknown"
+    card, _, driver = said.strip().partition(", ")
+    return card, driver
+
+
+def _version(name: str) -> str:
+    for package in (name, f"{name}-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return "-"
+
+
+# ---------------------------------------------------------------- a page
+
+
+def page(days: list[dict[str, Any]]) -> str:
+    """The Markdown of several days and cards, a column each. Files of one day and card are one."""
+    from bench.gpu_day.stages import STAGES
+
+    columns: dict[tuple[str, ...], dict[str, Any]] = {}
+    about = list(dict.fromkeys(name for day in days for name in day if name != "stages"))
+    for day in days:
+        same = columns.setdefault(tuple(day.get(n, "") for n in about), day | {"stages": {}})
+        same["stages"] |= day["stages"]
+    found = list(columns.values())
+    heads = [f"{day.get('card')}, {day.get('date')}" for day in found]
+    rows = {name: [str(day.get(name, "")) for day in found] for name in about}
+    parts = ["# What a GPU said", _table("", heads, rows)]
+    subjects = {one.name: f"{one.subject} ({one.letter})" for one in STAGES}
+    for name in dict.fromkeys([*subjects, *(n for day in found for n in day["stages"])]):
+        stages = [day["stages"].get(name, {}) for day in found]
+        if not any(stages):
+            continue
+        parts.append(f"## `{name}`: {subjects.get(name, 'unknown')}")
+        flat = [_flat(one.get("figures", {})) for one in stages]
+        figures = dict.fromkeys(figure for one in flat for figure in one)
+        rows = {"": [_ended(one) for one in stages]}
+        rows |= {figure: [one.get(figure, "") for one in flat] for figure in figures}
+        parts.append(_table("figure", heads, rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _ended(stage: dict[str, Any]) -> str:
+    if not stage:
+        return ""
+    why = f": {stage['why']}" if stage.get("why") else ""
+    return f"{stage['state']}{why} ({stage.get('seconds', '?')} s)"
+
+
+def _flat(figures: dict[str, Any], before: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{before}{name} ")
+        elif isinstance(value, float):
+            flat[before + name] = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+        elif isinstance(value, bool):
+            flat[before + name] = "yes" if value else "**NO**"
+        else:
+            flat[before + name] = str(value)
+    return flat
+
+
+def _table(first: str, heads: list[str], rows: dict[str, list[str]]) -> str:
+    lines = [[first, *heads], ["---"] * (len(heads) + 1)]
+    lines += [[name, *cells] for name, cells in rows.items()]
+    return "\n".join("| " + " | ".join(c.replace("|", "/") for c in line) + " |" for line in lines)

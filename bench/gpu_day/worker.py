@@ -1,0 +1,109 @@
+"""The process that runs the stages: ``python -m bench.gpu_day.worker CONFIG``, a JSON object.
+
+Each line of its standard input names a stage; each line of its output says how one ended. It dies
+with its parent, and engines die with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Final
+
+from bench.gpu_day.day import Day
+from bench.gpu_day.scene import Scene
+from bench.gpu_day.stages import Stage
+from kvass.errors import ConfigError
+
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_END_S: Final = 60.0
+
+
+class Worker:
+    """The parent's half. ``config``: what ``main`` reads; what it prints goes to ``log``."""
+
+    def __init__(self, config: dict[str, Any], log: IO[bytes]) -> None:
+        command = [sys.executable, "-m", __name__, json.dumps(config)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, stderr=log, start_new_session=True, **pipes)
+
+    def run(self, stage: str, limit_s: float) -> tuple[str, str]:
+        """Its state, and why it is so. After another one than ``ended_well`` kill this worker."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{stage}\n".encode())
+        process.stdin.flush()
+        if not select.select([process.stdout], [], [], limit_s)[0]:
+            return "cut", f"it took longer than {limit_s:g} s"
+        if not (line := process.stdout.readline()):
+            return "failed", "its process ended: see the log"
+        state, why = json.loads(line)
+        return state, why
+
+    def kill(self) -> None:
+        """With all processes that it started."""
+        os.killpg(self._process.pid, signal.SIGKILL)  # its leader is not reaped yet
+        self._process.wait()
+
+    def close(self) -> None:
+        """In good order, by force after a minute."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def ended_well(state: str) -> bool:
+    """Whether the process, and its engines, may run the next stage."""
+    return state in ("done", "wrong", "skipped")
+
+
+def run_stage(stage: Stage, scene: Scene, day: Day) -> tuple[str, str]:
+    """Its state, and why it is so."""
+    faults: list[str] = []
+
+    def note(**figures: Any) -> None:
+        faults.extend(name for name, value in figures.items() if value is False)
+        day.note(stage.name, figures)
+
+    began_s = time.monotonic()
+    try:
+        scene.begin(stage.runner)
+        stage.run(scene, note)
+        ended = ("wrong", ", ".join(faults)) if faults else ("done", "")
+    except ConfigError as missing:
+        ended = "skipped", str(missing)
+    except Exception as error:  # noqa: BLE001 - whatever a GPU brings, the other stages shall run
+        traceback.print_exc()
+        ended = "failed", (str(error).strip() or repr(error)).splitlines()[-1][:300]
+    day.end(stage.name, *ended, time.monotonic() - began_s)
+    return ended
+
+
+def main() -> None:
+    """See the top of this file."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    wire = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # engines and libraries print
+    config = json.loads(sys.argv[1])
+    stages = {one.name: one for one in import_module(config["table"]).STAGES}
+    day = Day(Path(config["out"]))
+    with Scene(Path(config["folder"]), config["smoke"], config["forks"]) as scene:
+        for line in sys.stdin:
+            wire.write(json.dumps(run_stage(stages[line.strip()], scene, day)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
