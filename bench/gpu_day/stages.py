@@ -42,18 +42,18 @@ TIMES: Final = "ms to the first token, tokens found"
 STAGES: Final = (
     Stage("tests", "-", "pytest tests/gpu", 4, TESTS, "passed, failed, names", ("torch", "pytest")),
     Stage("copies", "a", "copies of each geometry", 2, OTHERS + "copies", "ratios", ("torch",)),
-    Stage("hits", "b", "hits, idle and 16 at once", 4, HITS + "hits", TIMES),
-    Stage("in_step", "b", "small hits inside the step", 1, HITS + "in_step", "ms, steps"),
+    Stage("hits", "b", "hits, idle and 16 at once", 5, HITS + "hits", TIMES),
+    Stage("in_step", "b", "small hits inside the step", 2, HITS + "in_step", "ms, steps"),
     Stage("twins", "c", "which side differs from itself", 3, CHECKS + "twins", "differences"),
-    Stage("shadow", "d", "shadow mode, flipped bytes", 1.5, CHECKS + "shadow", "rows, jobs"),
+    Stage("shadow", "d", "shadow mode, flipped bytes", 2, CHECKS + "shadow", "rows, jobs"),
     Stage("kills", "e", "daemon and engine are killed", 1.5, CHECKS + "kills", "tokens, seconds"),
     Stage("decode", "f", "decode beside stores", 1.5, HITS + "decode", "ms per token"),
     Stage(
         "transformers", "g", "transformers", 1, OTHERS + "hugging_face", TIMES, ("transformers",)
     ),
     Stage("sglang", "g", "SGLang", 3, OTHERS + "sglang", TIMES, ("torch",)),
-    Stage("two", "h", "two engines at once", 1.5, HITS + "two", "ms alone and at once"),
-    Stage("hits_v1", "b", "hits, runner V1", 4, HITS + "hits", TIMES, runner="0"),
+    Stage("two", "h", "two engines at once", 2, HITS + "two", "ms alone and at once"),
+    Stage("hits_v1", "b", "hits, runner V1", 5, HITS + "hits", TIMES, runner="0"),
     Stage("tests_v1", "-", "tests, runner V1", 4, TESTS, "as tests", runner="0"),
 )
 

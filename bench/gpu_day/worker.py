@@ -24,6 +24,7 @@ from bench.gpu_day.scene import Scene
 from bench.gpu_day.stages import Stage
 from kvass.errors import ConfigError
 
+ROOT: Final = Path(__file__).parents[2]
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _END_S: Final = 60.0
 
@@ -32,9 +33,15 @@ class Worker:
     """The parent's half. ``config``: what ``main`` reads; what it prints goes to ``log``."""
 
     def __init__(self, config: dict[str, Any], log: IO[bytes]) -> None:
-        command = [sys.executable, "-m", __name__, json.dumps(config)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, stderr=log, start_new_session=True, **pipes)
+        paths = [*map(str, (ROOT / "src", ROOT)), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, json.dumps(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,
+        )
 
     def run(self, stage: str, limit_s: float) -> tuple[str, str]:
         """Its state, and why it is so. After another one than ``ended_well`` kill this worker."""
