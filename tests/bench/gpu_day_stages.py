@@ -40,7 +40,7 @@ def stage(name: str, runs: str, minutes: float = 1.0, *needs: str) -> Stage:
 
 STAGES = (
     stage("first", "well"),
-    stage("hangs", "hang", 1 / 60),
+    stage("hangs", "hang", 2 / 60),
     stage("second", "well"),
     stage("fails", "fail"),
     stage("dies", "die"),

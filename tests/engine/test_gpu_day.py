@@ -27,7 +27,7 @@ def test_all_stages_run_on_a_cpu(tmp_path: Path, request: pytest.FixtureRequest)
     assert {name: state for name, (state, _) in why.items()} == expected, why
     assert status == 0
     figures = {name: one["figures"] for name, one in stages.items()}
-    assert figures["hits"]["513_kvass_found"] == figures["hits"]["513_native_found"] == 512
+    assert figures["hits"]["513_kvass_found"] == figures["two"]["two_found"] == 512
     assert figures["in_step"]["short_64_idle_in_step_steps"] == 1, "the mover of a device waited"
     assert figures["shadow"]["flip_jobs"] > 0
-    assert figures["two"]["two_found"] == 512
+    assert figures["kills"]["engine_equal"] == 6
