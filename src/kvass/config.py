@@ -101,7 +101,8 @@ class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_P
     verify: Annotated[int, Meta(ge=0)] | None = None
     """After the first copies, verify those of one in so many jobs (``engine/verifier.py``)."""
     several_machines: bool = False
-    """The engine's ranks may be on several machines (``engine/nodes.py``)."""
+    """The ranks may use other daemons than the scheduler, also if vLLM says nothing of several
+    machines (``engine/nodes.py``)."""
     sync_load_ms: Annotated[float, Meta(ge=0)] = 2.0
     """The most milliseconds of copies inside a step (``engine/in_step.py``)."""
 

@@ -15,7 +15,8 @@ from kvass.client.connection import DaemonConnection
 from kvass.client.lookups import PENDING, Match
 from kvass.client.nodes import SETTLED_S, NodesClient, RankNews
 from kvass.client.parallel import ParallelStrategy
-from kvass.client.steps import FromAgent, StepClient
+from kvass.client.steps import FromAgent, Relay, StepClient, ToAgent
+from kvass.errors import Unavailable
 from kvass.messages import (
     Abort,
     AnyMessage,
@@ -52,8 +53,11 @@ class ListChannel:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.answers: list[FromDaemon] = []
+        self.fails = False
 
     def send(self, message: AnyMessage) -> None:
+        if self.fails:
+            raise Unavailable("it is gone")
         self.sent.append(message)
 
     def receive(self, timeout_s: float) -> list[FromDaemon]:
@@ -350,15 +354,46 @@ def test_an_answer_of_an_older_question_does_not_count() -> None:
     assert match.chunks == 2
 
 
-def test_an_answer_of_an_older_connection_does_not_count() -> None:
-    world = World()
-    (question,) = world.ask(own=5)
-    world.connect(0, life=1)
-    channel = world.others[0]._channel
-    assert channel is not None
-    late = world.matched(question, 5, 1)
-    world.tell(0, FromAgent(1, channel.epoch - 1, "", answers=[(late, FAR_S)]))
-    assert world.others[0].connection is None or world.look_up().match is PENDING
+def relay() -> tuple[Relay, ListChannel]:
+    """An agent whose second connection this is."""
+
+    class Unconnected(Relay):
+        def start(self) -> None:
+            pass
+
+    agent, channel = Unconnected("", None, Register("engine", {}, CHUNK)), ListChannel()
+    for _ in range(2):
+        connection = DaemonConnection(channel, "own")
+        connection.welcome, connection.registration = Welcome(boot=boot(1)), agent.registration
+        agent._connected(connection)
+    return agent, channel
+
+
+def test_an_agent_drops_what_was_for_an_older_connection() -> None:
+    agent, channel = relay()
+    agent.send(ToAgent(1, 1, [Lookup("old", KEYS, WIDTH)]))
+    agent.send(ToAgent(2, 2, [Lookup("new", KEYS, WIDTH)]))
+    assert [message.request for message in channel.sent] == ["new"]
+
+
+def test_an_agent_hands_over_before_it_returns_an_answer() -> None:
+    agent, channel = relay()
+    news = agent.take()
+    assert news is not None
+    assert (news.epoch, news.welcome) == (2, Welcome(boot=boot(1)))
+    channel.answers = [Matched(seq=1, lease=5), Granted(seq=2, grants=[Grant(), Grant(6)])]
+    assert agent.take() is not None
+    assert channel.sent == [HandedOver(boot=boot(1), leases=(5,), reservations=(6,))]
+    assert agent.take() is None
+
+
+def test_an_agent_that_cannot_hand_over_returns_no_answer() -> None:
+    agent, channel = relay()
+    channel.answers = [Matched(seq=1, lease=5)]
+    channel.fails = True
+    news = agent.take()
+    assert news is not None
+    assert (news.epoch, news.answers) == (0, [])
 
 
 # ---------------------------------------------------------------- clocks
@@ -399,6 +434,17 @@ def test_a_node_that_is_lost_between_match_and_hand_over() -> None:
     world.client.release(match.boot, match.lease)
     assert isinstance(world.own.sent[-1], Release)
     assert world.client._matches == {}
+
+
+def test_a_match_that_is_not_used_is_given_back_on_all_nodes() -> None:
+    world = World(3)
+    world.hit(5, 5, 5)
+    match = world.client.take("r")
+    assert match is not None
+    world.client.release(match.boot, match.lease)
+    released = world.own.sent[-1], *world.step(0)[1], *world.step(1)[1]
+    assert [type(one) for one in released] == [Release] * 3
+    assert world.client.lent_to_read(match.lease) == ()
 
 
 def test_a_daemon_that_was_restarted_between_match_and_hand_over() -> None:

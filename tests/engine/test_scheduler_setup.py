@@ -199,6 +199,7 @@ def too_many_ranks(config: Any, caches: Any) -> None:
 
 def two_machines(config: Any, caches: Any) -> None:
     config.parallel_config.nnodes = 2
+    config.kv_transfer_config.kv_connector_extra_config["kvass.blend"] = "all"
 
 
 def experts_returned(config: Any, caches: Any) -> None:

@@ -190,8 +190,6 @@ class NodesClient(SchedulerClient):
     def _make_nodes(self) -> None:
         """Make the nodes, once it is known which ranks reach one daemon."""
         connection = self.connection
-        if any(node.astray for node in self._others):
-            self.nodes = ()
         if connection is None or len(self._boots) < self._ranks:
             return
         of_boot = dict[bytes, list[int]]()
@@ -201,9 +199,10 @@ class NodesClient(SchedulerClient):
         if own is None:  # a daemon was restarted, and not all have noticed
             return
         nodes = (tuple(own), *map(tuple, of_boot.values()))
-        if nodes == self.nodes:
+        anew = any(node.astray for node in self._others)
+        if nodes == self.nodes and not anew:
             return
-        if self.nodes and time.monotonic() - self._news_s < SETTLED_S:
+        if self.nodes and not anew and time.monotonic() - self._news_s < SETTLED_S:
             return
         moves = len(nodes) > 1 or bool(self._others)
         self._void()
@@ -249,7 +248,9 @@ class NodesClient(SchedulerClient):
 
     @property
     def answering(self) -> bool:
-        ready = bool(self.nodes) and all(node.answering for node in self._others)
+        ready = bool(self.nodes) and all(
+            node.answering and not node.astray for node in self._others
+        )
         return ready and super().answering
 
     @property
@@ -280,7 +281,7 @@ class NodesClient(SchedulerClient):
     ) -> Found:
         if not self._others:
             return super().look_up(request, digests, width, first, context, blocks)
-        if any(not node.connected for node in self._others):
+        if any(not node.connected or node.astray for node in self._others):
             self.give_back(request)
             return Found(None, "no_daemon")
         if self.resetting:

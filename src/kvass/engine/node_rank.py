@@ -67,7 +67,7 @@ class NodeRank:
                 self.close()
             self._form, self._moved = shared.form, client
             self._copier.strategy = self._copier.strategy.on(mine.ranks)
-            _register(client, self._copier.strategy, shared.instance)
+            _register(client, self._copier.strategy, shared)
         if client is not None:
             self._give_back(client, mine)
         if mine.agent is not None and mine.ranks[0] == self.rank:
@@ -110,14 +110,15 @@ class NodeRank:
             self._relay = None
 
 
-def _register(client: WorkerClient, strategy: ParallelStrategy, instance: str) -> None:
-    """Register as a part of a node, unless that is how it is."""
+def _register(client: WorkerClient, strategy: ParallelStrategy, shared: NodesWork) -> None:
+    """Register as a part of a node. Where nodes are made anew, the end of the connection settles
+    what is lent, so it ends even if nothing else changes."""
     before = client.registration
     assert before is not None
     identity = {name: text for name, text in before.identity.items() if name != "node"}
     terms = strategy.register(
-        instance, identity, before.chunk_tokens, before.layout, model=before.model
+        shared.instance, identity, before.chunk_tokens, before.layout, model=before.model
     )
     terms.counted, terms.cache_bytes = before.counted, before.cache_bytes
-    if terms != msgspec.structs.replace(before, seq=0):
+    if shared.form > 1 or terms != msgspec.structs.replace(before, seq=0):
         client.register_as(terms)

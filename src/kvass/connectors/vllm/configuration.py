@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 
@@ -38,6 +38,9 @@ from kvass.errors import ConfigError
 from kvass.layout.windows import default_interval
 from kvass.transfer import DEVICES
 from kvass.types import MAX_RANKS, GroupLayout, chunk_blocks
+
+ALONE: Final = ("kvass.blend", "kvass.blend_oracle", "kvass.shadow")
+"""Options that need all ranks on one machine."""
 
 if TYPE_CHECKING:
     from kvass.blend.plan import Selection
@@ -124,11 +127,6 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
     spare = _spare_chunks(vllm_config, kv_cache_config, chunk_tokens)
     each_block = hash_tokens == blocks[0] == unit and not spare
     blend = None
-    if options.several_machines and (options.shadow or options.blend or options.blend_oracle):
-        raise ConfigError(
-            "kvass.several_machines does not work with kvass.blend and kvass.shadow: use one of "
-            "them"
-        )
     if options.blend or options.blend_oracle:
         if options.shadow:
             raise ConfigError("kvass.shadow does not work with kvass.blend: use one of them")
@@ -168,7 +166,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         blend_oracle=options.blend_oracle,
         shadow=float(options.shadow),
         verification=replace(verdict.verification, every=options.verify),
-        several_nodes=options.several_machines,
+        several_nodes=on_several_machines(vllm_config),
         sync_load_s=0.0 if blend else _sync_load_s(options),
         model=options.model_id or source,
         weights=weights_name,
@@ -218,6 +216,12 @@ def asks_for(vllm_config: Any, option: str) -> bool:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     options, _ = gather(extra, EngineOptions, os.environ)
     return bool(options.get(option))
+
+
+def on_several_machines(vllm_config: Any) -> bool:
+    """Whether the engine's ranks may use other daemons than its scheduler."""
+    several = vllm_config.parallel_config.nnodes_within_dp > 1
+    return several or asks_for(vllm_config, "kvass.several_machines")
 
 
 def _verdict() -> Verdict:
@@ -322,11 +326,9 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         yield "prefill context parallelism is not supported"
     if ranks > MAX_RANKS:
         yield f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
-    if parallel.nnodes_within_dp > 1 and not asks_for(vllm_config, "kvass.several_machines"):
-        yield (
-            "an engine whose ranks are on several machines is not supported without "
-            "kvass.several_machines"
-        )
+    alone = [name for name in ALONE if asks_for(vllm_config, name)]
+    if alone and on_several_machines(vllm_config):
+        yield f"{alone[0]} in an engine whose ranks are on several machines is not supported"
     if names := _connectors_that_must_fail(vllm_config):
         yield (
             f"kv_load_failure_policy is fail for {', '.join(names)}, and vLLM has one policy for "

@@ -1,4 +1,4 @@
-"""``KvassConnector``, the class that vLLM loads, and the classes that the options choose.
+"""``KvassConnector``, the class that vLLM loads, and the classes that options choose.
 
 Law of this file: it imports the connectors, and none of them imports it. What an option asks for is
 imported only if the option is set.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvass.connectors.vllm.configuration import asks_for
+from kvass.connectors.vllm.configuration import asks_for, on_several_machines
 from kvass.connectors.vllm.connector import Connector
 
 
@@ -25,17 +25,10 @@ def _shadow() -> type[Connector]:
     return ShadowConnector
 
 
-def _nodes() -> type[Connector]:
-    from kvass.connectors.vllm.nodes_connector import NodesConnector
-
-    return NodesConnector
-
-
 CLASSES: Final[dict[str, Callable[[], type[Connector]]]] = {
     "kvass.blend": _blend,
     "kvass.blend_oracle": _blend,
     "kvass.shadow": _shadow,
-    "kvass.several_machines": _nodes,
 }
 """The class of the connector, by the first of these options that is set."""
 
@@ -53,4 +46,8 @@ class KvassConnector(Connector):
         for option, find in CLASSES.items() if cls is KvassConnector else ():
             if asks_for(vllm_config, option):
                 return find()(vllm_config, *args, **kwargs)
+        if cls is KvassConnector and on_several_machines(vllm_config):
+            from kvass.connectors.vllm.nodes_connector import NodesConnector
+
+            return NodesConnector(vllm_config, *args, **kwargs)
         return super().__new__(cls)

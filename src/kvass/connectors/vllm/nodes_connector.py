@@ -1,17 +1,18 @@
-"""``NodesConnector``, the connector of an engine on several machines: vLLM gets it with
-``kvass.several_machines``.
+"""``NodesConnector``, the connector of an engine on several machines.
 
-A file of vLLM's version (see ``adapt.py``). It is imported only with that option. What the
+A file of vLLM's version (see ``adapt.py``). It is imported only in such an engine. What the
 scheduler sends to daemons of other machines, and what they answer, is a part of what vLLM sends to
 the workers and gets from them (``engine/nodes.py``).
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kvass.client.nodes import NodesClient, RankNews
+from kvass.connectors.vllm import rest
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.connector import Connector
 from kvass.engine.node_rank import NodeRank
@@ -68,6 +69,8 @@ class NodesConnector(Connector):
         """Begin the loads of this rank's node."""
         failing = [Load(one.request, in_step=one.in_step) for one in connector_metadata.loads]
         nothing = replace(connector_metadata, loads=failing, stores=[], nodes=None)
+        if (nodes := connector_metadata.nodes) is not None:  # vLLM's trees each have another name
+            rest.workers.setdefault(nodes.instance, weakref.WeakMethod(self._await_copies))
         super().bind_connector_metadata(
             self._run(self._node_rank, nothing, NodeRank.own_part, connector_metadata)
         )
