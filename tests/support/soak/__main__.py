@@ -29,6 +29,8 @@ from msgspec.structs import replace
 from kvass.errors import KvassError
 from kvass.simulate.synth import KINDS, write
 from tests.support.soak.engine import Setup
+from tests.support.soak.nodes import MISCHIEF as NODES
+from tests.support.soak.nodes import NodesWorld
 from tests.support.soak.record import HELD, Check, page, process_figures, sample, verdict
 from tests.support.soak.record import stores as judged
 from tests.support.soak.stores import MISCHIEF as STORES
@@ -51,7 +53,7 @@ STEADY: Final = 10
 QUIET_S: Final = 90.0
 """A tier that failed often is tried again after a minute."""
 SOAK: Final = "tests.support.soak"
-REAL: Final = ("vllm", "gemma3", "sglang", "transformers")
+REAL: Final = ("vllm", "gemma3", "nodes", "sglang", "transformers")
 QUOTAS: Final = {"sglang": "4MiB:2MiB", "transformers": "1MiB:1MiB"}
 """The tenants of real engines: less than what they store."""
 _EVENTS: Final = 40
@@ -185,6 +187,7 @@ class Soak:
         while True:
             status = self.world.client.status(QUIET_S)
             held = {name: status[name] for name in HELD if status[name]}
+            held |= self.world.held_elsewhere(HELD)
             if status["sessions"] > 1:  # ours
                 held["sessions"] = status["sessions"]
             if status["l1_populated_bytes"] < status["l1_capacity_bytes"]:
@@ -236,7 +239,7 @@ def soak(
     with tempfile.TemporaryDirectory(prefix="kvass-soak-") as folder:
         setups = setups_of(Path(folder), trace, seed, engines, real or {}, rate)
         daemon = options_of(seed, {setup.kind for setup in setups}, stores)
-        kind, mischief = (StoresWorld, STORES) if stores else (World, mischief)
+        kind, mischief = world_of(real or {}, stores, mischief)
         with closing(kind(Path(folder), setups, daemon, program, compress)) as world:
             run = Soak(world, out, mischief)
             try:
@@ -260,6 +263,15 @@ def soak(
     (out / "soak.html").write_text(page(f"kvass soak, seed {seed}", checks, run.samples, text))
     print(text)
     return checks
+
+
+def world_of(
+    real: Mapping[str, int], stores: bool, mischief: Mapping[str, tuple[str, Mischief]]
+) -> tuple[type[World], Mapping[str, tuple[str, Mischief]]]:
+    """The kind of the world, and what is done to it."""
+    if stores:
+        return StoresWorld, STORES
+    return (NodesWorld, {**mischief, **NODES}) if real.get("nodes") else (World, mischief)
 
 
 def setups_of(
@@ -293,7 +305,7 @@ def options_of(
 def _l1_size(kinds: Collection[str], stores: bool) -> str:
     if QUOTAS.keys() & kinds:
         return "64MiB"
-    return "32MiB" if {"vllm", "gemma3"} & {*kinds} else "4MiB" if stores else "16MiB"
+    return "32MiB" if {"vllm", "gemma3", "nodes"} & {*kinds} else "4MiB" if stores else "16MiB"
 
 
 def main() -> int:

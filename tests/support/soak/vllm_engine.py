@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -43,6 +43,9 @@ def tokens_of(pieces: list[int]) -> list[int]:
     return [token for chunk in chunks for token in chunk] + [5]
 
 
+ARGS: Final = {"max_model_len": 1024, "num_gpu_blocks_override": 128}
+
+
 @contextmanager
 def _engine(
     folder: Path, name: str, model: Sizes, socket: Path | None = None
@@ -51,7 +54,7 @@ def _engine(
         build(folder / "models", model),
         folder / f"{name}.log",
         socket=socket,
-        args={"max_model_len": 1024, "num_gpu_blocks_override": 128},
+        args=ARGS,
         options={"kvass.chunk_tokens": CHUNK_TOKENS},
     ) as engine:
         yield engine.wait_ready()
@@ -77,10 +80,15 @@ def differs(answer: Answer, right: Answer, noise: float) -> str:
     return f"{answer.tokens}, not {right.tokens}: {worst:g} apart" if worst > noise else ""
 
 
-def play(setup: Setup, model: Sizes = TINY) -> None:
+def play(
+    setup: Setup,
+    model: Sizes = TINY,
+    start: Callable[..., AbstractContextManager[EngineProcess]] = _engine,
+) -> None:
+    """``start``: as ``_engine``."""
     file = Path(setup.answers)
     expected = msgspec.json.decode(file.read_bytes(), type=Expected)
-    with _engine(file.parent, f"vllm-{setup.number}", model, Path(setup.socket)) as engine:
+    with start(file.parent, f"vllm-{setup.number}", model, Path(setup.socket)) as engine:
         tell(Line(setup.first))
         for n, _ in prompts(setup):
             number, began_s = n % len(expected.prompts), time.monotonic()

@@ -143,6 +143,10 @@ class World:
             f"redis:{self.redis.address}?timeout_s=2",
         ]
 
+    def held_elsewhere(self, names: tuple[str, ...]) -> dict[str, object]:
+        """What other daemons hold of what has these names in their status."""
+        return {}
+
     def check_alive(self) -> None:
         """Raises ``SoakError`` if a process has ended by itself."""
         for engine in self.engines:

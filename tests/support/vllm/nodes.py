@@ -7,15 +7,31 @@ with torch's rendezvous and vLLM's messages over TCP. Each tree's environment na
 from __future__ import annotations
 
 import select
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.servers.server import free_port
 from tests.support.vllm.process import EngineDied, EngineProcess, children
 
+SEVERAL: Final[dict[str, Any]] = {"kvass.several_machines": True}
 HOST: Final = "127.0.0.1"
 PORTS: Final = (20_000, 32_000)
+
+
+@contextmanager
+def running_daemons(
+    folder: Path, l1_sizes: Sequence[str], **options: Any
+) -> Iterator[list[Daemon]]:
+    """A daemon for each node, with an L1 of this size; ``options`` are of all."""
+    with ExitStack() as ending:
+        daemons = []
+        for node, size in enumerate(l1_sizes):
+            (own := folder / str(node)).mkdir(parents=True)
+            daemons.append(ending.enter_context(running_daemon(own, size, **options)))
+        yield daemons
 
 
 class Headless(EngineProcess):
@@ -28,7 +44,7 @@ class NodesEngine(EngineProcess):
     """One engine whose node ``n`` uses the daemon at ``sockets[n]``; this process is the first
     node, with the scheduler. A node has one rank, unless ``args`` say otherwise. ``log`` is the
     first node's; those of the others stand beside it (``logs``). ``fields``: as for
-    ``EngineProcess``."""
+    ``EngineProcess``; of ``options`` the default is ``SEVERAL``."""
 
     def __init__(
         self,
@@ -37,6 +53,7 @@ class NodesEngine(EngineProcess):
         sockets: Sequence[Path],
         *,
         args: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> None:
         nodes = {
@@ -53,6 +70,7 @@ class NodesEngine(EngineProcess):
             return {
                 **fields,
                 "socket": sockets[node],
+                "options": {**SEVERAL, **(options or {})},
                 "args": {**nodes, **(args or {}), "node_rank": node},
                 "variables": {"KVASS_SOCKET": str(sockets[node]), "VLLM_HOST_IP": HOST},
             }
