@@ -202,7 +202,8 @@ def predicted(asked: Sequence[list[int]], l1_size: str) -> list[int]:
 @pytest.mark.parametrize("sizes", [SMALL, pytest.param(SMALL[::-1], marks=pytest.mark.slow)])
 def test_a_hit_is_what_the_smaller_daemon_has(nodes: Nodes, judge: Judge, sizes: list[str]) -> None:
     nodes.restart(sizes)
-    nodes.a.reset(connector=True)
+    assert nodes.a.reset(connector=True)
+    nodes.a.one([5] * 8, 1)  # the other node is told in a step
     for daemon in nodes.daemons:
         daemon.wait_until(rows=0)
     asked, hits = drawn(2, 24, most=400), list[int]()

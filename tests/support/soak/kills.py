@@ -16,7 +16,7 @@ import tempfile
 import time
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +54,9 @@ ARGS: Final[dict[str, Any]] = {
 }
 OPTIONS: Final[dict[str, Any]] = {"kvass.chunk_tokens": 64, "kvass.skip_slow_loads": False}
 
+Known = tuple[list[int], Answer]
+"""A prompt, and the right answer to it."""
+
 
 @dataclass
 class Report:
@@ -76,13 +79,14 @@ class Report:
 
 
 class Kills:
-    """``known``: prompts, with the right answers to them."""
+    """Each kill hits one daemon while all ``engines`` look up, load and store: of what they are
+    asked, half was stored before."""
 
     def __init__(
         self,
         engines: Sequence[NodesEngine],
         daemons: Sequence[Daemon],
-        known: Sequence[tuple[list[int], Answer]],
+        known: Sequence[Known],
         noise: float,
         seed: int,
     ) -> None:
@@ -100,18 +104,16 @@ class Kills:
         random, report = self._random, self.report
         node, engine = random.randrange(len(self.daemons)), random.choice(self.engines)
         daemon = self.daemons[node]
+        stored, asked = random.sample(self.known, 3), dict[NodesEngine, list[Known]]()
+        self._ask({engine: stored}, "before a kill")
+        for one in self.engines:
+            one.reset()
+            asked[one] = [*random.sample(stored, 2), *random.sample(self.known, 2)]
         moment = self._arm(engine, daemon)
         name = f"kill {number} of node {node}, {moment}"
         report.kills += 1
         report.moments[moment] += 1
-        asked = {one: random.sample(self.known, 3) for one in self.engines}
-        for one, prompts in asked.items():
-            if random.random() < 0.5:
-                one.reset()
-            one.submit(*(Prompt(tokens, TOKENS) for tokens, _ in prompts))
-        for one, prompts in asked.items():
-            for answer, (_, right) in zip(one.answers(), prompts, strict=True):
-                self._compare(answer, right, f"{name}: an answer")
+        self._ask(asked, name)
         for one in self.engines:
             one.reset_hooks()  # a hook that was not called
         daemon.restart()
@@ -120,6 +122,14 @@ class Kills:
             one.reset()
         for at, each in enumerate(self.daemons):
             self._rest(each, f"{name}: node {at}")
+
+    def _ask(self, asked: Mapping[NodesEngine, Sequence[Known]], name: str) -> None:
+        """All engines at once."""
+        for one, prompts in asked.items():
+            one.submit(*(Prompt(tokens, TOKENS) for tokens, _ in prompts))
+        for one, prompts in asked.items():
+            for answer, (_, right) in zip(one.answers(), prompts, strict=True):
+                self._compare(answer, right, f"{name}: an answer")
 
     def _arm(self, engine: NodesEngine, daemon: Daemon) -> str:
         """Have the daemon killed at the next call of some hook, or soon after it."""
@@ -144,6 +154,7 @@ class Kills:
 
     def _back(self, engine: NodesEngine, since_s: float, name: str) -> None:
         """Until a prompt that was stored since the kill is found."""
+        tries = list[str]()
         while True:
             tokens = self._random.choices(range(4, TINY.vocab), k=200)
             cold = engine.one(tokens, TOKENS)
@@ -151,10 +162,11 @@ class Kills:
             warm = engine.one(tokens, TOKENS)
             took_s = time.monotonic() - since_s
             self._compare(warm, cold, f"{name}: a hit after it")
+            tries.append(f"{took_s:.1f} s: {warm.local} + {warm.external}")
             if warm.external:
                 self.report.back_s.append(took_s)
                 if took_s > BACK_S:
-                    self.report.late.append(f"{name}: the next hit was {took_s:.1f} s later")
+                    self.report.late.append(f"{name}: the next hit was late, tries: {tries}")
                 return
             if took_s > PATIENCE_S:
                 self.report.late.append(f"{name}: no hit for {took_s:.1f} s")
@@ -180,7 +192,7 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     return made
 
 
-def right_answers(judge: Judge, asked: Sequence[list[int]]) -> list[tuple[list[int], Answer]]:
+def right_answers(judge: Judge, asked: Sequence[list[int]]) -> list[Known]:
     """``Kills.known``. ``judge``: of an engine without kvass."""
     return [(tokens, judge.cold(tokens, TOKENS)) for tokens in asked]
 
