@@ -29,7 +29,8 @@ def _engine(folder: Path, name: str, model: Sizes, socket: Path) -> Iterator[Nod
         args=ARGS,
         options={"kvass.chunk_tokens": CHUNK_TOKENS},
     ) as engine:
-        yield engine.wait_ready()
+        engine.wait_ready()
+        yield engine
 
 
 if __name__ == "__main__":
