@@ -22,13 +22,14 @@ write_answers = partial(vllm_engine.write_answers, name="nodes-answers.json")
 
 @contextmanager
 def _engine(folder: Path, name: str, model: Sizes, socket: Path) -> Iterator[NodesEngine]:
-    with NodesEngine(
+    engine = NodesEngine(
         build(folder / "models", model),
         folder / f"{name}.log",
         [socket, second_socket(socket)],
         args=ARGS,
         options={"kvass.chunk_tokens": CHUNK_TOKENS},
-    ) as engine:
+    )
+    with engine:
         engine.wait_ready()
         yield engine
 
