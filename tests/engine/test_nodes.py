@@ -37,7 +37,7 @@ CHUNK: Final = 64
 OPTIONS: Final[dict[str, Any]] = {"kvass.chunk_tokens": CHUNK, "kvass.skip_slow_loads": False}
 PATIENT: Final[dict[str, Any]] = {"lookup_budget_ms": 10_000}
 LARGE: Final = ["128MiB"] * 2
-SMALL: Final = ["6MiB", "2MiB"]
+SMALL: Final = ["3MiB", "1MiB"]
 LATENT_BLOCK: Final = 16
 MLA: Final[dict[str, Any]] = {"block_size": LATENT_BLOCK, "attention_backend": "CPU_MLA"}
 TOKENS: Final = 4
@@ -153,6 +153,7 @@ def test_what_the_rank_of_each_node_loads_decides(
     tokens = prompt(300)
     nodes.a.store(Prompt(tokens, 1))
     assert nodes.b.reset()
+    nodes.b.verify_again()  # what is not verified yet is not loaded inside a step
     nodes.b.disturb(Settings(spoil=True), rank=rank)
     wrong = nodes.b.one(tokens)
     nodes.b.disturb(Settings(), rank=rank)
@@ -206,7 +207,7 @@ def test_a_hit_is_what_the_smaller_daemon_has(nodes: Nodes, judge: Judge, sizes:
     nodes.a.one([5] * 8, 1)  # the other node is told in a step
     for daemon in nodes.daemons:
         daemon.wait_until(rows=0)
-    asked, hits = drawn(2, 24, most=400), list[int]()
+    asked, hits = drawn(2, 14), list[int]()
     for tokens in asked:
         assert nodes.a.reset()
         answer = nodes.a.one(tokens, 1)
@@ -235,6 +236,15 @@ def kill(nodes: Nodes, judge: Judge, times: int, seed: int) -> None:
 
 def test_a_daemon_that_is_killed_costs_hits_and_nothing_else(nodes: Nodes, judge: Judge) -> None:
     kill(nodes, judge, 3, seed=1)
+
+
+def test_the_kills_notice_a_wrong_answer(nodes: Nodes, prompt: Make) -> None:
+    kills = Kills(nodes.engines, nodes.daemons, [], 0.01, seed=3)
+    right, other = nodes.a.one(prompt(100)), nodes.a.one(prompt(100))
+    kills._compare(right, right, "right")
+    assert kills.report.failures == []
+    kills._compare(other, right, "wrong")
+    assert len(kills.report.failures) == 1
 
 
 @pytest.mark.slow
@@ -303,3 +313,21 @@ def test_windows_and_states(kind: Hybrid, tmp_path: Path) -> None:
         finally:
             for engine in engines:
                 engine.kill()
+
+
+@pytest.mark.slow
+def test_a_node_with_other_weights_turns_the_engine_uncached(
+    model: Path, tmp_path: Path, prompt: Make
+) -> None:
+    other = build(ROOT / ".cache" / "models", seed=1)
+    with running_daemons(tmp_path, LARGE, **PATIENT) as daemons:
+        sockets = [Path(daemon.socket) for daemon in daemons]
+        log, fields = tmp_path / "a.log", {"args": ARGS, "others": [other], "patient": True}
+        with NodesEngine(model, log, sockets, **fields) as engine:
+            tokens = prompt(600)
+            for _ in range(5):
+                assert engine.one(tokens).external == 0
+                assert engine.reset()
+            said = [line for line in engine.log().splitlines() if "uncached" in line]
+            assert len(said) == 1, said
+            assert "weights" in said[0]

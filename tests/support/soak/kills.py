@@ -61,7 +61,8 @@ Known = tuple[list[int], Answer]
 @dataclass
 class Report:
     """What came of the kills. ``wrong``: answers; ``held``: what a daemon did not let go of;
-    ``late``: hits that were not back in time. ``back_s``: when they were, by kill."""
+    ``late``: hits that were not back in time. ``back_s``: when they were, by kill. ``longest_s``:
+    of an answer."""
 
     kills: int = 0
     answers: int = 0
@@ -70,6 +71,7 @@ class Report:
     held: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
     back_s: list[float] = field(default_factory=list)
+    longest_s: float = 0.0
     moments: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -145,6 +147,7 @@ class Kills:
     def _compare(self, answer: Answer, right: Answer, name: str) -> None:
         self.report.answers += 1
         self.report.hits += answer.external > 0
+        self.report.longest_s = max(self.report.longest_s, answer.total_s)
         far = apart(answer, right)
         if answer.finish_reason != "length" or far > self.noise:
             self.report.wrong.append(
@@ -237,7 +240,8 @@ def told(seed: int, report: Report) -> str:
     times = f"{back[len(back) // 2]:.2f} s, at most {back[-1]:.2f} s" if back else "never"
     counts = (
         f"seed {seed}: {report.kills} kills, {report.answers} answers, {report.hits} of them hits, "
-        f"{len(report.wrong)} wrong, {len(report.held)} held something, hits back in {times}"
+        f"{len(report.wrong)} wrong, {len(report.held)} held something, hits back in {times}, "
+        f"the longest answer took {report.longest_s:.1f} s"
     )
     moments = [f"{count:5} {moment}" for moment, count in sorted(report.moments.items())]
     return "\n".join([*report.failures, counts, *moments, ""])

@@ -44,7 +44,8 @@ class NodesEngine(EngineProcess):
     """One engine whose node ``n`` uses the daemon at ``sockets[n]``; this process is the first
     node, with the scheduler. A node has one rank, unless ``args`` say otherwise. ``log`` is the
     first node's; those of the others stand beside it (``logs``). ``fields``: as for
-    ``EngineProcess``; of ``options`` the default is ``SEVERAL``."""
+    ``EngineProcess``; of ``options`` the default is ``SEVERAL``. ``others``: the models of the
+    other nodes, if they are to contradict the first."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class NodesEngine(EngineProcess):
         *,
         args: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
+        others: Sequence[Path] = (),
         **fields: Any,
     ) -> None:
         nodes = {
@@ -76,7 +78,8 @@ class NodesEngine(EngineProcess):
             }
 
         for node, path in enumerate(self.logs[1:], 1):
-            self.others.append(Headless(model, path, **of(node)))
+            theirs = others[node - 1] if others else model
+            self.others.append(Headless(theirs, path, **of(node)))
         super().__init__(model, log, **of(0))
         self._sockets = list(sockets)
 
