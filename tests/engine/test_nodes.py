@@ -91,8 +91,9 @@ def nodes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nod
         sockets = [Path(daemon.socket) for daemon in daemons]
         try:
             for name in "ab":
-                log, fields = folder / f"{name}.log", {"args": ARGS, "options": OPTIONS}
-                engines.append(NodesEngine(model, log, sockets, patient=True, **fields))
+                log = folder / f"{name}.log"
+                engine = NodesEngine(model, log, sockets, args=ARGS, options=OPTIONS, patient=True)
+                engines.append(engine)
             for engine in engines:
                 engine.wait_ready()
                 wait_for_hits(engine)
@@ -322,8 +323,8 @@ def test_a_node_with_other_weights_turns_the_engine_uncached(
     other = build(ROOT / ".cache" / "models", seed=1)
     with running_daemons(tmp_path, LARGE, **PATIENT) as daemons:
         sockets = [Path(daemon.socket) for daemon in daemons]
-        log, fields = tmp_path / "a.log", {"args": ARGS, "others": [other], "patient": True}
-        with NodesEngine(model, log, sockets, **fields) as engine:
+        log = tmp_path / "a.log"
+        with NodesEngine(model, log, sockets, args=ARGS, others=[other], patient=True) as engine:
             tokens = prompt(600)
             for _ in range(5):
                 assert engine.one(tokens).external == 0

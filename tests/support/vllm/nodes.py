@@ -16,7 +16,6 @@ from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.servers.server import free_port
 from tests.support.vllm.process import EngineDied, EngineProcess, children
 
-SEVERAL: Final[dict[str, Any]] = {"kvass.several_machines": True}
 HOST: Final = "127.0.0.1"
 PORTS: Final = (20_000, 32_000)
 
@@ -44,8 +43,8 @@ class NodesEngine(EngineProcess):
     """One engine whose node ``n`` uses the daemon at ``sockets[n]``; this process is the first
     node, with the scheduler. A node has one rank, unless ``args`` say otherwise. ``log`` is the
     first node's; those of the others stand beside it (``logs``). ``fields``: as for
-    ``EngineProcess``; of ``options`` the default is ``SEVERAL``. ``others``: the models of the
-    other nodes, if they are to contradict the first."""
+    ``EngineProcess``. ``others``: the models of the other nodes, if they are to contradict the
+    first."""
 
     def __init__(
         self,
@@ -54,7 +53,6 @@ class NodesEngine(EngineProcess):
         sockets: Sequence[Path],
         *,
         args: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
         others: Sequence[Path] = (),
         **fields: Any,
     ) -> None:
@@ -72,7 +70,6 @@ class NodesEngine(EngineProcess):
             return {
                 **fields,
                 "socket": sockets[node],
-                "options": {**SEVERAL, **(options or {})},
                 "args": {**nodes, **(args or {}), "node_rank": node},
                 "variables": {"KVASS_SOCKET": str(sockets[node]), "VLLM_HOST_IP": HOST},
             }
