@@ -44,7 +44,7 @@ def test_on_cuda_all_of_vllms_operations_are_taken(platform: Any) -> None:
     assert found.copy is _custom_ops.swap_blocks_batch
     assert not found.unsigned
     assert found.copy_short is not None
-    found.copy_short("sources", "targets", "sizes")
+    found.copy_short("sources", "targets", "sizes", True)
     wanted = ("sources", "targets", "sizes", True), {"bytes_per_chunk": 8192}
     assert platform.kernel.calls == [wanted]
 

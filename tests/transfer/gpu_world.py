@@ -20,6 +20,7 @@ import numpy as np
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer.base import Done, Job, Kind, U8Array
+from kvass.transfer.batch import Stage, Staging
 from kvass.types import PAGE, I64Array
 from tests.support.gpu.fake_gpu import KERNEL_TABLES, FakeGpu
 from tests.support.gpu.stepped_mover import SteppedMover
@@ -102,9 +103,22 @@ class World:
             batch_bytes=self.rng.choice([1, 200, 1 << 20]),
             flying_bytes=self.rng.choice([1, 600, 3000, 1 << 30]),
             kernel_below={"store": 0, "load": self.rng.choice([0, 200, 1 << 20])},
+            stagings=self._stagings(random.Random(~seed)),
         )
 
     # ------------------------------------------------------------ making
+
+    def _stagings(self, rng: random.Random) -> dict[Kind, Staging]:
+        """Of each kind: stages of which some are as long as two pages, or none."""
+        self.fake.fewest_staged, found = self.fake.few, dict[Kind, Staging]()
+        kinds: list[Kind] = ["store", "load"]
+        for kind in kinds if self.fake.tables is not None else []:
+            size, number = rng.choice([64, 2048, 10_000, 1 << 16]), rng.choice([0, 1, 2, 2, 3])
+            stages = [self.fake.open_stage(size) for _ in range(number)]
+            if stages:
+                below = rng.choice([50, 600, 1 << 20])
+                found[kind] = Staging(below, tuple(x for x in stages if isinstance(x, Stage)))
+        return found
 
     def _planes(self) -> GroupPlanes:
         rng, blocks, chunk = self.rng, self.rng.randint(8, 20), self.rng.randint(1, 3)

@@ -3,11 +3,15 @@
 Pages that are adjacent both in the arena and on the device are one run. No run crosses a boundary
 of the arena's windows. The windows of a batch are pinned as late as possible, while earlier batches
 are in flight. Runs in windows that are not pinned are copied as pageable memory.
+
+Short runs cost a copy engine more than their bytes do. In a slot they lie back to back, in the
+order of the row's pages. So as long as a batch is *staged* in that order on the device, the arena's
+side of it is one piece, or a few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +20,7 @@ import numpy as np
 from kvass.layout.copy_plan import CopyPlan, RowCopy
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Job
-from kvass.transfer.batch import MAX_DESCRIPTORS, Batch, Kind, Region, Way
+from kvass.transfer.batch import MAX_DESCRIPTORS, Batch, Kind, Region, Staging, Way
 from kvass.transfer.pins import BoolArray, Pinned
 from kvass.types import I64Array
 
@@ -25,6 +29,21 @@ KERNEL_BELOW: Final[dict[Kind, int]] = {"store": 0, "load": 28 << 10}
 (``THRESHOLD_BYTES``), found on an H100."""
 KERNEL_UNIT: Final = 8
 """The kernel copies words of this many bytes. Runs that are no multiple of it are copied by DMA."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Limits:
+    """How the copies of one kind are made. Runs shorter than ``kernel_below`` are copied by a
+    kernel, unless they are staged (``batch.Staging``), which no fewer than ``fewest_staged`` are. A
+    batch has about ``bytes`` bytes and at most ``runs`` runs. ``pins``: whether memory may be
+    pinned."""
+
+    kernel_below: int
+    staging: Staging | None
+    fewest_staged: int
+    bytes: int
+    runs: int
+    pins: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +58,7 @@ class Runs:
     def __len__(self) -> int:
         return len(self.count)
 
-    def __getitem__(self, part: I64Array | BoolArray) -> Runs:
+    def __getitem__(self, part: I64Array | BoolArray | slice) -> Runs:
         return Runs(self.device[part], self.host[part], self.count[part])
 
 
@@ -47,20 +66,23 @@ def job_batches(
     job: Job,
     regions: Sequence[Region],
     pinned: Pinned,
-    below: Mapping[Kind, int],
-    limit: int,
-    most: int,
+    limits: Limits,
 ) -> Iterator[Batch]:
-    """The batches of ``job``, each of about ``limit`` bytes and at most ``most`` runs. ``below`` is
-    ``kernel_below`` of ``DeviceMover``. ``pinned`` belongs to the job's arena."""
+    """The batches of ``job``. ``pinned`` belongs to the job's arena."""
     for runs in plan_runs(job.plans, regions, pinned.window):
-        fast = pinned.want(runs.host // pinned.window, job.populated if below else 0)
-        for way, some in choose(runs, job.kind, fast, below):
+        fast = pinned.want(runs.host // pinned.window, job.populated if limits.pins else 0)
+        for way, some in choose(runs, fast, limits):
             ends = (some.host + pinned.address).view(np.uint64), some.device.view(np.uint64)
             target, source = ends if job.kind == "store" else ends[::-1]
-            for part in batches(some.count, limit, most):
+            most = limits.bytes
+            if way == "staged" and limits.staging is not None:
+                most = min(most, limits.staging.stages[0].bytes - int(some.count.max()))
+            for part in batches(some.count, most, limits.runs):
                 count = some.count[part].view(np.uint64)
-                yield Batch(job.kind, way, target[part], source[part], count, int(count.sum()))
+                batch = Batch(job.kind, way, target[part], source[part], count, int(count.sum()))
+                if way == "staged":
+                    batch.firsts = _pieces(some[part], pinned.window)
+                yield batch
 
 
 def plan_runs(plans: Sequence[CopyPlan], regions: Sequence[Region], window: int) -> Iterator[Runs]:
@@ -117,14 +139,31 @@ def _cut(runs: Runs, window: int) -> Runs:
     return Runs(runs.device[of] + begin - runs.host[of], begin, end - begin)
 
 
-def choose(
-    runs: Runs, kind: Kind, pinned: BoolArray, below: Mapping[Kind, int]
-) -> list[tuple[Way, Runs]]:
+def choose(runs: Runs, pinned: BoolArray, limits: Limits) -> list[tuple[Way, Runs]]:
     """The runs by how they are copied. ``pinned[i]``: the window of run ``i`` is registered."""
-    words = (runs.device | runs.host | runs.count) % KERNEL_UNIT == 0
-    kernel = pinned & words & (runs.count < below.get(kind, 0))
-    ways: dict[Way, BoolArray] = {"dma": pinned & ~kernel, "kernel": kernel, "pageable": ~pinned}
+    words = pinned & ((runs.device | runs.host | runs.count) % KERNEL_UNIT == 0)
+    staged = words if _is_staged(runs.count[words], limits) else np.zeros_like(words)
+    kernel = words & ~staged & (runs.count < limits.kernel_below)
+    dma = pinned & ~staged & ~kernel
+    ways: dict[Way, BoolArray] = {"staged": staged, "dma": dma, "kernel": kernel}
+    ways["pageable"] = ~pinned
     return [(way, runs if of.all() else runs[of]) for way, of in ways.items() if of.any()]
+
+
+def _is_staged(count: I64Array, limits: Limits) -> bool:
+    """Whether runs of ``count`` bytes are staged: all or none, because the pieces of host memory
+    between those that are left out would be short as well."""
+    staging = limits.staging
+    if staging is None or len(count) < limits.fewest_staged:
+        return False
+    longest = staging.stages[0].bytes // 2
+    return int(count.sum()) < staging.below * len(count) and int(count.max()) <= longest
+
+
+def _pieces(runs: Runs, window: int) -> I64Array:
+    """Which runs do not go on in the arena where the run before them ended, or begin a window."""
+    apart = (runs.host[:-1] + runs.count[:-1] != runs.host[1:]) | (runs.host[1:] % window == 0)
+    return np.flatnonzero(np.concatenate(([True], apart)))
 
 
 def batches(count: I64Array, limit: int, most: int = MAX_DESCRIPTORS) -> Iterator[slice]:

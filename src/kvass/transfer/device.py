@@ -14,6 +14,9 @@ The order of copies, compared with vLLM's:
   direction has one stream, which keeps the same order.
 - A load may read its source in any order, because no stream writes to the arena. A store reads in
   the order of its stream. Both are as in vLLM.
+- A staged batch is two copies on one stream: into the stage, then out of it. The next batch of that
+  stream, which writes to the same stage, comes after both. Neither reads in any order but from the
+  arena.
 
 Nothing may be copied while vLLM captures CUDA graphs: queries from another thread would end the
 capture. vLLM captures in its warm-up, before it serves (its V1 runner refuses to do so later,
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, Final, NewType, ParamSpec, TypeVar
@@ -36,7 +39,7 @@ import numpy as np
 
 from kvass.errors import KvassError
 from kvass.transfer.base import Kind
-from kvass.transfer.batch import MAX_DESCRIPTORS, Batch
+from kvass.transfer.batch import FEWEST_STAGED, MAX_DESCRIPTORS, Batch, Stage, U64Array
 from kvass.types import I64Array
 
 Stream = NewType("Stream", object)
@@ -45,7 +48,7 @@ Event = NewType("Event", object)
 """A ``torch.Event``."""
 
 KERNEL_TABLES: Final = 32
-"""How many kernels may be in flight, 96 KiB of pinned memory each: more than a lane of loads has
+"""How many kernels may be in flight, 96 KiB of pinned memory each: as many as both lanes have
 batches of their full size. Copies that find none free go by DMA, which is several times slower for
 them."""
 _MADV_POPULATE_WRITE: Final = 23
@@ -74,13 +77,13 @@ queued on the calling thread's current stream."""
 class Operations:
     """What an engine copies and pins with, as far as its platform has it.
 
-    ``copy_short``: a kernel for loads from pinned memory, in words of 8 bytes. ``register`` pins
-    host memory, and returns whether it could; it leaves no error behind. ``unsigned``: addresses
-    and sizes are uint64, not int64.
+    ``copy_short``: a kernel for sources in pinned memory or on the device, in words of 8 bytes.
+    ``register`` pins host memory, and returns whether it could; it leaves no error behind.
+    ``unsigned``: addresses and sizes are uint64, not int64.
     """
 
     copy: CopyBatch
-    copy_short: Callable[[Any, Any, Any], None] | None = None
+    copy_short: CopyBatch | None = None
     register: Callable[[int, int], bool] | None = None
     unregister: Callable[[int], bool] | None = None
     unsigned: bool = False
@@ -112,11 +115,13 @@ class DeviceRuntime:
     may call it, and no call waits for work on the device, except copies of pageable memory.
 
     ``batch_runs``: the most copies of a batch. Two such batches may be in flight on a stream. With
-    more, the driver may block the caller until the engine's work is done.
+    more, the driver may block the caller until the engine's work is done. Fewer copies than
+    ``fewest_staged`` do not go through a stage.
     """
 
     batch_runs: int = MAX_DESCRIPTORS
     kernel_tables: int = KERNEL_TABLES
+    fewest_staged: int = FEWEST_STAGED
 
     def __init__(self, device: str, operations: Operations, torch: Any) -> None:
         self._device, self._operations, self._torch = device, operations, torch
@@ -200,32 +205,77 @@ class DeviceRuntime:
 
     # ------------------------------------------------------------ copies
 
+    @_faults("stage")
+    def open_stage(self, count: int) -> Stage:
+        """``count`` bytes of the device's memory, for batches that go through them."""
+        memory = self._torch.empty(count, dtype=self._torch.uint8, device=self._device)
+        return Stage(memory.data_ptr(), count, memory)
+
     @_faults("copy")
     def copy(self, stream: Stream, batch: Batch) -> None:
         """Queue a batch of at most ``batch_runs`` copies on ``stream``.
 
         Each copy lies in one registration (except ``pageable``). The source of a ``load`` may be
         read from now on, even if the stream still waits. After a fault any part of the batch may
-        have been queued. What the kernel could do goes by DMA while no table is free.
+        have been queued. What the kernel could do goes by DMA while no table is free. Of a
+        ``staged`` batch ``stage`` is that of ``stream``.
         """
         columns = batch.source, batch.target, batch.bytes
-        table = self.tables.take() if batch.way == "kernel" and self.tables is not None else None
+        table, loads = self._table(batch), batch.kind == "load"
         with _any(stream):
-            if table is not None:
-                assert self._operations.copy_short is not None
-                assert batch.kind == "load"
-                batch.keep.append(table)  # at once: what raises may have been launched
-                source, target, count = table.fill(columns)
-                self._operations.copy_short(source, target, count)
-                return
-            source, target, count = (self._tensor(column) for column in columns)
-            batch.keep.append((source, target, count))
-            self._operations.copy(source, target, count, batch.kind == "load")
+            if table is None:
+                self._copy(batch, columns, loads)
+            elif batch.way == "kernel":
+                assert loads
+                self._copy_short(table, columns, True)
+            else:
+                short, long = staged(batch)
+                if loads:
+                    self._copy(batch, long, True)
+                self._copy_short(table, short, False)
+                if not loads:
+                    self._copy(batch, long, False)
+
+    def _table(self, batch: Batch) -> Table | None:
+        """A table for the batch's kernel; None if it goes without one."""
+        fewest = {"kernel": 1, "staged": self.fewest_staged}.get(batch.way)
+        if fewest is None or len(batch.bytes) < fewest or self.tables is None:
+            return None
+        table = self.tables.take()
+        if table is not None:
+            batch.keep.append(table)  # at once: what raises may have been launched
+        return table
+
+    def _copy(self, batch: Batch, columns: Columns, any_order: bool) -> None:
+        source, target, count = (self._tensor(column) for column in columns)
+        batch.keep.append((source, target, count))
+        self._operations.copy(source, target, count, any_order)
+
+    def _copy_short(self, table: Table, columns: Columns, any_order: bool) -> None:
+        assert self._operations.copy_short is not None
+        self._operations.copy_short(*table.fill(columns), any_order)
 
     def _tensor(self, column: Any) -> Any:
         if self._operations.unsigned:
             return self._torch.from_numpy(np.ascontiguousarray(column))
         return self._torch.from_numpy(np.ascontiguousarray(column).view(np.int64))
+
+
+Columns = tuple[U64Array, U64Array, U64Array]
+"""The sources, targets and sizes of copies."""
+
+
+def staged(batch: Batch) -> tuple[Columns, Columns]:
+    """The copies of a staged batch between pages and stage, and those between stage and arena. In
+    the stage all of them lie back to back."""
+    assert batch.stage is not None
+    assert batch.firsts is not None
+    there = np.cumsum(batch.bytes) - batch.bytes + np.uint64(batch.stage.address)
+    pieces, first = np.add.reduceat(batch.bytes, batch.firsts), batch.firsts
+    if batch.kind == "store":
+        long = there[first], batch.target[first], pieces
+        return (batch.source, there, batch.bytes), long
+    return (there, batch.target, batch.bytes), (batch.source[first], there[first], pieces)
 
 
 def _any(handle: object) -> Any:
@@ -251,7 +301,7 @@ class Table:
     def __init__(self, words: Any, free: deque[Any]) -> None:
         self._words, self._free = words, free
 
-    def fill(self, columns: Sequence[Any]) -> list[Any]:
+    def fill(self, columns: Columns) -> list[Any]:
         """Tensors with these columns."""
         count = len(columns[0])
         rows: I64Array = self._words.numpy()

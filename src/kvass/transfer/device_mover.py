@@ -8,8 +8,12 @@
 - Whether a job was in time is judged by the clock after its last event was seen (law 5).
 - On the engine's thread one event is recorded, and nothing else is asked of the device.
 
-Loads and stores have a stream each and do not compete. What ``base.py`` says of their order holds
-for each kind alone, and the unit is a batch.
+Loads and stores have streams of their own and do not compete. What ``base.py`` says of their order
+holds for each kind alone, and the unit is a batch.
+
+A kind whose short runs are staged (``batch.Staging``) has a stream for each stage. Batches are
+given to them in turns, and each waits for the engine's stream by itself. Nothing orders two of
+them, and nothing has to: a stage is written and read on its own stream only.
 """
 
 from __future__ import annotations
@@ -24,14 +28,14 @@ from typing import Final
 from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Job, Mover, Outcome
-from kvass.transfer.batch import Batch, Kind, Region, Way
-from kvass.transfer.descriptors import KERNEL_BELOW, job_batches
+from kvass.transfer.batch import Batch, Kind, Region, Stage, Stagings, Way
+from kvass.transfer.descriptors import KERNEL_BELOW, Limits, job_batches
 from kvass.transfer.device import DeviceRuntime, Event, Fault, Stream
 from kvass.transfer.pins import WINDOW_BYTES, Pins
 
 BATCH_BYTES: Final = 16 << 20
 FLYING_BYTES: Final = 256 << 20
-"""In flight on a stream: enough for the 5 ms that another thread may hold the GIL."""
+"""In flight in one direction: enough for the 5 ms that another thread may hold the GIL."""
 POLL_S: Final = 100e-6
 LONGEST_POLL_S: Final = 500e-6
 """Between two looks at the device: an eighth of the time for which nothing was over. Each look
@@ -43,19 +47,21 @@ IDLE_S: Final = 1.0
 PATIENCE_S: Final = 30.0
 """``close`` waits so long for the last copy, and for unpinning."""
 
+NO_STAGES: Final[Stagings] = {}
+
 _log = logging.getLogger(__name__)
 _lost: Final[list[object]] = []
 """Arenas, and tables of batches, that a dead device may still use."""
 
 
 class Task:
-    """A job on its way. ``order`` is its place in the engine's stream; ``ordered``: the lane's
-    stream waits for it. ``queued``: there may be more to give. ``flying`` counts its batches on the
-    device."""
+    """A job on its way. ``order`` is its place in the engine's stream; ``ordered``: which streams
+    of the lane wait for it. ``queued``: there may be more to give. ``flying`` counts its batches on
+    the device."""
 
     def __init__(self, job: Job, since: float, order: Event | Fault, place: int) -> None:
         self.job, self.since, self.order, self.place = job, since, order, place
-        self.ordered = False
+        self.ordered = set[int]()
         self.queued = True
         self.more: Iterator[Batch] | None = None
         self.next: Batch | None = None
@@ -71,21 +77,27 @@ class Task:
 
 
 class Lane:
-    """Copies of one kind: a stream, the jobs that wait, the batches in flight (oldest first).
+    """Copies of one kind: streams, the jobs that wait, the batches in flight (oldest first).
+
+    ``stages`` belong to the streams, one each; a lane without any has one stream.
 
     What is in flight is bounded, in bytes and in copies: a driver that is given too many for a
     stream that still waits may block the caller, with its locks held, until the engine's work is
     done. The mover's lock guards ``queue`` and ``moved_bytes``; the rest is the copy thread's.
     """
 
-    def __init__(self, kind: Kind, most_bytes: int, most_runs: int) -> None:
+    def __init__(self, kind: Kind, limits: Limits, most_bytes: int, most_runs: int) -> None:
         self.kind: Kind = kind
-        self.stream: Stream | None = None
+        self.limits = limits
+        self.stages: tuple[Stage | None, ...] = (None,)
+        if limits.staging is not None:
+            self.stages = limits.staging.stages
+        self.streams: list[Stream] = []
         self.queue: list[Task] = []
         self.flying: deque[tuple[Event, Task, Batch]] = deque()
         self.moved_bytes = 0
         self._most_bytes, self._most_runs = most_bytes, most_runs
-        self._bytes = self._runs = 0
+        self._bytes = self._runs = self._given = 0
 
     def push(self, job: Job, since: float, order: Event | Fault) -> None:
         """Queue a job by its fair finish, as ``HostMover`` does."""
@@ -97,6 +109,11 @@ class Lane:
         task.queued = False
         self.queue.remove(task)
 
+    @property
+    def turn(self) -> int:
+        """Which stream the next batch is given to."""
+        return self._given % len(self.streams)
+
     def has_room(self, batch: Batch) -> bool:
         runs = self._runs + len(batch.bytes)
         return self._bytes < self._most_bytes and runs <= self._most_runs
@@ -105,6 +122,7 @@ class Lane:
         """``batch`` was given to the stream, and ``event`` marks its end."""
         self.flying.append((event, task, batch))
         task.flying += 1
+        self._given += 1
         self._bytes += batch.total
         self._runs += len(batch.bytes)
 
@@ -120,8 +138,9 @@ class DeviceMover(Mover):
     """Copies between ``regions`` of one device's memory and arena slots.
 
     Shorter runs than ``kernel_below`` are moved by a kernel; if it is empty, nothing is ever
-    pinned. ``window``: the bytes that are pinned at a time. ``ways``: those that copies took so
-    far. Raises UsageError if a plane leaves its region, or for regions on several devices.
+    pinned. ``stagings``: of the kinds whose short runs are staged. ``window``: the bytes that are
+    pinned at a time. ``ways``: those that copies took so far. Raises UsageError if a plane leaves
+    its region, or for regions on several devices.
     """
 
     def __init__(
@@ -135,19 +154,23 @@ class DeviceMover(Mover):
         batch_bytes: int = BATCH_BYTES,
         flying_bytes: int = FLYING_BYTES,
         kernel_below: Mapping[Kind, int] = KERNEL_BELOW,
+        stagings: Stagings = NO_STAGES,
     ) -> None:
         if len({region.device for region in regions}) > 1:
             raise UsageError("KV memory on several devices in one worker")
         super().__init__(groups, [region.bytes for region in regions], clock)
         self._runtime, self._regions = runtime, regions
-        self._batch_bytes, self._below = batch_bytes, kernel_below
         self._pins = Pins(runtime, window, clock)
         self._dead = False
         self._useless = ""
         """Why nothing is given to the device any more."""
         self.ways = set[Way]()
-        kinds: tuple[Kind, ...] = ("load", "store")
-        self._lanes = {kind: Lane(kind, flying_bytes, 2 * runtime.batch_runs) for kind in kinds}
+        self._lanes: dict[Kind, Lane] = {}
+        for kind in ("load", "store"):
+            below, pins = kernel_below.get(kind, 0), bool(kernel_below)
+            staging, fewest = stagings.get(kind), runtime.fewest_staged
+            limits = Limits(below, staging, fewest, batch_bytes, runtime.batch_runs, pins)
+            self._lanes[kind] = Lane(kind, limits, flying_bytes, 2 * runtime.batch_runs)
 
     def submit(self, job: Job) -> None:
         self._check(job)
@@ -200,8 +223,8 @@ class DeviceMover(Mover):
     # ------------------------------------------------------------ what is over
 
     def _reap(self, lane: Lane) -> bool:
-        """Take back the batches that are over; whether there were any. A stream ends them in
-        order."""
+        """Take back the batches that are over; whether there were any. Those of a stream end in
+        order, and streams take turns, so the oldest one is the first to look at."""
         before = len(lane.flying)
         while lane.flying:
             over = self._runtime.done(lane.flying[0][0])
@@ -242,7 +265,7 @@ class DeviceMover(Mover):
         while lane.queue:
             with self._changed:
                 task = lane.queue[0]
-            batch = self._next(task)
+            batch = self._next(lane, task)
             if batch is None:
                 with self._changed:
                     lane.drop(task)
@@ -252,7 +275,7 @@ class DeviceMover(Mover):
             changed = True
         return changed
 
-    def _next(self, task: Task) -> Batch | None:
+    def _next(self, lane: Lane, task: Task) -> Batch | None:
         """The task's next batch; None if no more of it is to be given."""
         if isinstance(task.order, Fault):
             task.end("failed", task.order.text)
@@ -263,42 +286,43 @@ class DeviceMover(Mover):
         if task.next is None and task.outcome is None:
             try:
                 if task.more is None:
-                    pinned, most = self._pins.of(task.job.arena), self._runtime.batch_runs
-                    limits = self._below, self._batch_bytes, most
+                    pinned = self._pins.of(task.job.arena)
                     for plan in task.job.plans:
                         for row in plan.rows:
                             task.job.prepare_row(plan.planes, row)
-                    task.more = job_batches(task.job, self._regions, pinned, *limits)
+                    task.more = job_batches(task.job, self._regions, pinned, lane.limits)
                 task.next = next(task.more, None)
             except Exception as e:  # noqa: BLE001 - one job's error must not end the others
                 task.end("failed", f"{type(e).__name__}: {e}")
         return task.next
 
     def _give(self, lane: Lane, task: Task, batch: Batch) -> bool:
-        """Give the task's next batch to the lane's stream; False if it must wait."""
+        """Give the task's next batch to a stream of the lane; False if it must wait."""
         assert not isinstance(task.order, Fault)
         if not lane.has_room(batch):
             return False
-        if lane.stream is None:
+        while len(lane.streams) < len(lane.stages):
             opened = self._runtime.open_stream(lane.kind)
             if isinstance(opened, Fault):
                 return self._failed(task, opened)
-            lane.stream = opened
+            lane.streams.append(opened)
+        turn = lane.turn
+        stream, batch.stage = lane.streams[turn], lane.stages[turn]
         if batch.way == "pageable":  # this call may block, with the driver's locks
             ready = not lane.flying and self._runtime.done(task.order)
             if isinstance(ready, Fault):
                 return self._failed(task, ready)
             if not ready:
                 return False
-        if not task.ordered:
-            fault = self._runtime.wait(lane.stream, task.order)
+        if turn not in task.ordered:
+            fault = self._runtime.wait(stream, task.order)
             if fault is not None:
                 return self._failed(task, fault)
-            task.ordered = True
+            task.ordered.add(turn)
         task.next = None
         self.ways.add(batch.way)
-        fault = self._runtime.copy(lane.stream, batch)
-        event = self._runtime.mark(lane.stream)  # also after a fault: a part may have been given
+        fault = self._runtime.copy(stream, batch)
+        event = self._runtime.mark(stream)  # also after a fault: a part may have been given
         if isinstance(event, Fault):
             _lost.append(batch)
             self._end_all(event)
@@ -349,4 +373,4 @@ class DeviceMover(Mover):
         return True
 
     def _streams(self) -> list[Stream]:
-        return [lane.stream for lane in self._lanes.values() if lane.stream is not None]
+        return [stream for lane in self._lanes.values() for stream in lane.streams]

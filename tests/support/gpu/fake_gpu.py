@@ -193,27 +193,34 @@ class FakeGpu(FakeDevice, DeviceRuntime):
     def _swap(self, sources: Any, targets: Any, sizes: Any, any_order: bool) -> None:
         """vLLM's ``swap_blocks_batch``."""
         whole = self._checked(sources, targets, sizes)
-        self._give([self._pieces(run, any_order, None) for run in whole])
+        if not all(self._host(run) for run in whole):
+            raise RuntimeError("invalid argument: copy engines copy to the host and from it")
+        self._give([self._pieces(run, any_order, None) for run in whole], len(whole))
 
-    def _kernel(self, sources: Any, targets: Any, sizes: Any) -> None:
+    def _kernel(self, sources: Any, targets: Any, sizes: Any, any_order: bool) -> None:
         """vLLM's kernel. It reads its table when it runs."""
         runs = self._checked(sources, targets, sizes)
         if len(runs) < self.few:
-            self._swap(sources, targets, sizes, True)
+            self._swap(sources, targets, sizes, any_order)
             return
         if not all(tensor.pinned for tensor in (sources, targets, sizes)):
             self.violations.append("a kernel's table is not pinned")
         for target, source, count in runs:
             if (target | source | count) % 8:
                 self.violations.append("a kernel copies words, and was given parts of words")
-            if self._window(source, count) is None:
+            if not self._is_device(target, count):
+                self.violations.append("a kernel writes where it may not")
+            if not self._is_device(source, count) and self._window(source, count) is None:
                 raise RuntimeError("illegal memory access: a kernel read memory that is not pinned")
         columns = targets.array, sources.array, sizes.array
 
         def told(index: int) -> Callable[[], tuple[int, ...]]:
             return lambda: tuple(int(column[index]) for column in columns)
 
-        self._give([self._pieces(run, True, told(i)) for i, run in enumerate(runs)])
+        # What a kernel reads on the device is what is there when it runs.
+        early = [not self._is_device(source, count) for _, source, count in runs]
+        pieces = [self._pieces(run, early[i], told(i)) for i, run in enumerate(runs)]
+        self._give(pieces, early.count(True))
 
     def _checked(self, sources: Any, targets: Any, sizes: Any) -> list[tuple[int, int, int]]:
         """``(target, source, bytes)`` of each copy. Raises what the operation raises."""
@@ -233,15 +240,22 @@ class FakeGpu(FakeDevice, DeviceRuntime):
         runs = [*zip(*(column.tolist() for column in columns), strict=True)]
         for target, source, count in runs:
             there = [self._is_device(at, count) for at in (target, source)]
-            if count <= 0 or there.count(True) != 1:
+            if count <= 0 or not any(there):
                 raise RuntimeError("invalid argument")
-            host = source if there[0] else target
-            if self._window(host, count) is None and self._is_partly_pinned(host, count):
-                raise RuntimeError("invalid argument: host memory of two registrations")
+            host = self._host((target, source, count))
+            if host and self._window(host, count) is None and self._is_partly_pinned(host, count):
+                self.violations.append("host memory of two registrations in one copy")
+                raise RuntimeError("invalid argument")
         return runs
 
-    def _give(self, pieces: list[list[Piece]]) -> None:
-        """Queue a batch. A batch that is to fail may be queued in part."""
+    def _host(self, run: tuple[int, int, int]) -> int:
+        """The address of the run in host memory; 0 if both of its ends are on the device."""
+        target, source, count = run
+        ends = [at for at in (target, source) if not self._is_device(at, count)]
+        return ends[0] if ends else 0
+
+    def _give(self, pieces: list[list[Piece]], runs: int) -> None:
+        """Queue a batch of so many descriptors. A batch that is to fail may be queued in part."""
         stream, flat = self.current[-1], [piece for run in pieces for piece in run]
         failure = ""
         try:
@@ -253,8 +267,8 @@ class FakeGpu(FakeDevice, DeviceRuntime):
             some = self.rng.randint(0, len(flat)) if self.rng.random() < 0.7 else 0
             flat = flat[:some]
         with self._lock:
-            self._would_keep(stream, len(pieces))
-            self.streams[stream].append(Copy(flat, len(pieces)))
+            self._would_keep(stream, runs)
+            self.streams[stream].append(Copy(flat, runs))
         if failure:
             raise RuntimeError(failure)
 

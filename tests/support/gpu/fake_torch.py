@@ -12,6 +12,9 @@ import numpy as np
 if TYPE_CHECKING:
     from tests.support.gpu.fake_gpu import FakeGpu
 
+STALE = 0xA5
+"""What new device memory holds."""
+
 
 class FakeTensor:
     """A tensor on the CPU, over a numpy array."""
@@ -21,6 +24,9 @@ class FakeTensor:
 
     def numpy(self) -> Any:
         return self.array
+
+    def data_ptr(self) -> int:
+        return int(self.array.ctypes.data)
 
     def is_contiguous(self) -> bool:
         return bool(self.array.flags.c_contiguous)
@@ -88,8 +94,13 @@ def fake_torch(gpu: FakeGpu) -> Any:
         gpu.may("open_stream")
         return FakeStream(gpu)
 
-    def empty(shape: Any, dtype: Any, pin_memory: bool) -> FakeTensor:
-        return FakeTensor(np.zeros(shape, dtype), pin_memory)
+    def empty(shape: Any, dtype: Any, pin_memory: bool = False, device: str = "") -> FakeTensor:
+        if not device:
+            return FakeTensor(np.zeros(shape, dtype), pin_memory)
+        gpu.may("open_stage")
+        _, memory = gpu.allocate(shape)
+        memory[:] = STALE
+        return FakeTensor(memory)
 
     return SimpleNamespace(
         Stream=new_stream,
@@ -103,4 +114,5 @@ def fake_torch(gpu: FakeGpu) -> Any:
         empty=empty,
         int64=np.int64,
         uint64=np.uint64,
+        uint8=np.uint8,
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from kvass.transfer.device import MissingError, Operations
+from kvass.transfer.device import CopyBatch, MissingError, Operations
 
 Pin = Callable[[int, int], bool]
 Unpin = Callable[[int], bool]
@@ -35,7 +35,7 @@ def vllm_operations(storages: Sequence[Any]) -> Operations:
     return Operations(copy, _kernel(current_platform), register, unregister, unsigned)
 
 
-def _kernel(platform: Any) -> Callable[[Any, Any, Any], None] | None:
+def _kernel(platform: Any) -> CopyBatch | None:
     """vLLM's kernel for short runs, where it can read host memory by the host's addresses."""
     from vllm.triton_utils import HAS_TRITON
 
@@ -43,8 +43,8 @@ def _kernel(platform: Any) -> Callable[[Any, Any, Any], None] | None:
         return None
     from vllm.v1.kv_offload.cpu.swap_blocks_triton import swap_blocks_batch
 
-    def copy_short(sources: Any, targets: Any, sizes: Any) -> None:
-        swap_blocks_batch(sources, targets, sizes, True, bytes_per_chunk=KERNEL_BYTES)
+    def copy_short(sources: Any, targets: Any, sizes: Any, any_order: bool) -> None:
+        swap_blocks_batch(sources, targets, sizes, any_order, bytes_per_chunk=KERNEL_BYTES)
 
     return copy_short
 
