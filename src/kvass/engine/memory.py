@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,15 @@ from kvass.transfer.batch import Region
 from kvass.transfer.device import MissingError
 from kvass.transfer.device_mover import DeviceMover
 from kvass.transfer.host import HostMover
-from kvass.transfer.open_device import FindOperations, no_operations, open_device, open_untested
+from kvass.transfer.open_device import (
+    FindOperations,
+    TorchScratch,
+    no_operations,
+    open_device,
+    open_untested,
+)
 from kvass.transfer.self_check import NO_PINS
+from kvass.transfer.staging import choose_stagings
 from kvass.types import RankLayout
 
 Values = tuple[str, int, int]
@@ -96,9 +104,9 @@ MakeMover = Callable[[KVMemory, bool], Mover]
 
 def open_mover(memory: KVMemory, pins: bool = True, find: FindOperations = no_operations) -> Mover:
     """The mover for these pages. ``pins``: whether it may pin arenas. A device pins memory once, so
-    only one mover of a process may, and that one tests the device. ``find``: how the engine copies
-    on a GPU. Raises MissingError if the GPU cannot be used, or if the pages are on several devices,
-    which no mover supports."""
+    only one mover of a process may, and that one tests the device and measures it. ``find``: how
+    the engine copies on a GPU. Raises MissingError if the GPU cannot be used, or if the pages are
+    on several devices, which no mover supports."""
     devices = sorted({region.device for region in memory.gpu})
     where = devices + ["cpu"] * bool(memory.regions)
     if len(where) > 1:
@@ -107,6 +115,8 @@ def open_mover(memory: KVMemory, pins: bool = True, find: FindOperations = no_op
         return HostMover(memory.regions, memory.planes)
     if pins:
         runtime, below = open_device(devices[0], find, memory.owners)
-        return DeviceMover(runtime, memory.gpu, memory.planes, kernel_below=below)
+        pages = runtime, memory.gpu, memory.planes
+        stagings = choose_stagings(*pages, below, partial(TorchScratch, devices[0]))
+        return DeviceMover(*pages, kernel_below=below, stagings=stagings)
     runtime = open_untested(devices[0], find, memory.owners)
     return DeviceMover(runtime, memory.gpu, memory.planes, kernel_below=NO_PINS)

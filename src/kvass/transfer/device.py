@@ -253,7 +253,8 @@ class DeviceRuntime:
 
     def _copy_short(self, table: Table, columns: Columns, any_order: bool) -> None:
         assert self._operations.copy_short is not None
-        self._operations.copy_short(*table.fill(columns), any_order)
+        source, target, count = table.fill(columns)
+        self._operations.copy_short(source, target, count, any_order)
 
     def _tensor(self, column: Any) -> Any:
         if self._operations.unsigned:

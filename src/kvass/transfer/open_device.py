@@ -20,7 +20,7 @@ _kept: Final[list[object]] = []
 """Scratch pages of tests that failed: a copy that did not end may still write there, when torch
 would have given the memory to the engine."""
 _log = logging.getLogger(__name__)
-_ERRORS: Final = (RuntimeError, AssertionError, AttributeError, TypeError)
+ERRORS: Final = (RuntimeError, AssertionError, AttributeError, TypeError)
 """What torch raises if a device or a version cannot do something."""
 
 
@@ -44,7 +44,7 @@ def open_device(
         runtime = open_untested(device, find, [*storages, scratch.storage])
         below, wrong = self_check(runtime, scratch)
         last = runtime.order()
-    except _ERRORS as error:  # of torch, for example if it has no memory
+    except ERRORS as error:  # of torch, for example if it has no memory
         raise MissingError(f"device {device} failed its test: {first_line(error)}") from error
     if isinstance(last, Fault):
         raise MissingError(f"device {device} failed its test, for the engine too: {last.text}")
@@ -66,7 +66,7 @@ def open_untested(device: str, find: FindOperations, storages: Sequence[Any]) ->
         raise MissingError(f"torch {torch.__version__} is too old for copies from a GPU")
     try:
         return DeviceRuntime(device, find(storages), torch)
-    except _ERRORS as error:
+    except ERRORS as error:
         raise MissingError(f"device {device} cannot be used: {first_line(error)}") from error
 
 

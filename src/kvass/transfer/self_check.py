@@ -15,10 +15,10 @@ import numpy as np
 from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer.base import Job, U8Array
-from kvass.transfer.batch import Kind, Region, Way
+from kvass.transfer.batch import Kind, Region, Stage, Staging, Stagings, Way
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.device import DeviceRuntime
-from kvass.transfer.device_mover import DeviceMover
+from kvass.transfer.device_mover import NO_STAGES, DeviceMover
 from kvass.transfer.host import HostMover
 
 NO_KERNEL: Final[Mapping[Kind, int]] = {"store": 0, "load": 0}
@@ -30,6 +30,8 @@ _PAGES: Final = (4096 + 8, 16 << 10)
 """Page sizes in bytes: a short one with an odd number of words, and a longer one. All pages
 together are below 1 MiB, because for more torch takes 20 MiB of device memory, and keeps them."""
 _KINDS: Final[tuple[Kind, ...]] = ("store", "load")
+_SOME_BYTES: Final = 256 << 10
+"""Of a stage: all pages pass through it in two or three batches."""
 _PATIENCE_S: Final = 60.0
 """The time limit of a copy. The first copy of a process compiles the kernel."""
 
@@ -79,10 +81,24 @@ def self_check(runtime: DeviceRuntime, scratch: Scratch) -> tuple[Mapping[Kind, 
     return KERNEL_BELOW, ""
 
 
+def check_stages(runtime: DeviceRuntime, scratch: Scratch, stages: tuple[Stage, ...]) -> str:
+    """What is wrong with stores and loads that go through ``stages``; empty if nothing is. Call it
+    where ``self_check`` found nothing wrong."""
+    # Of a part of each, so that each is written to again.
+    some = tuple(Stage(one.address, _SOME_BYTES, one.owner) for one in stages)
+    stagings: Stagings = {kind: Staging(1 << 40, some) for kind in _KINDS}
+    wrong, ways = _trial(runtime, scratch, NO_KERNEL, stagings)
+    return wrong or ("" if "staged" in ways else "no memory could be pinned to try it")
+
+
 def _trial(
-    runtime: DeviceRuntime, scratch: Scratch, below: Mapping[Kind, int]
+    runtime: DeviceRuntime,
+    scratch: Scratch,
+    below: Mapping[Kind, int],
+    stagings: Stagings = NO_STAGES,
 ) -> tuple[str, set[Way]]:
-    """What is wrong with a store and a load with ``below`` (empty: nothing), and the ways used."""
+    """What is wrong with a store and a load with ``below`` and ``stagings`` (empty: nothing), and
+    the ways used."""
     groups, rng = _groups(), np.random.default_rng(1)
     plans, at = [], 0
     for group in groups:
@@ -91,7 +107,7 @@ def _trial(
         plans.append(plan_copy(group, table, slots))
         at = plans[-1].end
     arena: U8Array = np.frombuffer(mmap.mmap(-1, at), np.uint8)
-    mover = DeviceMover(runtime, [scratch.region], groups, kernel_below=below)
+    mover = DeviceMover(runtime, [scratch.region], groups, kernel_below=below, stagings=stagings)
     try:
         return _rounds(mover, scratch, groups, tuple(plans), arena), mover.ways
     finally:

@@ -51,6 +51,8 @@ class FakeGpu(FakeDevice, DeviceRuntime):
     ``unsigned``: as for ``Operations``."""
 
     kernel_tables = KERNEL_TABLES
+    pieces = PIECES
+    """Into how many a run is torn, at most."""
 
     def __init__(
         self, seed: int, eager: int = 4, watched: bool = True, unsigned: bool = False
@@ -98,7 +100,7 @@ class FakeGpu(FakeDevice, DeviceRuntime):
 
     def may(self, name: str) -> None:
         """Raise if this call is to fail."""
-        if self._threads.engine and name != "order":
+        if self._threads.engine and name not in ("order", "open_stage"):
             self.violations.append(f"{name} on the engine's thread")
         if self.dead:
             raise RuntimeError(DEAD)
@@ -286,7 +288,7 @@ class FakeGpu(FakeDevice, DeviceRuntime):
         told: Callable[[], tuple[int, ...]] | None,
     ) -> list[Piece]:
         target, source, count = run
-        cuts = sorted({0, count, *(self.rng.randrange(count) for _ in range(PIECES - 1))})
+        cuts = sorted({0, count, *(self.rng.randrange(count) for _ in range(self.pieces - 1))})
         load, pieces = self._is_device(target, count), []
         pinned = self._window(source if load else target, count) is not None
         for lo, hi in pairwise(cuts):
