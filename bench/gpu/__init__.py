@@ -91,18 +91,18 @@ def _measure_geometry(
     rig = Rig(device, one, tokens)
     try:
         plain = device.plain(rig.bytes)
-        times, same = _rounds(rig, plain, rounds)
+        times, same = measure_rounds(rig, plain, rounds)
         submits.measure(rig)
     finally:
         rig.close()
     runs = [plane.run for group in rig.planes for plane in group.planes]
-    more = _figures(times, rig.bytes) | {"gpu_run_kib": max(runs) / 1024}
+    more = copy_figures(times, rig.bytes) | {"gpu_run_kib": max(runs) / 1024}
     for name, value in more.items():
         figures.setdefault(name, {})[one.name] = value
     figures["bytes_equal"] = figures["bytes_equal"] and same
 
 
-def _rounds(rig: Rig, plain: Plain, rounds: int) -> tuple[dict[str, list[float]], bool]:
+def measure_rounds(rig: Rig, plain: Plain, rounds: int) -> tuple[dict[str, list[float]], bool]:
     """Seconds of each step in each round, and whether all that was loaded is what was stored."""
     (store, other_store), (load, other_load) = rig.stores, rig.loads
     steps: dict[str, tuple[Callable[[], None], bool]] = {  # whether it loads, into spoilt pages
@@ -129,7 +129,9 @@ def _rounds(rig: Rig, plain: Plain, rounds: int) -> tuple[dict[str, list[float]]
     return times, same
 
 
-def _figures(times: dict[str, list[float]], size: int) -> dict[str, float]:
+def copy_figures(times: dict[str, list[float]], size: int) -> dict[str, float]:
+    """The figures of a geometry, of the times that ``measure_rounds`` took for ``size`` bytes."""
+
     def gain(both: str, *alone: str) -> float:
         one = np.sum([times[name] for name in alone], axis=0)
         return float(np.median(one / np.array(times[both])))

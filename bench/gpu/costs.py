@@ -11,6 +11,7 @@ from bench.gpu.device import Device
 from bench.gpu.rig import Rig, Stores
 from kvass.cli.bench.rig import seconds, shared_memory
 from kvass.errors import Unavailable
+from kvass.transfer.batch import Stagings
 
 PIN_BYTES: Final = 1 << 30
 PIN_ROUNDS: Final = 3
@@ -37,11 +38,16 @@ def measure_pinning(device: Device, count: int = PIN_BYTES) -> dict[str, Any]:
 
 
 def measure_gemm(
-    device: Device, geometry: Geometry, tokens: int, rounds: int, products: int = PRODUCTS
+    device: Device,
+    geometry: Geometry,
+    tokens: int,
+    rounds: int,
+    products: int = PRODUCTS,
+    stagings: Stagings | None = None,
 ) -> dict[str, Any]:
     """``gpu_gemm_slowdown`` (0.05: five percent longer), and how fast the stores beside it were,
-    of what they are alone."""
-    rig = Rig(device, geometry, tokens)
+    of what they are alone. ``stagings``: as for ``Rig``."""
+    rig = Rig(device, geometry, tokens, stagings)
     try:
         return _measure_gemm(rig, rounds, products)
     finally:

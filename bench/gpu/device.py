@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import U8Array
-from kvass.transfer.batch import Kind, Region
+from kvass.transfer.batch import Kind, Region, Stagings
 from kvass.transfer.device import DeviceRuntime
 from kvass.types import I64Array
 
@@ -64,6 +64,24 @@ class Device(Protocol):
         self, region: Region, planes: Sequence[GroupPlanes], left: Table, right: Table
     ) -> bool:
         """Whether the pages of two block tables are equal, byte for byte."""
+        ...
+
+    def stagings(self, region: Region, planes: Sequence[GroupPlanes]) -> Stagings:
+        """The stages that an engine with these pages would choose."""
+        ...
+
+    def kernel_s(self, sources: I64Array, targets: I64Array, sizes: I64Array) -> float | None:
+        """How many seconds the engine's kernel takes for copies on the device; None: it has none."""
+        ...
+
+    def host_kernel_s(
+        self, sources: I64Array, offsets: I64Array, sizes: I64Array, total: int
+    ) -> float | None:
+        """The same, into ``total`` bytes of pinned memory of the host."""
+        ...
+
+    def index_select_s(self, region: Region, group: GroupPlanes, ids: I64Array) -> float:
+        """How many seconds ``torch.index_select`` takes to gather these blocks, layer by layer."""
         ...
 
     def plain(self, count: int) -> Plain:

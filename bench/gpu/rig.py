@@ -17,7 +17,7 @@ from kvass.cli.bench.rig import PATIENCE_S, shared_memory, wait_for
 from kvass.errors import Unavailable
 from kvass.layout.copy_plan import CopyPlan
 from kvass.transfer.base import Done, Job
-from kvass.transfer.batch import Kind
+from kvass.transfer.batch import Kind, Stagings
 from kvass.transfer.device_mover import DeviceMover
 
 Plans = tuple[CopyPlan, ...]
@@ -26,9 +26,13 @@ HALVES: Final = (0, 1)
 
 class Rig:
     """One prompt of ``tokens`` tokens, in a block table to store from and one to load into; an
-    arena, in shared memory as the daemon's is, with room for it twice: its *halves*."""
+    arena, in shared memory as the daemon's is, with room for it twice: its *halves*.
 
-    def __init__(self, device: Device, geometry: Geometry, tokens: int) -> None:
+    ``stagings``: stages for its mover; None: those that an engine would choose."""
+
+    def __init__(
+        self, device: Device, geometry: Geometry, tokens: int, stagings: Stagings | None = None
+    ) -> None:
         self.device, self.geometry = device, geometry
         blocks = geometry.blocks(tokens, 2)
         self.planes = geometry.planes(blocks)
@@ -41,7 +45,9 @@ class Rig:
         self.bytes = sum(plan.bytes for plan in self.stores[0])
         self.region = device.allocate(geometry.region_bytes(blocks))
         self.arena = shared_memory(2 * half)
-        self.mover = DeviceMover(device.runtime, [self.region], self.planes)
+        if stagings is None:
+            stagings = device.stagings(self.region, self.planes)
+        self.mover = DeviceMover(device.runtime, [self.region], self.planes, stagings=stagings)
 
     def close(self) -> None:
         """Copies first, then memory."""

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -16,8 +18,12 @@ from bench.gpu.torch_copies import TensorCopies, operations_here
 from kvass.errors import ConfigError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import U8Array
-from kvass.transfer.batch import Kind, Region
+from kvass.transfer.batch import Kind, Region, Stagings
+from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.device import DeviceRuntime
+from kvass.transfer.open_device import TorchScratch
+from kvass.transfer.staging import choose_stagings
+from kvass.types import I64Array
 
 WIDTH: Final = 8192
 """Of the matrices: large enough to keep every processor of the device busy."""
@@ -83,6 +89,22 @@ class TorchMemory:
                     return False
         return True
 
+    def index_select_s(self, region: Region, group: GroupPlanes, ids: I64Array) -> float:
+        chosen, pages = self._ids(ids), self._pages(region, group)
+        # Whole words where that is possible: torch copies an item at a time.
+        pages = [
+            p.view(self._torch.int64) if not plane.base % 8 | plane.block_stride % 8 else p
+            for p, plane in zip(pages, group.planes, strict=True)
+        ]
+        out = [self._torch.empty((len(ids), p.shape[1]), dtype=p.dtype, device=self._where)
+               for p in pages]  # fmt: skip
+        self._over()
+        began_s = time.perf_counter()
+        for p, o in zip(pages, out, strict=True):
+            self._torch.index_select(p, 0, chosen, out=o)
+        self._over()
+        return time.perf_counter() - began_s
+
     def _ids(self, ids: Any) -> Any:
         return self._torch.from_numpy(np.ascontiguousarray(ids).reshape(-1)).to(self._where)
 
@@ -109,6 +131,7 @@ class TorchDevice(TorchMemory, Device):
         self._vllm = find_spec("vllm") is not None
         self._copies = TensorCopies(torch, ())
         operations = operations_here(torch, where, self._copies)
+        self._kernel = operations.copy_short
         self.runtime = DeviceRuntime(where, operations, torch)
         self._side = torch.cuda.Stream(device=where)
         a, b = (torch.randn(WIDTH, WIDTH, device=where, dtype=torch.bfloat16) for _ in range(2))
@@ -144,6 +167,28 @@ class TorchDevice(TorchMemory, Device):
 
     def plain(self, count: int) -> Plain:
         return _Plain(count, self._where)
+
+    def stagings(self, region: Region, planes: Sequence[GroupPlanes]) -> Stagings:
+        scratch = partial(TorchScratch, self._where)
+        return choose_stagings(self.runtime, [region], planes, KERNEL_BELOW, scratch)
+
+    def kernel_s(self, sources: I64Array, targets: I64Array, sizes: I64Array) -> float | None:
+        if self._kernel is None:
+            return None
+        torch = self._torch
+        columns = [torch.from_numpy(x.copy()).pin_memory() for x in (sources, targets, sizes)]
+        self._over()
+        with torch.cuda.stream(self._side):
+            began_s = time.perf_counter()
+            self._kernel(*columns, False)
+            self._side.synchronize()
+        return time.perf_counter() - began_s
+
+    def host_kernel_s(
+        self, sources: I64Array, offsets: I64Array, sizes: I64Array, total: int
+    ) -> float | None:
+        host = self._torch.empty(total, dtype=self._torch.uint8, pin_memory=True)
+        return self.kernel_s(sources, host.data_ptr() + offsets, sizes)
 
     def compute(self, products: int) -> float:
         torch = self._torch

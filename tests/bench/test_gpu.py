@@ -17,6 +17,7 @@ from bench.geometries import geometry
 from bench.gpu import Sizes, measure_gpu, torch_device
 from bench.gpu.costs import measure_gemm
 from bench.gpu.rig import Rig
+from bench.gpu.stages import measure_stages
 from bench.gpu.torch_copies import TensorCopies
 from kvass.errors import ConfigError, Unavailable
 from kvass.transfer.batch import Kind
@@ -48,12 +49,23 @@ def test_all_figures_are_measured() -> None:
     assert figures["bytes_equal"] is True
 
 
+def test_stages_are_measured_beside_what_else_could_copy_short_pages() -> None:
+    """Of those geometries alone that have them."""
+    device = FakeDevice()
+    figures = measure_stages(device, 1, TINY, TOKENS, products=1)
+    device.check()
+    assert figures["bytes_equal"] is True
+    of = [name for name, value in figures.items() if isinstance(value, dict)]
+    assert {"gpu_plain_store_vs_pinned", "gpu_staged_load_gbps", "gpu_gather_torch_gbps"} < set(of)
+    assert all(list(figures[name]) == [TINY[0].name] for name in of)
+
+
 # ---------------------------------------------------------------- wrong bytes
 
 
 def _rounds(device: FakeDevice) -> bool:
     rig = Rig(device, TINY[0], TOKENS)
-    same = gpu._rounds(rig, device.plain(rig.bytes), 1)[1]
+    same = gpu.measure_rounds(rig, device.plain(rig.bytes), 1)[1]
     rig.close()
     return same
 
