@@ -24,6 +24,7 @@ from kvass.daemon.tier_process.supervisor import Periods
 from kvass.engine import adapters, planner, setup
 from kvass.layout import windows
 from kvass.tiers.options import DiskOptions, MooncakeOptions, ObjectStoreOptions, RedisOptions
+from kvass.transfer import staging
 from kvass.types import MAX_PATIENCE_S, MAX_RANKS, MOST_QUOTAS, Limits, Timing
 from kvass.web import metrics, server
 
@@ -47,6 +48,9 @@ NUMBERS: Final[list[tuple[str, str, tuple[Number, ...]]]] = [
     ("docs/sizing.md", "beside an L1 above {} % of it", (100 - 100 * beside.VLLM_SHARE,)),
     ("docs/sizing.md", "may have up to {} % of what", (100 * SAFE_SHARE,)),
     ("docs/faq.md", "none shorter than a chunk ({} tokens)", (setup.MIN_CHUNK_TOKENS,)),
+    ("docs/gpu.md", "pages are shorter than {} KiB can", (staging.LONGEST >> 10,)),
+    ("docs/gpu.md", "copy up to {} MiB in one", (staging.STAGE_BYTES >> 20,)),
+    ("docs/gpu.md", "takes {} MiB of the GPU's", (staging.STAGES * staging.STAGE_BYTES >> 20,)),
     ("docs/laws.md", "at most {} % of L1 reserved or", (100 * LIMITS.instance_write_share,)),
     ("docs/laws.md", "At most {} % of L1 is LOADING", (100 * plan.LOADING_SHARE,)),
     ("docs/laws.md", "there are at most {} tenants", (tenants.MOST,)),

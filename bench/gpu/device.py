@@ -71,7 +71,7 @@ class Device(Protocol):
         ...
 
     def kernel_s(self, sources: I64Array, targets: I64Array, sizes: I64Array) -> float | None:
-        """How many seconds the engine's kernel takes for copies on the device; None: it has none."""
+        """How many seconds the engine's kernel takes to copy on the device; None: it has none."""
         ...
 
     def host_kernel_s(

@@ -176,11 +176,12 @@ class TorchDevice(TorchMemory, Device):
         if self._kernel is None:
             return None
         torch = self._torch
-        columns = [torch.from_numpy(x.copy()).pin_memory() for x in (sources, targets, sizes)]
+        pinned = (torch.from_numpy(x.copy()).pin_memory() for x in (sources, targets, sizes))
+        source, target, size = pinned
         self._over()
         with torch.cuda.stream(self._side):
             began_s = time.perf_counter()
-            self._kernel(*columns, False)
+            self._kernel(source, target, size, False)
             self._side.synchronize()
         return time.perf_counter() - began_s
 

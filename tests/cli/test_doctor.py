@@ -391,7 +391,7 @@ KINDS: list[tuple[dict[str, Any], str, str, str]] = [
     ({}, "mooncake", "ok", "0.3.13.post1"),
     (without("triton"), "triton", "ok", "not installed; nothing"),
     (GPU | without("triton"), "triton", "warning", "28 KiB are slower"),
-    (GPU, "triton", "ok", "triton 3.6.0; for loads"),
+    (GPU, "triton", "ok", "triton 3.6.0; for copies"),
 ]
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvass.transfer import staging
 from kvass.transfer.batch import Kind, Stage, Staging
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.open_device import TorchScratch
-from kvass.transfer.self_check import SCRATCH_BYTES
 from kvass.transfer.staging import choose_stagings
 from tests.gpu.device import Counting, Device, Fake, Hasty
 from tests.gpu.kv import keys_of
@@ -46,7 +46,7 @@ def test_every_byte_there_and_back(device: Device, name: str, broken: bool) -> N
     runtime: Any = Counting(device.runtime)
     with rigged(device, name, ROWS, runtime=runtime, **more) as rig:
         right = True
-        for round_ in range(4):
+        for round_ in range(2):
             keys = keys_of(f"{round_}", rig.rows)
             rig.compute(keys=keys)
             assert rig.move("store").ok
@@ -108,9 +108,13 @@ class Scratch(TorchScratch):
         return self._pages.numpy().copy() if isinstance(self._device, Fake) else super().read()
 
 
-def test_what_is_chosen_is_right_and_pages_are_as_before(device: Device) -> None:
+def test_what_is_chosen_is_right_and_pages_are_as_before(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which it is depends on the device; its figures are in the log (``-o log_cli=true``)."""
-    assert SCRATCH_BYTES < 1 << 20
+    if not device.real:  # whose pages are tiny
+        monkeypatch.setattr(staging, "LONGEST", 512)
+        monkeypatch.setattr(staging, "ROUNDS", 1)
     with rigged(device, "llama_70b_tp8", ROWS) as rig:
         rig.compute()
         before = [rig.kv.digest(table) for table in rig.tables]

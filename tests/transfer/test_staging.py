@@ -51,9 +51,9 @@ def memory_of(fake: FakeGpu, planes: GroupPlanes) -> tuple[list[Region], U8Array
 def choose(fake: TimedGpu, *groups: GroupPlanes, below: Any = KERNEL_BELOW) -> dict[Kind, Staging]:
     """What is chosen. The pages are as before, and the device was used well."""
     regions, memory = memory_of(fake, groups[0])
-    before, asked = memory.copy(), [regions, groups, below]
+    before = memory.copy()
     with fake.engine_thread():
-        found = choose_stagings(fake, *asked, lambda: FakeScratch(fake), fake.clock)
+        found = choose_stagings(fake, regions, groups, below, lambda: FakeScratch(fake), fake.clock)
     assert np.array_equal(memory, before)
     assert fake.violations == []
     assert not fake.registered

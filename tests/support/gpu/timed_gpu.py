@@ -9,7 +9,7 @@ side by side, because each takes a tenth of the device. Nothing waits for the en
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from typing import Any, Final, NamedTuple
 
 from kvass.transfer.device import DeviceRuntime, Event, Fault
@@ -58,7 +58,7 @@ class TimedGpu(FakeGpu):
         queues: dict[object, deque[Work]] = {}
         for work in list(self._orders):
             queues.setdefault(work.stream, deque()).append(work)
-        free_s: Counter[object] = Counter()
+        free_s = defaultdict[object, float](float)
 
         def begin_s(stream: object) -> float:
             work = queues[stream][0]

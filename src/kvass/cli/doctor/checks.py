@@ -295,7 +295,7 @@ def expandable_segments(m: Machine) -> Finding:
 
 def triton(m: Machine) -> Finding:
     there, unused = m.packages.get("triton"), "nothing, without a GPU that is used"
-    needed = f"loads of runs shorter than {shown(KERNEL_BELOW['load'])}"
+    needed = f"copies of runs shorter than {shown(KERNEL_BELOW['load'])}"
     if there:
         return ok(f"triton {there}", f"for {needed}" if m.gpus.devices else unused)
     if not m.gpus.devices:
