@@ -20,7 +20,7 @@ from kvass.layout.copy_plan import CopyPlan, plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
 from kvass.transfer import open_device
 from kvass.transfer.base import Done, Job, Outcome, U8Array
-from kvass.transfer.batch import Batch, Kind, Region
+from kvass.transfer.batch import Batch, Kind, Region, Stage, Staging
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.device import Fault, MissingError, Operations, Stream
 from kvass.transfer.device_mover import DeviceMover
@@ -356,6 +356,33 @@ def test_a_mover_may_be_told_to_pin_nothing(pins: bool, monkeypatch: pytest.Monk
     assert bool(fake.registered) is pins
     mover.close()
     assert mover.poll()[0].ok
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_stages_that_are_worth_it_reach_the_mover(
+    pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it pins nothing: then nothing can be copied in one piece."""
+    fake = FakeGpu(1)
+    fake.few = fake.fewest_staged = 1
+    region, pages = fake.allocate(4 * 4096)
+    pages[:] = 5
+    stage = fake.open_stage(8 * 4096)
+    assert isinstance(stage, Stage)
+    chosen = {"store": Staging(1 << 20, (stage,))}
+    monkeypatch.setattr(kv_memory, "open_device", lambda *_: (fake, KERNEL_BELOW))
+    monkeypatch.setattr(kv_memory, "open_untested", lambda *_: fake)
+    monkeypatch.setattr(kv_memory, "choose_stagings", lambda *_: chosen)
+    mover = open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)), pins)
+    assert isinstance(mover, DeviceMover)
+    arena = fake.map(2 * 4096)
+    mover.submit(Job("store", (plan_copy(PLANES, [[1], [3]], [0, 4096]),), arena))
+    assert mover.drain(10)
+    mover.close()
+    assert mover.poll()[0].ok
+    assert mover.ways == {"staged" if pins else "pageable"}
+    assert (arena == 5).all()
+    assert fake.violations == []
 
 
 def test_pages_on_a_gpu_are_compared_after_the_forward_pass() -> None:

@@ -17,10 +17,10 @@ from typing import Final, Literal
 
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, U8Array
-from kvass.transfer.batch import Kind
+from kvass.transfer.batch import Kind, Stage, Staging, Stagings
 from kvass.transfer.descriptors import plan_runs
 from kvass.transfer.device import Event, Fault, Stream
-from kvass.transfer.device_mover import DeviceMover
+from kvass.transfer.device_mover import NO_STAGES, DeviceMover
 from tests.support.gpu.fake_device import meet
 from tests.support.gpu.fake_gpu import FakeGpu
 
@@ -28,6 +28,7 @@ NOISE: Final = 0x3D
 """A small float: attention multiplies masked values with 0, and a NaN would stay a NaN."""
 LONG: Final = 40
 """Pieces of work before an engine's kernel: copies that do not wait for it come first."""
+STAGE_BYTES: Final = 64 << 10
 Break = Literal["", "unordered", "hasty"]
 """Faults that no device has, to show that tests notice them. ``unordered``: streams wait for no
 event. ``hasty``: every copy is reported as done at once."""
@@ -75,11 +76,28 @@ class EngineMover(DeviceMover):
     """A mover for ``regions``, host memory that is treated as device memory."""
 
     def __init__(self, regions: Sequence[U8Array], planes: Sequence[GroupPlanes]) -> None:
-        self.fake = EngineFake(next(_seeds))
+        number = next(_seeds)
+        self.fake = EngineFake(number)
         self._memory = [self.fake.adopt(region) for region in regions]
         self._late: list[tuple[Kind, list[tuple[int, int]]]] = []
         """Of each kernel that has not run: the kind of job it belongs to, addresses and lengths."""
-        super().__init__(self.fake, self._memory, planes, window=1 << 20, batch_bytes=50_000)
+        super().__init__(
+            self.fake,
+            self._memory,
+            planes,
+            window=1 << 20,
+            batch_bytes=50_000,
+            stagings=self._stagings(number),
+        )
+
+    def _stagings(self, number: int) -> Stagings:
+        """Every other mover has small stages, for any number of runs."""
+        self.fake.few = self.fake.fewest_staged = 1
+        opened = [self.fake.open_stage(STAGE_BYTES) for _ in range(4 * (number % 2))]
+        stages = tuple(one for one in opened if isinstance(one, Stage))
+        if not stages:
+            return NO_STAGES
+        return {"store": Staging(1 << 40, stages[:2]), "load": Staging(1 << 40, stages[2:])}
 
     def submit(self, job: Job) -> None:
         self._check(job)
