@@ -1,9 +1,10 @@
 """Tests, copies and the other engines: the first stage, and stages a and g.
 
-What copies are, stands at the top of ``bench.gpu``. ``N_cold_ms`` and ``N_loaded_ms`` of
-transformers: ``generate`` of one token, alone and with a loaded prefix of a prompt of N tokens;
-``equal_tokens`` of four. Of SGLang: a request for one token, new, and after its own cache was
-flushed; ``shared``: whether a second server found what the first one stored.
+What copies are, stands at the top of ``bench.gpu``, and of short pieces at that of
+``bench.gpu.stages``. ``N_cold_ms`` and ``N_loaded_ms`` of transformers: ``generate`` of one token,
+alone and with a loaded prefix of a prompt of N tokens; ``equal_tokens`` of four. Of SGLang: a
+request for one token, new, and after its own cache was flushed; ``shared``: whether a second server
+found what the first one stored.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final
 
 from bench.geometries import geometry
 from bench.gpu import Sizes, measure_gpu
+from bench.gpu.stages import measure_stages
 from bench.gpu.torch_device import open_device
 from bench.gpu_day.scene import MODELS, Scene
 from bench.gpu_day.stages import Note
@@ -31,7 +33,7 @@ from tests.support.vllm.models import Shape, build
 ROOT: Final = Path(__file__).parents[2]
 BY_WORTH: Final = [
     f"tests/gpu/test_gpu_{name}.py"
-    for name in ("copies", "engines", "processes", "graphs", "footprint")
+    for name in ("copies", "stages", "engines", "processes", "graphs", "footprint")
 ]
 SMOKE_TESTS: Final = ["tests/gpu/test_gpu_graphs.py", "-k", "alone and fake", "-p", "no:xdist"]
 RESULT: Final = re.compile(r"^(\S+::.+) (PASSED|FAILED|ERROR|SKIPPED)")
@@ -66,6 +68,17 @@ def copies(scene: Scene, note: Note) -> None:
         note(**measure_gpu(FakeDevice(), 1, sizes, note))
     else:
         note(**measure_gpu(open_device(), scene.sizes.rounds, note=note))
+
+
+def short(scene: Scene, note: Note) -> None:
+    """Short pieces with stages and without, and what else could copy them."""
+    if scene.smoke:
+        from tests.bench.fake_gpu import FakeDevice
+
+        tiny = replace(geometry("gpt_oss"), chunk_tokens=32)
+        measure_stages(FakeDevice(), 1, (tiny,), 64, 1, note)
+    else:
+        measure_stages(open_device(), scene.sizes.rounds, note=note)
 
 
 # ---------------------------------------------------------------- transformers

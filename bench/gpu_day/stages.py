@@ -42,6 +42,7 @@ TIMES: Final = "ms to the first token, tokens found"
 STAGES: Final = (
     Stage("tests", "-", "pytest tests/gpu", 4, TESTS, "passed, failed, names", ("torch", "pytest")),
     Stage("copies", "a", "copies of each geometry", 2, OTHERS + "copies", "ratios", ("torch",)),
+    Stage("short", "a", "short pieces through stages", 2, OTHERS + "short", "ratios", ("torch",)),
     Stage("hits", "b", "hits, idle and 16 at once", 5, HITS + "hits", TIMES),
     Stage("in_step", "b", "small hits inside the step", 2, HITS + "in_step", "ms, steps"),
     Stage("twins", "c", "which side differs from itself", 3, CHECKS + "twins", "differences"),

@@ -52,7 +52,7 @@ def test_all_figures_are_measured() -> None:
 def test_stages_are_measured_beside_what_else_could_copy_short_pages() -> None:
     """Of those geometries alone that have them."""
     device = FakeDevice()
-    figures = measure_stages(device, 1, TINY, TOKENS, products=1)
+    figures = measure_stages(device, 1, TINY, 64, products=1)
     device.check()
     assert figures["bytes_equal"] is True
     of = [name for name, value in figures.items() if isinstance(value, dict)]
