@@ -32,7 +32,7 @@ KERNEL_UNIT: Final = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Limits:
+class HowToCopy:
     """How the copies of one kind are made. Runs shorter than ``kernel_below`` are copied by a
     kernel, unless they are staged (``batch.Staging``), which no fewer than ``fewest_staged`` are. A
     batch has about ``bytes`` bytes and at most ``runs`` runs. ``pins``: whether memory may be
@@ -66,18 +66,18 @@ def job_batches(
     job: Job,
     regions: Sequence[Region],
     pinned: Pinned,
-    limits: Limits,
+    how: HowToCopy,
 ) -> Iterator[Batch]:
     """The batches of ``job``. ``pinned`` belongs to the job's arena."""
     for runs in plan_runs(job.plans, regions, pinned.window):
-        fast = pinned.want(runs.host // pinned.window, job.populated if limits.pins else 0)
-        for way, some in choose(runs, fast, limits):
+        fast = pinned.want(runs.host // pinned.window, job.populated if how.pins else 0)
+        for way, some in choose(runs, fast, how):
             ends = (some.host + pinned.address).view(np.uint64), some.device.view(np.uint64)
             target, source = ends if job.kind == "store" else ends[::-1]
-            most = limits.bytes
-            if way == "staged" and limits.staging is not None:
-                most = min(most, limits.staging.stages[0].bytes - int(some.count.max()))
-            for part in batches(some.count, most, limits.runs):
+            most = how.bytes
+            if way == "staged" and how.staging is not None:
+                most = min(most, how.staging.stages[0].bytes - int(some.count.max()))
+            for part in batches(some.count, most, how.runs):
                 count = some.count[part].view(np.uint64)
                 batch = Batch(job.kind, way, target[part], source[part], count, int(count.sum()))
                 if way == "staged":
@@ -139,22 +139,22 @@ def _cut(runs: Runs, window: int) -> Runs:
     return Runs(runs.device[of] + begin - runs.host[of], begin, end - begin)
 
 
-def choose(runs: Runs, pinned: BoolArray, limits: Limits) -> list[tuple[Way, Runs]]:
+def choose(runs: Runs, pinned: BoolArray, how: HowToCopy) -> list[tuple[Way, Runs]]:
     """The runs by how they are copied. ``pinned[i]``: the window of run ``i`` is registered."""
     words = pinned & ((runs.device | runs.host | runs.count) % KERNEL_UNIT == 0)
-    staged = words if _is_staged(runs.count[words], limits) else np.zeros_like(words)
-    kernel = words & ~staged & (runs.count < limits.kernel_below)
+    staged = words if _is_staged(runs.count[words], how) else np.zeros_like(words)
+    kernel = words & ~staged & (runs.count < how.kernel_below)
     dma = pinned & ~staged & ~kernel
     ways: dict[Way, BoolArray] = {"staged": staged, "dma": dma, "kernel": kernel}
     ways["pageable"] = ~pinned
     return [(way, runs if of.all() else runs[of]) for way, of in ways.items() if of.any()]
 
 
-def _is_staged(count: I64Array, limits: Limits) -> bool:
+def _is_staged(count: I64Array, how: HowToCopy) -> bool:
     """Whether runs of ``count`` bytes are staged: all or none, because the pieces of host memory
     between those that are left out would be short as well."""
-    staging = limits.staging
-    if staging is None or len(count) < limits.fewest_staged:
+    staging = how.staging
+    if staging is None or len(count) < how.fewest_staged:
         return False
     longest = staging.stages[0].bytes // 2
     return int(count.sum()) < staging.below * len(count) and int(count.max()) <= longest

@@ -29,7 +29,7 @@ from kvass.errors import UsageError
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Job, Mover, Outcome
 from kvass.transfer.batch import Batch, Kind, Region, Stage, Stagings, Way
-from kvass.transfer.descriptors import KERNEL_BELOW, Limits, job_batches
+from kvass.transfer.descriptors import KERNEL_BELOW, HowToCopy, job_batches
 from kvass.transfer.device import DeviceRuntime, Event, Fault, Stream
 from kvass.transfer.pins import WINDOW_BYTES, Pins
 
@@ -86,12 +86,12 @@ class Lane:
     done. The mover's lock guards ``queue`` and ``moved_bytes``; the rest is the copy thread's.
     """
 
-    def __init__(self, kind: Kind, limits: Limits, most_bytes: int, most_runs: int) -> None:
+    def __init__(self, kind: Kind, how: HowToCopy, most_bytes: int, most_runs: int) -> None:
         self.kind: Kind = kind
-        self.limits = limits
+        self.how = how
         self.stages: tuple[Stage | None, ...] = (None,)
-        if limits.staging is not None:
-            self.stages = limits.staging.stages
+        if how.staging is not None:
+            self.stages = how.staging.stages
         self.streams: list[Stream] = []
         self.queue: list[Task] = []
         self.flying: deque[tuple[Event, Task, Batch]] = deque()
@@ -169,8 +169,8 @@ class DeviceMover(Mover):
         for kind in ("load", "store"):
             below, pins = kernel_below.get(kind, 0), bool(kernel_below)
             staging, fewest = stagings.get(kind), runtime.fewest_staged
-            limits = Limits(below, staging, fewest, batch_bytes, runtime.batch_runs, pins)
-            self._lanes[kind] = Lane(kind, limits, flying_bytes, 2 * runtime.batch_runs)
+            how = HowToCopy(below, staging, fewest, batch_bytes, runtime.batch_runs, pins)
+            self._lanes[kind] = Lane(kind, how, flying_bytes, 2 * runtime.batch_runs)
 
     def submit(self, job: Job) -> None:
         self._check(job)
@@ -290,7 +290,7 @@ class DeviceMover(Mover):
                     for plan in task.job.plans:
                         for row in plan.rows:
                             task.job.prepare_row(plan.planes, row)
-                    task.more = job_batches(task.job, self._regions, pinned, lane.limits)
+                    task.more = job_batches(task.job, self._regions, pinned, lane.how)
                 task.next = next(task.more, None)
             except Exception as e:  # noqa: BLE001 - one job's error must not end the others
                 task.end("failed", f"{type(e).__name__}: {e}")
