@@ -30,6 +30,7 @@ from kvass.messages import (
     Lookup,
     Matched,
     Register,
+    Registered,
     Release,
     Reserve,
     ReserveItem,
@@ -59,6 +60,8 @@ class ListChannel:
         if self.fails:
             raise Unavailable("it is gone")
         self.sent.append(message)
+        if isinstance(message, Register):
+            self.answers.append(Registered(seq=message.seq))
 
     def receive(self, timeout_s: float) -> list[FromDaemon]:
         said, self.answers = self.answers, []
@@ -568,7 +571,9 @@ def test_nothing_matches_until_every_node_has_confirmed_a_clear() -> None:
 def test_a_node_that_is_found_after_a_clear_is_cleared_first() -> None:
     world = World()
     world.client.clear(0.0)
+    world.own.answers.append(Cleared(seq=world.own.sent[-1].seq))
     world.client.nodes = ()
+    world.client._others = ()
     world.client.new_step()
     world.connect_own()
     world.client.new_step()
@@ -577,6 +582,37 @@ def test_a_node_that_is_found_after_a_clear_is_cleared_first() -> None:
     world.client.new_step()
     assert [type(message) for message in world.step()[0]] == [Clear]
     assert not world.answers()
+
+
+def test_nodes_are_not_made_anew_while_one_of_them_has_a_clear_to_confirm() -> None:
+    """Else its rows of before would stay, and meet new ones of the other nodes."""
+    world = World()
+    world.client.clear(0.0)
+    world.own.answers.append(Cleared(seq=world.own.sent[-1].seq))
+    world.tell(0, FromAgent(9, 0, "it was ended"))
+    world.connect()
+    for _ in range(3):
+        world.client.new_step()
+    assert world.client.form == 1
+    assert world.look_up().match is None
+    (message,) = world.step()[0]
+    assert isinstance(message, Clear)
+    world.answer(0, Cleared(seq=message.seq))
+    world.client.new_step()
+    world.client.new_step()
+    assert world.client.form == 2
+
+
+def test_it_is_said_if_no_rank_uses_the_schedulers_daemon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World()
+    world.client.nodes = ()
+    world.client.reported({0: RankNews(boot(7)), 1: RankNews(boot(7))})
+    later = time.monotonic() + 2 * SETTLED_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    world.client.new_step()
+    assert "no rank uses the daemon of the scheduler" in caplog.text
 
 
 def test_all_nodes_move_to_one_generation() -> None:

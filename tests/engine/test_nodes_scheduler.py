@@ -5,9 +5,11 @@ The pages' bytes follow from tokens and shard, so a rank that got another's byte
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any, Final
 
@@ -109,7 +111,10 @@ def test_with_one_daemon_a_hit_takes_not_a_step_more(engine: Make, daemons: list
         one.generate("a", PROMPT)
         assert one.world.scheduler.reset_prefix_cache()
         begun = one.world.connector._planner.stores._number
-        assert one.load("b", PROMPT)[1] == CHUNKS * CHUNK
+        one.loads.clear()
+        one.world.add("b", PROMPT)
+        while not one.loads:
+            one.step()
         steps.append(one.world.connector._planner.stores._number - begun)
     plain.close()
     assert nodes.client.nodes == ((0, 1),)
@@ -179,6 +184,45 @@ def test_a_daemon_is_killed_and_comes_back(
     first.generate("c", [*PROMPT, 5])
     assert first.world.scheduler.reset_prefix_cache()
     assert first.load("d", PROMPT)[1] == CHUNKS * CHUNK
+
+
+def test_a_daemon_that_is_stopped_costs_no_request_more_than_its_budget(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as stack:
+        pair = []
+        for name in "ab":
+            (tmp_path / name).mkdir()
+            pair.append(stack.enter_context(running_daemon(tmp_path / name)))
+        engine = NodesEngine(pair, (0, 1), DENSE)
+        stack.callback(engine.close)
+        engine.wait_connected()
+        engine.generate("a", PROMPT)
+        pair[1].suspend()
+        stack.callback(pair[1].resume)
+        waits = []
+        for name in "bcd":
+            assert engine.world.scheduler.reset_prefix_cache()
+            began, (request, found) = time.monotonic(), engine.load(name, PROMPT)
+            waits.append(time.monotonic() - began)
+            assert found == 0
+            until(partial(_ended, engine, request), "its end")
+        assert waits[2] < waits[0], "it is not asked while an answer is overdue"
+        pair[1].resume()
+        until(partial(_hits, engine), "hits again")
+
+
+def _ended(engine: NodesEngine, request: Any) -> bool:
+    engine.step()
+    return bool(request.is_finished())
+
+
+def _hits(engine: NodesEngine) -> bool:
+    name = str(time.monotonic())
+    engine.world.scheduler.reset_prefix_cache()
+    request, found = engine.load(name, PROMPT)
+    until(partial(_ended, engine, request), "its end")
+    return found > 0
 
 
 def _done(engine: NodesEngine) -> bool:

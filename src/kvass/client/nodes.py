@@ -197,12 +197,17 @@ class NodesClient(SchedulerClient):
             of_boot.setdefault(self._boots[rank], []).append(rank)
         own = of_boot.pop(connection.boot, None)
         if own is None:  # a daemon was restarted, and not all have noticed
+            if not self.nodes and time.monotonic() - self._news_s > SETTLED_S:
+                text = "runs uncached: no rank uses the daemon of the scheduler"
+                self.note("apart", text)
             return
         nodes = (tuple(own), *map(tuple, of_boot.values()))
         anew = any(node.astray for node in self._others)
         if nodes == self.nodes and not anew:
             return
         if self.nodes and not anew and time.monotonic() - self._news_s < SETTLED_S:
+            return
+        if self.resetting:  # what is owed to a node is owed by its present client
             return
         moves = len(nodes) > 1 or bool(self._others)
         self._void()
