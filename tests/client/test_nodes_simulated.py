@@ -20,5 +20,5 @@ def test_a_seed_holds_every_law(machines: int, ranks: int, faults: bool) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("machines", "ranks"), SIZES)
 def test_seeds_hold_every_law(machines: int, ranks: int) -> None:
-    for seed in range(40):
+    for seed in range(10):
         play(seed, machines, ranks)
