@@ -222,7 +222,7 @@ def _hits(engine: NodesEngine) -> bool:
     engine.world.scheduler.reset_prefix_cache()
     request, found = engine.load(name, PROMPT)
     until(partial(_ended, engine, request), "its end")
-    return found > 0
+    return bool(found)
 
 
 def _done(engine: NodesEngine) -> bool:
