@@ -6,6 +6,7 @@ A GPU is at hand now and then, for half an hour, on a machine that has little mo
     python -m bench.gpu_day --what-to-carry     what has to be there beside the tracked files
     python -m bench.gpu_day --minutes 9         the stages that fit into so many minutes
     python -m bench.gpu_day --only hits         one of them; may be repeated
+    python -m bench.gpu_day --runner 0          if V2 does not run; in a file of its own (--out)
     python -m bench.gpu_day --smoke             all on a CPU, with fakes; figures mean nothing
     python -m bench.gpu_day --page A.json ...   a page of these days and cards, in Markdown
 

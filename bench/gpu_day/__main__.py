@@ -47,14 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [one for one in first if not args.only or one.name in args.only]
     day = Day(args.out)
     try:
-        day.about(facts(args.smoke))
+        day.about(
+            facts(args.smoke) | {"runner": args.runner and f"V{1 + int(args.runner)} for all"}
+        )
     except ConfigError as error:
         print(f"gpu_day: {error}", file=sys.stderr)
         return 2
     minutes = args.minutes or (SMOKE_MINUTES if args.smoke else 9.0)
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvass-day-") as folder:
+    with tempfile.TemporaryDirectory(dir=args.within, prefix="kvass-day-") as folder:
         config = {"table": args.table, "out": str(args.out), "folder": folder}
-        config |= {"smoke": args.smoke, "forks": args.forks}
+        config |= {"smoke": args.smoke, "forks": args.forks, "runner": args.runner}
         run(chosen, day, minutes, config)
     states = {day.states().get(one.name, "") for one in chosen}
     print(page([day.read()]), end="")
@@ -131,10 +133,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--smoke", action="store_true", help="on a CPU, with fakes")
     out = Path("gpu-day.json")
     parser.add_argument("--out", type=Path, default=out, help="the day's file (%(default)s)")
+    one = (
+        "1 or 0: vLLM's model runner V2 or V1, for all stages (V2, and V1 where the table says so)"
+    )
+    parser.add_argument("--runner", choices=["0", "1"], default="", help=one)
     parser.add_argument("--what-to-carry", action="store_true", help="what a bare machine needs")
     parser.add_argument("--page", nargs="+", metavar="JSON", help="a page of these days")
     parser.add_argument("--table", default=TABLE, help=argparse.SUPPRESS)
     hidden = argparse.SUPPRESS  # where a template forks engines of a smoke run (tests)
+    parser.add_argument("--within", default="/dev/shm", help=hidden)  # of models and sockets
     parser.add_argument("--forks", default="", help=hidden)
     return parser
 

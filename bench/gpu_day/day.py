@@ -112,7 +112,8 @@ def page(days: list[dict[str, Any]]) -> str:
         same = columns.setdefault(tuple(day.get(n, "") for n in about), day | {"stages": {}})
         same["stages"] |= day["stages"]
     found = list(columns.values())
-    heads = [f"{day.get('card')}, {day.get('date')}" for day in found]
+    names = ("card", "date", "runner")
+    heads = [", ".join(filter(None, (day.get(name) for name in names))) for day in found]
     rows = {name: [str(day.get(name, "")) for day in found] for name in about}
     parts = ["# What a GPU said", _table("", heads, rows)]
     subjects = {one.name: f"{one.subject} ({one.letter})" for one in STAGES}

@@ -34,21 +34,12 @@ def waiting(mover: Mover) -> Mover:
     return mover
 
 
-class OnDevice(connector.Connector):
-    """On a GPU."""
+class KvassConnector(fake_gpu_connector.KvassConnector):
+    """On a GPU; pages in host memory are on a fake one."""
 
     def _make_copier(self, setup: Any, vllm_config: Any, *_: Any) -> Copier:
         def make(memory: KVMemory, pins: bool = True) -> Mover:
-            return waiting(connector._open_mover(memory, pins))
-
-        return super()._make_copier(setup, vllm_config, make)
-
-
-class OnFake(fake_gpu_connector.KvassConnector):
-    """On a fake one."""
-
-    def _make_copier(self, setup: Any, vllm_config: Any, *_: Any) -> Copier:
-        def make(memory: KVMemory, pins: bool = True) -> Mover:
-            return waiting(fake_gpu_connector.open_mover(memory, pins))
+            found = connector._open_mover if memory.gpu else fake_gpu_connector.open_mover
+            return waiting(found(memory, pins))
 
         return connector.Connector._make_copier(self, setup, vllm_config, make)

@@ -108,10 +108,11 @@ SMOKE: Final = Sizes(
 
 
 class Scene:
-    """Used by one process, in ``folder``. ``forks``: where a template is, or is to be."""
+    """Used by one process, in ``folder``. ``forks``: where a template is, or is to be. ``runner``:
+    of all stages, if it is given."""
 
-    def __init__(self, folder: Path, smoke: bool, forks: str = "") -> None:
-        self.folder, self.smoke = folder, smoke
+    def __init__(self, folder: Path, smoke: bool, forks: str, runner: str) -> None:
+        self.folder, self.smoke, self.runner = folder, smoke, runner
         self.sizes = SMOKE if smoke else Sizes()
         self._ending = ExitStack()
         self._engines: dict[str, EngineProcess] = {}
@@ -125,13 +126,13 @@ class Scene:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close_engines()
+        self.kill_engines()
         self._ending.close()
 
     def begin(self, runner: str) -> None:
         """A stage begins, of this runner of vLLM. On a CPU there is one for all."""
         if not self.smoke and runner != self._runner:
-            self.close_engines()
+            self.kill_engines()
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = self._runner = runner
 
     @cached_property
@@ -165,7 +166,7 @@ class Scene:
         others = [kind for kind in self._engines if kind not in kinds]
         for kind in others[: max(0, len(self._engines) + len(new) - MOST)]:
             if not self.smoke:
-                self._engines.pop(kind).close()
+                self.kill(kind)
         for kind in new:
             self._engines[kind] = self._start(kind)
         for kind in new:
@@ -176,9 +177,10 @@ class Scene:
         """``kill -9`` an engine."""
         self._engines.pop(kind).kill()
 
-    def close_engines(self) -> None:
-        while self._engines:
-            self._engines.popitem()[1].close()
+    def kill_engines(self) -> None:
+        """All of them: to end in good order takes some of them 20 s."""
+        for kind in list(self._engines):
+            self.kill(kind)
 
     def start(self, name: str, model: Path, args: Mapping[str, Any], **more: Any) -> EngineProcess:
         """An engine that is the caller's to end, by default with kvass."""
@@ -199,13 +201,7 @@ class Scene:
             case "native" | "native_in_step":
                 more["transfer"] = self._native(in_step=kind == "native_in_step")
             case "in_step":
-                more["transfer"] = {
-                    "kv_connector": "OnFake" if self.smoke else "OnDevice",
-                    "kv_connector_module_path": "bench.gpu_day.in_step_connector",
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": self._options
-                    | {"kvass.socket": self.daemon.socket, "kvass.fixed_weights": True},
-                }
+                more["module"] = "bench.gpu_day.in_step_connector"
             case "blocks":
                 more["options"] = {"kvass.kv_layout": "blocks"}
             case "shadow":

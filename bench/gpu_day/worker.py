@@ -87,7 +87,7 @@ def run_stage(stage: Stage, scene: Scene, day: Day) -> tuple[str, str]:
 
     began_s = time.monotonic()
     try:
-        scene.begin(stage.runner)
+        scene.begin(scene.runner or stage.runner)
         stage.run(scene, note)
         ended = ("wrong", ", ".join(faults)) if faults else ("done", "")
     except ConfigError as missing:
@@ -107,7 +107,8 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     stages = {one.name: one for one in import_module(config["table"]).STAGES}
     day = Day(Path(config["out"]))
-    with Scene(Path(config["folder"]), config["smoke"], config["forks"]) as scene:
+    runner = config["runner"]
+    with Scene(Path(config["folder"]), config["smoke"], config["forks"], runner) as scene:
         for line in sys.stdin:
             wire.write(json.dumps(run_stage(stages[line.strip()], scene, day)) + "\n")
 

@@ -79,16 +79,15 @@ def test_one_that_went_well_is_the_exit_status_and_a_second_run_adds_to_the_file
     assert status == 0
     assert sorted(stages) == ["first", "second"]
     assert run(out, "needy")[0] == 1, "nothing was measured"
-    Day(out).begin("first")
-    day = json.loads(out.read_text())
-    out.write_text(json.dumps(day | {"card": "another one"}))
-    assert gpu_day.main(["--table", TABLE, "--out", str(out)]) == 2
+    for flags in (["--runner", "0"], ["--smoke"]):
+        assert gpu_day.main(["--table", TABLE, "--out", str(out), *flags]) == 2, "another column"
 
 
 def test_what_was_noted_survives_the_machine(tmp_path: Path) -> None:
     """All processes are killed in the middle of a stage."""
     out = tmp_path / "day.json"
     command = [sys.executable, "-m", "bench.gpu_day", "--table", TABLE, "--out", str(out)]
+    command += ["--within", str(tmp_path)]
     parent = subprocess.Popen([*command, "--only", "first", "--only", "waits"])
 
     def noted() -> bool:

@@ -162,7 +162,8 @@ class EngineProcess:
     ``args`` are vLLM's ``EngineArgs``; ``options`` the connector's extra config. ``patient``: steps
     wait for the daemon's answers without a timeout; with ``late`` not for grants, which come in a
     later step. ``layout_only``: it will never compute, so it needs no kernels of its model.
-    ``gpu``: its pages are on a fake GPU (``fake_gpu_connector``). ``transfer``: vLLM's
+    ``gpu``: its pages are on a fake GPU (``fake_gpu_connector``). ``module``: of another
+    ``KvassConnector``. ``transfer``: vLLM's
     ``kv_transfer_config`` of any connector, which nothing then measures or disturbs; with
     ``python``, in another interpreter. ``variables``: environment variables that no import reads;
     ``KVASS_SOCKET`` among them names ``socket`` instead of the options. The constructor returns at
@@ -190,13 +191,14 @@ class EngineProcess:
         late: bool = False,
         layout_only: bool = False,
         gpu: bool = False,
+        module: str = "",
         transfer: Mapping[str, Any] | None = None,
         python: str = sys.executable,
     ) -> None:
         config: dict[str, Any] = {"model": str(model), "args": dict(args or {})}
         config |= {"patient": patient, "late": late, "layout_only": layout_only}
         gpu = gpu if self.all_on_gpu is None else self.all_on_gpu
-        config["module"] = FAKE_GPU if gpu else "kvass.connectors.vllm"
+        config["module"] = module or (FAKE_GPU if gpu else "kvass.connectors.vllm")
         if socket is not None:
             # tests ``reset`` vLLM's own cache, so that the next hit comes from kvass
             named = {} if "KVASS_SOCKET" in (variables or {}) else {"kvass.socket": str(socket)}
