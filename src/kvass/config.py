@@ -83,6 +83,9 @@ class EngineOptions(AnyEngineOptions, frozen=True, kw_only=True, rename=ENGINE_P
     generated: Literal["auto", "on", "off"] = "auto"
     """Whether KV of generated tokens is stored. ``auto``: while later prompts repeat enough of it
     (``engine/answers.py``)."""
+    gpu_stages: bool = False
+    """Short pages may go through stages on the GPU (``transfer/staging.py``). Off until a GPU has
+    run it."""
     kv_layout: Literal["blocks", "BLNHC", "BLHNC"] | None = None
     """``blocks`` chooses the one of the other two layouts that the device's kernels need."""
     global_media_ids: bool = False

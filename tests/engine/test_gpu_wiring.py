@@ -358,11 +358,12 @@ def test_a_mover_may_be_told_to_pin_nothing(pins: bool, monkeypatch: pytest.Monk
     assert mover.poll()[0].ok
 
 
-@pytest.mark.parametrize("pins", [True, False])
+@pytest.mark.parametrize(("pins", "stages"), [(True, True), (True, False), (False, True)])
 def test_stages_that_are_worth_it_reach_the_mover(
-    pins: bool, monkeypatch: pytest.MonkeyPatch
+    pins: bool, stages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it pins nothing: then nothing can be copied in one piece."""
+    """If they are asked for, and unless it pins nothing: then nothing can be copied in one
+    piece."""
     fake = FakeGpu(1)
     fake.few = fake.fewest_staged = 1
     region, pages = fake.allocate(4 * 4096)
@@ -373,14 +374,15 @@ def test_stages_that_are_worth_it_reach_the_mover(
     monkeypatch.setattr(kv_memory, "open_device", lambda *_: (fake, KERNEL_BELOW))
     monkeypatch.setattr(kv_memory, "open_untested", lambda *_: fake)
     monkeypatch.setattr(kv_memory, "choose_stagings", lambda *_: chosen)
-    mover = open_mover(memory(tensor(region.address, region.bytes, "cuda", 0)), pins)
+    pages_of = memory(tensor(region.address, region.bytes, "cuda", 0))
+    mover = open_mover(pages_of, pins, stages=stages)
     assert isinstance(mover, DeviceMover)
     arena = fake.map(2 * 4096)
     mover.submit(Job("store", (plan_copy(PLANES, [[1], [3]], [0, 4096]),), arena))
     assert mover.drain(10)
     mover.close()
     assert mover.poll()[0].ok
-    assert mover.ways == {"staged" if pins else "pageable"}
+    assert mover.ways == {("staged" if stages else "dma") if pins else "pageable"}
     assert (arena == 5).all()
     assert fake.violations == []
 

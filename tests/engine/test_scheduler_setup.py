@@ -45,8 +45,8 @@ def setup(**changes: Any) -> Any:
             {"kvass.chunk": 256},
             "use one of kvass.blend, kvass.blend_oracle, kvass.chunk_tokens, kvass.daemon_uid, "
             "kvass.early_lookups, kvass.fixed_weights, kvass.generated, "
-            "kvass.global_media_ids, kvass.kv_layout, kvass.model_id, kvass.several_machines, "
-            "kvass.shadow, "
+            "kvass.global_media_ids, kvass.gpu_stages, kvass.kv_layout, kvass.model_id, "
+            "kvass.several_machines, kvass.shadow, "
             "kvass.skip_slow_loads, kvass.socket, kvass.sync_load_ms, kvass.tag, "
             "kvass.tier_events, kvass.verify",
         ),

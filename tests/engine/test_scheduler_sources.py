@@ -37,6 +37,7 @@ VALUES = {
     "shadow": 0.5,
     "verify": 500,
     "sync_load_ms": 7.5,
+    "gpu_stages": True,
     "several_machines": True,
     "early_lookups": 3,
     "tier_events": 2.5,

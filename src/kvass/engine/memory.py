@@ -15,7 +15,7 @@ from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Mover, U8Array
 from kvass.transfer.batch import Region
 from kvass.transfer.device import MissingError
-from kvass.transfer.device_mover import DeviceMover
+from kvass.transfer.device_mover import NO_STAGES, DeviceMover
 from kvass.transfer.host import HostMover
 from kvass.transfer.open_device import (
     FindOperations,
@@ -102,11 +102,17 @@ MakeMover = Callable[[KVMemory, bool], Mover]
 """As ``open_mover``, for an engine whose copy operation is known."""
 
 
-def open_mover(memory: KVMemory, pins: bool = True, find: FindOperations = no_operations) -> Mover:
+def open_mover(
+    memory: KVMemory,
+    pins: bool = True,
+    find: FindOperations = no_operations,
+    stages: bool = False,
+) -> Mover:
     """The mover for these pages. ``pins``: whether it may pin arenas. A device pins memory once, so
     only one mover of a process may, and that one tests the device and measures it. ``find``: how
-    the engine copies on a GPU. Raises MissingError if the GPU cannot be used, or if the pages are
-    on several devices, which no mover supports."""
+    the engine copies on a GPU. ``stages``: whether short pages may go through stages. Raises
+    MissingError if the GPU cannot be used, or if the pages are on several devices, which no mover
+    supports."""
     devices = sorted({region.device for region in memory.gpu})
     where = devices + ["cpu"] * bool(memory.regions)
     if len(where) > 1:
@@ -116,7 +122,8 @@ def open_mover(memory: KVMemory, pins: bool = True, find: FindOperations = no_op
     if pins:
         runtime, below = open_device(devices[0], find, memory.owners)
         pages = runtime, memory.gpu, memory.planes
-        stagings = choose_stagings(*pages, below, partial(TorchScratch, devices[0]))
+        scratch = partial(TorchScratch, devices[0])
+        stagings = choose_stagings(*pages, below, scratch) if stages else NO_STAGES
         return DeviceMover(*pages, kernel_below=below, stagings=stagings)
     runtime = open_untested(devices[0], find, memory.owners)
     return DeviceMover(runtime, memory.gpu, memory.planes, kernel_below=NO_PINS)

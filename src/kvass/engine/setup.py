@@ -103,6 +103,8 @@ class EngineSetup:
     """The share of hits that are loaded and compared while the engine computes all tokens itself
     (``shadow.py``). 0: shadow mode is off."""
     verification: Verification = Verification()
+    gpu_stages: bool = False
+    """Short pages of a GPU may go through stages (``transfer/staging.py``)."""
     several_nodes: bool = False
     """Ranks may reach other daemons than the scheduler (``nodes.py``)."""
     sync_load_s: float = 0.0

@@ -166,6 +166,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         blend_oracle=options.blend_oracle,
         shadow=float(options.shadow),
         verification=replace(verdict.verification, every=options.verify),
+        gpu_stages=options.gpu_stages,
         several_nodes=on_several_machines(vllm_config),
         sync_load_s=0.0 if blend else _sync_load_s(options),
         model=options.model_id or source,

@@ -128,12 +128,13 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self,
         setup: VllmSetup,
         vllm_config: Any,
-        make_mover: MakeMover = _open_mover,
+        make_mover: MakeMover | None = None,
     ) -> Copier:
         rank = configuration.worker_rank(vllm_config)
         held = lora.held_adapters(rank, self._boundary) if self._adapters else None
         if self._adapters and held is None:
             log.warning("LoRA adapters run uncached: what this worker holds cannot be read")
+        make_mover = make_mover or partial(_open_mover, stages=setup.gpu_stages)
         return Copier(setup, rank, self._boundary, make_mover, held)
 
     def _run(
