@@ -21,6 +21,8 @@ From the root of the repository, with what ``make setup`` installs:
     python -m bench.restart                 a daemon's first hit after a restart, with 1 M rows
     python -m bench.huge_pages              what pages of 2 MiB and 1 GiB are worth
     python -m bench.answers                 hits with answers in L1, and without
+    python -m bench.agents                  the first token of agents after pauses, with fetches and
+                                            without
     python -m bench.short_hits              hits of 32 to 2,048 tokens against computing
                                             them; --table in short, with two more figures
     python -m bench.blend_quality           the worst case of blend; a small trained model

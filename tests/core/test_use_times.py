@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvass.core.rows.use_times import STEP_S, UseTimes
+from kvass.core.rows.use_times import _MOST, STEP_S, UseTimes
 
 
 def test_times_of_use_are_right_within_a_step_and_their_memory_is_bounded() -> None:
@@ -13,7 +13,7 @@ def test_times_of_use_are_right_within_a_step_and_their_memory_is_bounded() -> N
         now += draw.expovariate(0.5)
         uses.mark(len(given), now)
         given += [now] * draw.randrange(3)
-    assert len(uses._stamps) <= 2048
+    assert len(uses._stamps) <= _MOST
     for stamp in range(len(given) - 300, len(given)):
         assert 0 <= uses.age(stamp) - (now - given[stamp]) <= STEP_S
     for stamp in range(0, len(given), 100):

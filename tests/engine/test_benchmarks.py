@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench import blend, blend_engine, engine, short_hits, short_hits_table
+from bench import agents, blend, blend_engine, engine, short_hits, short_hits_table
 from bench.peers import __main__ as peers
 from bench.peers import engines
 from tests.support.vllm.models import TINY
@@ -20,7 +21,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tiny model; and in forks, which have no environment of their own."""
     for module in (engine, blend_engine, engines, short_hits_table):
         monkeypatch.setattr(module, "SHAPE", TINY)
-    for module in (engine, blend_engine, engines):
+    for module in (agents, engine, blend_engine, engines):
         monkeypatch.setattr(module, "ENVIRONMENT", None)
 
 
@@ -41,6 +42,15 @@ def test_short_hits(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "decoding: at worst " in printed
     assert "| a hit of 6,011 tokens against vLLM's own | 1.05 |" in printed
+
+
+def test_agents(capsys: pytest.CaptureFixture[str]) -> None:
+    args = "--model tiny --sessions 4 --steps 3 --tokens 256 --pause 1 --rounds 1 --json"
+    assert agents.main(args.split()) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert list(figures) == list(agents.MODES)
+    assert all(one["p99_s"] >= one["mean_s"] > 0 for one in figures.values())
+    assert figures["all"]["tier"] == 0 < figures["all"]["cached"]
 
 
 def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,11 +171,15 @@ class ChildEngine:
         first: dict[str, tuple[float, int, float]] = {}
         made: dict[str, int] = {}  # no number is higher than that of one which has ended
         done: dict[str, tuple[Any, float, float]] = {}
+        begun = time.monotonic()
         while len(done) < len(prompts):
             now, hooks_s = time.monotonic(), clock.seconds
             while waiting and all(made.get(name, 0) >= waiting[0].joins for name in added):
+                if (at_s := waiting[0].at_s) > now - begun:
+                    self._rest(begun + at_s - now)
+                    break
                 name, internal = self._add(waiting.popleft())
-                added[name] = internal, now, steps, hooks_s
+                added[name] = internal, begun + at_s if at_s else now, steps, hooks_s
             steps += 1
             for output in self.step():
                 name, completion = output.request_id, output.outputs[0]
@@ -189,6 +193,11 @@ class ChildEngine:
                     done[name] = (completion, took_s, hooked_s)
         self.drain()
         return [self._answer(name, one[0], first, done) for name, one in added.items()]
+
+    def _rest(self, seconds: float) -> None:
+        """Wait so long for the next prompt if there is nothing else to do."""
+        if not self.scheduler.has_requests():
+            time.sleep(seconds)
 
     def _add(self, prompt: Prompt) -> tuple[str, str]:
         from vllm import SamplingParams

@@ -58,6 +58,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """vLLM's ``kv_transfer_params``."""
     joins: int = 0
     """It is added once each prompt before it has generated so many tokens, or has ended."""
+    at_s: float = 0.0
+    """It comes so long after the first one. Its times begin then, also if a step goes on."""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -30,6 +30,8 @@ PROMPT_BYTES: Final = 1 << 20
 """32,768 chunks: 8 million tokens in chunks of 256."""
 ENTRY_BYTES: Final = 1024
 """Memory of a prompt without its keys."""
+SOON_S: Final = 1.0
+"""A session that is fetched, and did not say when it comes back, does so in this time."""
 _STALE: Final = 1024
 
 
@@ -39,8 +41,9 @@ class SessionPrompt(msgspec.Struct, eq=False):
     its name in requests.
 
     ``due``: when to fetch its rows, or to go on with that; None: nobody said. ``until``: when that
-    is given up. ``had``: how many chunks L1 had when the last part began to load; -1: none did.
-    ``gap_s``: how long the last part had to wait."""
+    is given up. ``early_s``: how long before the session comes back it is fetched, about. ``had``:
+    how many chunks L1 had when the last part began to load; -1: none did. ``gap_s``: how long the
+    last part had to wait."""
 
     tag: int
     namespace: int
@@ -48,6 +51,7 @@ class SessionPrompt(msgspec.Struct, eq=False):
     tenant: str
     keys: U64Array
     due: float | None = None
+    early_s: float = SOON_S
     until: float = 0.0
     had: int = -1
     gap_s: float = 0.0
@@ -78,10 +82,17 @@ class SessionPrompts:
         return [*self._of.get(payer, {}).get(tag, {}).values()]
 
     def remember(
-        self, tag: int, namespace: int, payer: int, tenant: str, keys: U64Array, due: float | None
+        self,
+        tag: int,
+        namespace: int,
+        payer: int,
+        tenant: str,
+        keys: U64Array,
+        due: float | None,
+        early_s: float = SOON_S,
     ) -> None:
-        """A request of the session has the chunks ``keys``, one at least. ``due``: as of
-        ``SessionPrompt``."""
+        """A request of the session has the chunks ``keys``, one at least. ``due``, ``early_s``: as
+        of ``SessionPrompt``."""
         sessions = self._of.setdefault(payer, {})
         mine = sessions[tag] = sessions.pop(tag, {})
         prompt = mine.pop(namespace, None)
@@ -94,7 +105,7 @@ class SessionPrompts:
         if n > len(old) or (old[n - 1] != keys[-1]).any():
             self._count(payer, keys.nbytes - old.nbytes)
             prompt.keys = keys.copy()  # not a view of a whole message
-        prompt.had, prompt.until = -1, 0.0
+        prompt.had, prompt.until, prompt.early_s = -1, 0.0, early_s
         self.wake_at(prompt, due)
         while self.bytes > MOST_BYTES:
             self._drop_one()

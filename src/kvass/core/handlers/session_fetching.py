@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvass.core.clients.registry import ClientConnection
-from kvass.core.clients.session_prompts import SessionPrompt
+from kvass.core.clients.session_prompts import SOON_S, SessionPrompt
 from kvass.core.handlers.checks import most_keys, scheduler_of
 from kvass.core.matching.prefix import PrefixView
 from kvass.core.pending.promotion import Asker, Promotion, promotion_of
@@ -50,17 +50,18 @@ def remember(state: State, ns: Namespace, context: RequestContext, keys: U64Arra
     session's next one."""
     if not context.session or not len(keys):
         return
-    keys, due = keys[: most_keys(state, ns)], None
+    keys, due, early_s = keys[: most_keys(state, ns)], None, SOON_S
     payer = state.tenants.payer(context.tenant).id
     over = state.followers.tags.has_ended(context.session, payer)
     if context.then_s > 0 and state.tiers.used and not over:
         pause = min(context.then_s, LONGEST_S)
         size = _size(ns, len(keys))
         load_s = max(tier.speed.seconds(size) for tier in state.tiers.used)
-        early = max(LEAST_EARLY_S, pause * EARLY) + load_s
-        due = state.now + pause - min(early, pause * MOST_EARLY)
+        early_s = max(LEAST_EARLY_S, pause * EARLY) + load_s
+        early_s = min(early_s, pause * MOST_EARLY)
+        due = state.now + pause - early_s
     sessions = state.sessions
-    sessions.remember(context.session, ns.id, payer, context.tenant, keys, due)
+    sessions.remember(context.session, ns.id, payer, context.tenant, keys, due, early_s)
 
 
 def fetch_next(state: State) -> None:
@@ -154,7 +155,9 @@ def _load(state: State, prompt: SessionPrompt, view: PrefixView, chunks: int) ->
     asker = Asker(NOBODY, 0, _OWNER, _name(prompt))
     number, span = next(state.promotions.numbers), (state.now, prompt.until)
     context = RequestContext(tenant=prompt.tenant)
-    promote.begin(state, promotion_of(number, asker, rest, span, (), context), writing=False)
+    promotion = promotion_of(number, asker, rest, span, (), context)
+    promotion.soon_s = prompt.early_s
+    promote.begin(state, promotion, writing=False)
 
 
 def _size(ns: Namespace, chunks: int) -> int:

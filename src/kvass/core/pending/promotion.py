@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
+from math import inf
 from typing import Final, NamedTuple
 
 import msgspec
@@ -126,6 +127,8 @@ class Promotion(Entry, kw_only=True):
     probed_upto: int = 0
     hit: Hit = NO_HIT
     awaits: set[int] = msgspec.field(default_factory=set)
+    soon_s: float = inf
+    """Of a fetch: how soon its session comes back, about. Infinity: it is not known."""
 
     def move(self, after: PromotionState) -> None:
         """Change the state, along ``TRANSITIONS``."""

@@ -9,9 +9,9 @@ from array import array
 from bisect import bisect_right
 from typing import Final
 
-STEP_S: Final = 1.0
-_MOST: Final = 2048
-_RECENT: Final = 512
+STEP_S: Final = 0.25
+_MOST: Final = 8192
+_RECENT: Final = 2048
 
 
 class UseTimes:

@@ -24,7 +24,9 @@ LOADING_SHARE: Final = 0.5
 AHEAD_SHARE: Final = 0.25
 """A prefetch loads nothing beyond this, so that it leaves room to lookups."""
 AHEAD_KEEPS_S: Final = 10.0
-"""A prefetch evicts no row that was used in so many seconds: what others wait for, or use often."""
+"""A prefetch evicts no row that was used in so many seconds: what others wait for, or use often.
+One of a session that comes back sooner evicts what was used before that: an L1 that keeps rows for
+less time would lose what is fetched, too."""
 
 
 def plan(state: State, promotion: Promotion) -> None:
@@ -33,7 +35,8 @@ def plan(state: State, promotion: Promotion) -> None:
     n, weighed = len(promotion.keys), False
     protect, share = state.rows.table.clock, LOADING_SHARE
     if promotion.ahead:
-        protect, share = state.rows.uses.since(AHEAD_KEEPS_S), AHEAD_SHARE
+        keeps_s = min(AHEAD_KEEPS_S, promotion.soon_s)
+        protect, share = state.rows.uses.since(keeps_s), AHEAD_SHARE
     # A tier may have been removed since it was asked. The three last entries of ``known`` are for
     # the homes NOT_ASKED, DUPLICATE and IN_NO_TIER, which are negative indexes.
     known = np.array([e is not None for e in promotion.namespace.tier_epochs] + [False] * 3)
