@@ -30,7 +30,7 @@ PROMPT_BYTES: Final = 1 << 20
 """32,768 chunks: 8 million tokens in chunks of 256."""
 ENTRY_BYTES: Final = 1024
 """Memory of a prompt without its keys."""
-SOON_S: Final = 1.0
+SOON_S: Final = 0.5
 """A session that is fetched, and did not say when it comes back, does so in this time."""
 _STALE: Final = 1024
 
