@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import repeat
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from random import Random
 from statistics import mean, median
@@ -90,8 +90,8 @@ class Fleet(NamedTuple):
     def sessions_bytes(self) -> int:
         """What the KV of all sessions takes in the end."""
         config = json.loads((self.folder() / "config.json").read_text())
-        heads = config["num_key_value_heads"] * config["head_dim"]
-        return self.sessions * self.longest * 2 * config["num_hidden_layers"] * heads * 4
+        sizes = [config[name] for name in ("num_key_value_heads", "head_dim", "num_hidden_layers")]
+        return self.sessions * self.longest * 2 * prod(map(int, sizes)) * 4
 
     def prompt(self, session: int, step: int, run: object) -> list[int]:
         """Sessions begin alike in all runs."""
