@@ -218,13 +218,13 @@ def machine(fleet: Fleet, folder: Path, name: str, l1_bytes: int) -> Iterator[Ma
     disk.mkdir()
     tier = f"bench.queued:throttled?folder={disk}&mb_s={MB_S:g}"
     running = max(1, fleet.sessions // 4)  # vLLM's own cache holds no more
-    blocks = running * ceil((fleet.longest + ANSWER) / BLOCK + 1)
+    longest = fleet.longest + 2 * BLOCK
     args = {
         "block_size": BLOCK,
-        "max_model_len": fleet.longest + 2 * BLOCK,
+        "max_model_len": longest,
         "max_num_seqs": running,
         "max_num_batched_tokens": 2048,
-        "num_gpu_blocks_override": blocks,
+        "num_gpu_blocks_override": running * ceil(longest / BLOCK) + 1,
     }
     with ExitStack() as stack:
         patient = ("--skip-slow-loads", "no", "--lookup-budget-ms", "10000")
