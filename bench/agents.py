@@ -10,12 +10,15 @@ comes first in each round.
 - ``none``: requests say nothing.
 - ``ttl``: each says ``kvass.ttl``, of one and a half times the pause.
 - ``then``: each says how long the pause is, in whole seconds (``kvass.then``).
-- ``fetch``: each names its session, and ``LEAD_S`` before the pause ends the session is fetched, as
-  ``POST /api/v1/session`` does.
+- ``fetch``: each says that it may be long (``LONG``), and ``LEAD_S`` before the pause ends the
+  session is fetched, as ``POST /api/v1/session`` does.
 - ``all``: requests say nothing, to the engine with the large L1.
 
+The last request of a session says in the three modes between that the session ends.
+
 Figures are medians over rounds. ``mean_s``, ``p99_s``: of the first token after a pause.
-``p99_vs_all``: divided by that of ``all`` in the same round. ``cached``: the part of prompts that
+``p99_vs_all``: divided by that of ``all`` in the same round. ``waited_p99_s``: of the time that a
+lookup after a pause waited for the tier. ``cached``: the part of prompts that
 was not computed. ``tier``: the part that a lookup waited for. ``session_fetches``,
 ``promotions_cut``: of a round, as in ``kvass status``.
 
@@ -59,6 +62,7 @@ RESULT: Final = 32
 ANSWER: Final = 2
 """Tokens of an answer. The next prompt leaves them out."""
 LEAD_S: Final = 0.5
+LONG: Final = "10m"
 MB_S: Final = 300.0
 BLOCK: Final = 32
 COUNTED: Final = ("session_fetches", "promotions_cut")
@@ -144,12 +148,12 @@ def hints(mode: str, step: Step, name: str) -> dict[str, Any] | None:
     """The ``kv_transfer_params`` of a step."""
     if mode in ("none", "all"):
         return None
-    params = {"kvass.session": name}
-    if step.next_s is not None and mode != "fetch":
-        pause_s = step.next_s - step.at_s
-        said = {"ttl": ceil(1.5 * pause_s), "then": max(1, round(pause_s))}[mode]
-        params[f"kvass.{mode}"] = f"{said}s"
-    return params
+    if step.next_s is None:
+        return {"kvass.session": name, "kvass.ttl": 0}
+    pause_s = step.next_s - step.at_s
+    ttl, then = {"kvass.ttl": f"{ceil(1.5 * pause_s)}s"}, f"{max(1, round(pause_s))}s"
+    said = {"ttl": ttl, "then": {"kvass.then": then}, "fetch": {"kvass.then": LONG}}[mode]
+    return {"kvass.session": name, **said}
 
 
 # ---------------------------------------------------------------- a run
@@ -274,9 +278,17 @@ def measure(fleet: Fleet, modes: Sequence[str], rounds: int) -> dict[str, Any]:
                 before = one.client.status(PATIENCE_S)
                 figures = figures_of(play(one, fleet, mode, number), fleet)
                 wait_for(lambda one=one: flushed(one.client), "the disk", PATIENCE_S)  # type: ignore[misc]
+                figures |= waited(one.client, fleet)
                 found[mode].append(figures | counted(before, one.client.status(PATIENCE_S)))
                 say(f"{mode}: {found[mode][-1]}")
     return summary(found)
+
+
+def waited(client: Client, fleet: Fleet) -> dict[str, float]:
+    """How long lookups after a pause waited in the daemon: the last run's in one engine."""
+    last = client.explain(limit=fleet.sessions * fleet.steps)
+    waits = [one["waited_s"] for one in last if one["prompt_tokens"] > fleet.tokens]
+    return {"waited_p99_s": float(np.percentile(waits, 99))}
 
 
 def counted(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:

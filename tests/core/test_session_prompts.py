@@ -20,16 +20,30 @@ def test_any_history_is_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         tag, payer, namespace = random.randrange(1, 30), random.randrange(3), random.randrange(2)
         keys = np.arange(4 * random.randint(1, 40), dtype=np.uint64).reshape(-1, 4)
         due = random.choice([None, now + random.randrange(50)])
-        prompts.remember(tag, namespace, payer, "", keys + random.randrange(2), due)
+        prompt = prompts.remember(tag, namespace, payer, "", keys + random.randrange(2))
+        prompt.fetch_s = now + random.randrange(50)
+        prompts.wake_at(prompt, due)
         if random.random() < 0.02:
             prompts.clear({namespace})
-        while (prompt := prompts.take_due(now)) is not None:
-            assert prompt.due is None
+        while (taken_one := prompts.take_due(now)) is not None:
+            assert taken_one.due is None
             taken += 1
         every = [p for payer in range(3) for tag in range(30) for p in prompts.of(tag, payer)]
         assert len(every) == len(prompts) <= 12
         assert prompts.bytes == sum(p.size_bytes for p in every) <= session_prompts.MOST_BYTES
         assert all(p.keys.nbytes <= 512 and p.keys.base is None for p in every)
         assert prompts.next_due == min((p.due for p in every if p.due is not None), default=None)
-        assert len(prompts._due) <= 4 * 12 + 8 + 1
+        assert all(len(heap) <= 4 * 12 + 8 + 1 for heap in prompts._due)
     assert taken > 100
+
+
+def test_what_is_to_be_fetched_rests_and_what_is_to_be_let_go_does_not() -> None:
+    prompts, keys = SessionPrompts(), np.zeros((1, 4), np.uint64)
+    for tag, fetch_s in ((1, 4.0), (2, 3.0), (3, 20.0)):
+        prompt = prompts.remember(tag, 0, 0, "", keys)
+        prompt.fetch_s = fetch_s
+        prompts.wake_at(prompt, min(fetch_s, 5.0))
+    prompts.rests_until = 6.0
+    assert prompts.next_due == 5.0
+    order = [prompts.take_due(now) for now in (4.0, 5.0, 5.9, 6.0, 6.0)]
+    assert [prompt and prompt.tag for prompt in order] == [None, 3, None, 2, 1]

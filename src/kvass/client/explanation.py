@@ -74,7 +74,7 @@ CAUSES: Final[dict[str, str]] = {
     "refused": "An engine computed {rest}, but L1 had no room for it{ago}.",
     "load_failed": "A tier had {rest}, but could not load it{ago}.",
     "kept": "{Rest} was evicted{ago} although it was retained, because nothing else could go.",
-    "ended": "{Rest} was evicted{ago} before others, because its client had ended its session.",
+    "ended": "{Rest} was evicted{ago} before others, as its session had ended, or is away.",
 }
 TOLD: Final = frozenset(
     {

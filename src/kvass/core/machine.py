@@ -135,7 +135,7 @@ def _reclaim(state: State) -> None:
 _WORK: Final[dict[str, Callable[[State], None]]] = {
     "clears": clearing.clear_more,
     "endings": session_ending.end_more,
-    "fetch_due": session_fetching.fetch_next,
+    "fetch_due": session_fetching.next_due,
     "followers.kept.sweeping": lambda state: state.followers.kept.sweep_more(state.now),
     "unreclaimed": _reclaim,
 }

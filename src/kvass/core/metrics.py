@@ -49,7 +49,7 @@ COUNTERS: Final[dict[str, str]] = {
     "flushes_lost": "Rows evicted before they were flushed to a tier.",
     "evicted_capacity": "Rows evicted to make room for others of their layer group.",
     "evicted_handed_over": "Rows evicted to make room for another layer group or tenant.",
-    "evicted_ended": "Rows evicted before others because their client had ended its session.",
+    "evicted_ended": "Rows evicted before others, because their session had ended or is away.",
     "evicted_kept": "Retained rows evicted because nothing else could go.",
     "evicted_orphaned": "Rows of windows and states evicted with the full-attention row they need.",
     "bytes_evicted_capacity": "Bytes of the rows of `evicted_capacity`.",

@@ -40,8 +40,8 @@ NOBODY: Final = -1
 _REFUSALS: Final = 8
 """The most entries of ``State.refusals``."""
 SHORT_PAUSE_S: Final = 60.0
-"""Rows of a session that comes back within this are retained until then. To keep those of longer
-pauses would take the room from sessions that are sooner back: they are fetched."""
+"""Without a tier, rows of a session that comes back within this are retained until then. To keep
+those of longer pauses would take the room from sessions that are sooner back."""
 SLACK: Final = 1.5
 """How many times as long as it said a session may take, and find its rows retained."""
 
@@ -210,7 +210,7 @@ class State:
         """Retain rows of a prompt, if its request asks for that. Returns how many chunks are
         retained. ``found``: as of ``matching.keeping``."""
         seconds = context.keep_s
-        if not seconds and context.then_s <= SHORT_PAUSE_S:
+        if not seconds and not self.tiers.used and context.then_s <= SHORT_PAUSE_S:
             seconds = SLACK * context.then_s
         if not seconds:
             return 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator
+from math import inf
 from typing import Final
 
 import msgspec
@@ -33,6 +34,8 @@ ENTRY_BYTES: Final = 1024
 SOON_S: Final = 0.5
 """A session that is fetched, and did not say when it comes back, does so in this time."""
 _STALE: Final = 1024
+_Due = tuple[float, int, int, int]
+"""When, payer, tag, namespace."""
 
 
 class SessionPrompt(msgspec.Struct, eq=False):
@@ -40,16 +43,19 @@ class SessionPrompt(msgspec.Struct, eq=False):
     ``namespace``. ``payer``: the id of the tenant that pays for the session's rows, and ``tenant``
     its name in requests.
 
-    ``due``: when to fetch its rows, or to go on with that; None: nobody said. ``until``: when that
-    is given up. ``early_s``: how long before the session comes back it is fetched, about. ``had``:
-    how many chunks L1 had when the last part began to load; -1: none did. ``gap_s``: how long the
-    last part had to wait."""
+    ``ready_s``: when all its rows were seen to be READY. ``fetch_s``: when to fetch them. ``due``:
+    when to let them go, to fetch them, or to go on with that; None: nobody said. ``until``: when
+    that is given up. ``early_s``: how long before the session comes back it is fetched, about.
+    ``had``: how many chunks L1 had when the last part began to load; -1: none did. ``gap_s``: how
+    long the last part had to wait."""
 
     tag: int
     namespace: int
     payer: int
     tenant: str
     keys: U64Array
+    ready_s: float = inf
+    fetch_s: float = 0.0
     due: float | None = None
     early_s: float = SOON_S
     until: float = 0.0
@@ -67,12 +73,12 @@ class SessionPrompts:
     def __init__(self) -> None:
         self.bytes = 0
         self.rests_until = 0.0
-        """No prompt is due before."""
+        """Nothing is fetched before."""
         self._of: dict[int, dict[int, dict[int, SessionPrompt]]] = {}
         """By payer, then by tag, then by namespace. What was used longest ago is first."""
         self._bytes_of: dict[int, int] = {}
-        self._due: list[tuple[float, int, int, int]] = []
-        """A heap: when, payer, tag, namespace. Some are not due any more."""
+        self._due: tuple[list[_Due], list[_Due]] = [], []
+        """Two heaps: of those to let go, and of those to fetch. Some are not due any more."""
 
     def __len__(self) -> int:
         return sum(map(len, self._all()))
@@ -82,17 +88,9 @@ class SessionPrompts:
         return [*self._of.get(payer, {}).get(tag, {}).values()]
 
     def remember(
-        self,
-        tag: int,
-        namespace: int,
-        payer: int,
-        tenant: str,
-        keys: U64Array,
-        due: float | None,
-        early_s: float = SOON_S,
-    ) -> None:
-        """A request of the session has the chunks ``keys``, one at least. ``due``, ``early_s``: as
-        of ``SessionPrompt``."""
+        self, tag: int, namespace: int, payer: int, tenant: str, keys: U64Array
+    ) -> SessionPrompt:
+        """A request of the session has the chunks ``keys``, one at least. Nothing of it is due."""
         sessions = self._of.setdefault(payer, {})
         mine = sessions[tag] = sessions.pop(tag, {})
         prompt = mine.pop(namespace, None)
@@ -105,32 +103,33 @@ class SessionPrompts:
         if n > len(old) or (old[n - 1] != keys[-1]).any():
             self._count(payer, keys.nbytes - old.nbytes)
             prompt.keys = keys.copy()  # not a view of a whole message
-        prompt.had, prompt.until, prompt.early_s = -1, 0.0, early_s
-        self.wake_at(prompt, due)
+        prompt.had, prompt.until, prompt.early_s = -1, 0.0, SOON_S
+        prompt.ready_s, prompt.due = inf, None
         while self.bytes > MOST_BYTES:
             self._drop_one()
+        return prompt
 
     def wake_at(self, prompt: SessionPrompt, due: float | None) -> None:
         """Have ``prompt`` be due at ``due``, and at no other time."""
         prompt.due = due
         if due is not None:
-            heapq.heappush(self._due, (due, prompt.payer, prompt.tag, prompt.namespace))
-            if len(self._due) > 4 * len(self) + _STALE:
-                self._due = [each for each in self._due if self._prompt(each) is not None]
-                heapq.heapify(self._due)
+            heap = self._due[due >= prompt.fetch_s]
+            heapq.heappush(heap, (due, prompt.payer, prompt.tag, prompt.namespace))
+            if len(heap) > 4 * len(self) + _STALE:
+                heap[:] = [each for each in heap if self._prompt(each) is not None]
+                heapq.heapify(heap)
 
     @property
     def next_due(self) -> float | None:
         """When the next prompt is due; ``None`` if none is."""
-        while self._due and self._prompt(self._due[0]) is None:
-            heapq.heappop(self._due)
-        return max(self._due[0][0], self.rests_until) if self._due else None
+        return min(self._next(), default=(None, None))[0]
 
     def take_due(self, now: float) -> SessionPrompt | None:
         """The prompt that has been due longest. It is not due any more."""
-        if (when := self.next_due) is None or when > now:
+        when, number = min(self._next(), default=(inf, 0))
+        if when > now:
             return None
-        prompt = self._prompt(heapq.heappop(self._due))
+        prompt = self._prompt(heapq.heappop(self._due[number]))
         assert prompt is not None, "a prompt that is due was forgotten"
         prompt.due = None
         return prompt
@@ -145,7 +144,15 @@ class SessionPrompts:
         for sessions in self._of.values():
             yield from sessions.values()
 
-    def _prompt(self, due: tuple[float, int, int, int]) -> SessionPrompt | None:
+    def _next(self) -> Iterator[tuple[float, int]]:
+        """When the first of each heap is due, and the number of the heap."""
+        for number, heap in enumerate(self._due):
+            while heap and self._prompt(heap[0]) is None:
+                heapq.heappop(heap)
+            if heap:
+                yield max(heap[0][0], self.rests_until * number), number
+
+    def _prompt(self, due: _Due) -> SessionPrompt | None:
         """The prompt of an entry of the heap; None if the entry is stale."""
         when, payer, tag, namespace = due
         prompt = self._of.get(payer, {}).get(tag, {}).get(namespace)

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+
 from kvass.core.clients.registry import ClientConnection
 from kvass.core.clients.session_prompts import SOON_S, SessionPrompt
 from kvass.core.handlers.checks import most_keys, scheduler_of
 from kvass.core.matching.prefix import PrefixView
-from kvass.core.pending.promotion import Asker, Promotion, promotion_of
+from kvass.core.pending.promotion import Asker, Promotion, PromotionState, promotion_of
 from kvass.core.pending.tier_operations import Looking
-from kvass.core.rows.index import digests_of
+from kvass.core.rows.index import ABSENT, digests_of
 from kvass.core.rows.row_classes import Namespace
-from kvass.core.rows.row_table import LOADING
+from kvass.core.rows.row_table import LOADING, READY
 from kvass.core.state import NOBODY, State
-from kvass.core.tiers import epochs, presence, promote
+from kvass.core.tiers import epochs, flush, presence, promote
 from kvass.core.tiers.plan import AHEAD_SHARE
 from kvass.errors import Refused
 from kvass.messages import AskSession, RequestContext, SessionIs
@@ -33,6 +35,11 @@ AGAIN_S: Final = 0.25
 """How long a part of a prompt waits for its turn, and twice as long each time that none came."""
 REST_S: Final = 0.01
 """If one finds no room, the next one looks so much later: many that wait take little time."""
+LET_GO_S: Final = 0.05
+"""How long after a session was last heard of its rows are let go, and twice as long each time that
+they are not in the tiers yet."""
+LET_GO_CHUNKS: Final = 4096
+"""So many of a prompt's chunks are let go at most, the last ones: 2 ms of work."""
 FETCH_S: Final = 60.0
 """How long after its begin a fetch is given up."""
 EARLY: Final = 0.1
@@ -50,25 +57,61 @@ def remember(state: State, ns: Namespace, context: RequestContext, keys: U64Arra
     session's next one."""
     if not context.session or not len(keys):
         return
-    keys, due, early_s = keys[: most_keys(state, ns)], None, SOON_S
-    payer = state.tenants.payer(context.tenant).id
+    keys, tenant = keys[: most_keys(state, ns)], context.tenant
+    payer = state.tenants.payer(tenant).id
+    prompt = state.sessions.remember(context.session, ns.id, payer, tenant, keys)
     over = state.followers.tags.has_ended(context.session, payer)
     if context.then_s > 0 and state.tiers.used and not over:
         pause = min(context.then_s, LONGEST_S)
         size = _size(ns, len(keys))
         load_s = max(tier.speed.seconds(size) for tier in state.tiers.used)
         early_s = max(LEAST_EARLY_S, pause * EARLY) + load_s
-        early_s = min(early_s, pause * MOST_EARLY)
-        due = state.now + pause - early_s
-    sessions = state.sessions
-    sessions.remember(context.session, ns.id, payer, context.tenant, keys, due, early_s)
+        prompt.early_s = min(early_s, pause * MOST_EARLY)
+        prompt.gap_s = LET_GO_S
+        prompt.fetch_s = state.now + pause - prompt.early_s
+        _look_again(state, prompt)
 
 
-def fetch_next(state: State) -> None:
-    """Fetch the session that has been due longest. There must be one."""
+def next_due(state: State) -> None:
+    """Do what is due of the session that has been due longest. There must be one."""
     prompt = state.sessions.take_due(state.now)
     assert prompt is not None, "no session is due"
-    _fetch(state, prompt)
+    if prompt.fetch_s <= state.now:
+        _fetch(state, prompt)
+    elif _let_go(state, prompt):
+        state.sessions.wake_at(prompt, prompt.fetch_s)
+    else:
+        _look_again(state, prompt)
+
+
+def _look_again(state: State, prompt: SessionPrompt) -> None:
+    """Look a little later whether the rows of a prompt can go."""
+    state.sessions.wake_at(prompt, min(state.now + prompt.gap_s, prompt.fetch_s))
+    prompt.gap_s *= 2
+
+
+def _let_go(state: State, prompt: SessionPrompt) -> bool:
+    """Have the rows that a session alone uses be evicted first, if they would be evicted anyway
+    before they are fetched. False: not yet, because some are not in the tiers."""
+    ns = state.namespaces.get(prompt.namespace)
+    if ns is None or not epochs.in_tiers(state, ns):
+        return True
+    found = [c.index.find(prompt.keys[-LET_GO_CHUNKS:]) for c in ns.classes]
+    rows, table, follow = np.unique(np.concatenate(found)), state.rows.table, state.followers
+    rows = rows[rows != ABSENT]
+    if (table.state[rows] < READY).any():
+        return False
+    prompt.ready_s = min(prompt.ready_s, state.now)
+    if not all(flush.has_all(tier, prompt.ready_s) for tier in state.tiers.used):
+        return False
+    mine = state.rows.classes.sets.tenant[table.set_of[rows]] == prompt.payer
+    mine &= table.offered[rows] & (follow.tags.of(rows) == prompt.tag) & ~follow.kept.of(rows)
+    for owner, theirs in state.rows.by_class(rows[mine]):
+        assert owner is not None, "rows of a class that was removed"
+        oldest = table.stamp[owner.order.oldest(1, table.clock)].tolist()
+        if sum(map(state.rows.uses.age, oldest)) < prompt.fetch_s - state.now:
+            owner.order.evict_first(theirs)
+    return True
 
 
 def give_up(state: State, tag: int, payer: int) -> None:
@@ -94,7 +137,7 @@ def ask_session(state: State, connection: ClientConnection, msg: AskSession) -> 
         if len(_fetches(state)) >= MOST_OPEN:
             raise Refused("limit", f"{MOST_OPEN} fetches go on: ask later")
         for prompt in prompts:
-            prompt.had, prompt.until = -1, 0.0
+            prompt.had, prompt.until, prompt.early_s, prompt.fetch_s = -1, 0.0, SOON_S, state.now
             _fetch(state, prompt)
     ns = state.namespaces[prompts[-1].namespace]
     keys = prompts[-1].keys[: most_keys(state, ns)]
@@ -131,15 +174,20 @@ def _fetch(state: State, prompt: SessionPrompt) -> None:
     if prompt.until <= state.now:
         return
     every, most = _fetches(state), int(state.config.arena_bytes * AHEAD_SHARE)
-    room, lacks = most - state.loading_bytes, 0
+    asking = [p for p in every if p.state is not PromotionState.LOADING]
+    soon = sum(_size(p.namespace, len(p.keys) - p.first) for p in asking)
+    room, lacks = most - state.loading_bytes - soon, 0
     if len(every) < MOST_OPEN and room > 0:
         view = PrefixView(state.rows, ns, prompt.keys[: most_keys(state, ns)], 0)
         chunks = view.longest(view.there())
         if not (lacks := _size(ns, len(view.keys) - chunks)):
+            view.use(chunks)  # else what was let go would still go first
             return
-    if not 0 < min(lacks, most) <= room:
+    if not 0 < min(lacks, most // 2) <= room:
         state.sessions.rests_until = state.now + REST_S
-    elif not any(p.request == _name(prompt) and p.namespace is ns for p in every):
+        state.sessions.wake_at(prompt, prompt.fetch_s)  # before those that are to be fetched later
+        return
+    if not any(p.request == _name(prompt) and p.namespace is ns for p in every):
         _load(state, prompt, view, chunks)
     if (again := state.now + prompt.gap_s) < prompt.until:
         state.sessions.wake_at(prompt, again)
@@ -154,7 +202,7 @@ def _load(state: State, prompt: SessionPrompt, view: PrefixView, chunks: int) ->
     rest = PrefixView(state.rows, view.ns, view.keys, chunks)
     asker = Asker(NOBODY, 0, _OWNER, _name(prompt))
     number, span = next(state.promotions.numbers), (state.now, prompt.until)
-    context = RequestContext(tenant=prompt.tenant)
+    context = RequestContext(tenant=prompt.tenant, session=prompt.tag)
     promotion = promotion_of(number, asker, rest, span, (), context)
     promotion.soon_s = prompt.early_s
     promote.begin(state, promotion, writing=False)

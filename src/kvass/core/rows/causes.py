@@ -26,7 +26,8 @@ Cause = Literal[
 
 - capacity: they were evicted to make room for rows of their layer group.
 - handed_over: they were evicted to make room for another layer group or tenant.
-- ended: they were evicted before others, because their client had ended its session.
+- ended: they were evicted before others, because their client had ended its session, or it was to
+  come back later than L1 keeps rows.
 - kept: they were evicted although they were retained, because nothing else could go.
 - not_retained: they were loaded from a tier, and the daemon does not keep such rows.
 - replaced: they were tails, and another row has all their blocks.

@@ -1,5 +1,5 @@
-"""The policy of eviction: rows of ended sessions go first, then those that were used least
-recently, then retained rows.
+"""The policy of eviction: rows of sessions that ended or come back late go first, then those that
+were used least recently, then retained rows.
 
 Law of this file: the order of a class is exact. Sets are compared with rows, and with one another,
 by their last use.
@@ -26,6 +26,7 @@ from kvass.core.rows.retention import Retention
 from kvass.core.rows.row_list import Entries, RowList, Segment, parts_of
 from kvass.core.rows.row_table import NEVER, RowTable
 from kvass.core.rows.tables import CoreTables
+from kvass.core.rows.use_times import UseTimes
 from kvass.types import I64Array
 
 _SEGMENT: Final = 4096
@@ -64,9 +65,9 @@ class UseLog(Entries, Order):
     are ascending.
     """
 
-    def __init__(self, table: RowTable, listed: Listed, kept: Retention) -> None:
+    def __init__(self, table: RowTable, listed: Listed, kept: Retention, uses: UseTimes) -> None:
         super().__init__(table, _SEGMENT)
-        self._listed, self._kept = listed, kept
+        self._listed, self._kept, self.uses = listed, kept, uses
         self.passed = RowList(table)
         """Retained rows that ``oldest`` has passed over. The log has them no more."""
         self._releases = 0
@@ -74,7 +75,8 @@ class UseLog(Entries, Order):
         self._unseen = 0
         """How many segments of ``passed`` are still to be looked through."""
         self.ended = RowList(table)
-        """Rows of sessions that have ended. They are evicted before those of the log."""
+        """Rows of sessions that have ended or are away. They are evicted before those of the log,
+        however late they were used, but not in the step that uses them."""
         self._begin(0)
 
     def _begin(self, size: int = _SEGMENT) -> None:
@@ -181,7 +183,7 @@ class LruSearch:
 
     def victims(self, count: int) -> Iterator[Victims]:
         log, protect = self._log, self._protect
-        yield Victims(log.ended.oldest(count, protect), "ended")
+        yield Victims(log.ended.oldest(count, max(protect, log.uses.begun)), "ended")
         while not len(rows := log.oldest(count, protect)) and log.unseen:
             if not self._looks:
                 return
@@ -199,10 +201,11 @@ class LeastRecentlyUsed(Policy):
 
     def __init__(self, tables: CoreTables, kept: Retention) -> None:
         self._table, self._sets, self._kept = tables.table, tables.sets, kept
+        self._uses = tables.uses
         self._listed = Listed(tables.table)
 
     def order(self) -> UseLog:
-        return UseLog(self._table, self._listed, self._kept)
+        return UseLog(self._table, self._listed, self._kept, self._uses)
 
     def begin(self, now: float) -> None:
         self._kept.sweep(now)

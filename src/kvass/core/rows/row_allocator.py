@@ -53,7 +53,7 @@ class RowAllocator:
         keys are distinct and not in the index of the class. Rows that were used at or after stamp
         ``protect``, such as the prefix of the same request, are not evicted.
 
-        ``session``: the tag of the client's session that stores them.
+        ``session``: the tag of the client's session that stores or loads them.
 
         Returns the rows of each class, for as many first chunks of ``wanted`` as there is room for;
         and the first chunk that has no row in some class, or ``len(keys)``.

@@ -2,7 +2,7 @@
 
 Laws of this file:
 
-- A row has the tag of a session only while requests of that session alone have stored and used it.
+- A row has the tag of a session only while that session alone has stored, loaded and used it.
 - Only the tenant that pays for a row can end its session.
 - Nothing here survives a restart, and nothing here says what a lookup finds.
 

@@ -20,10 +20,12 @@ class UseTimes:
     def __init__(self) -> None:
         self._stamps, self._times = array("q"), array("d")
         self.now = float("-inf")
+        self.begun = 0
+        """The next stamp when the present step began."""
 
     def mark(self, clock: int, now: float) -> None:
         """Record that ``clock`` is the next stamp at time ``now``."""
-        self.now = now
+        self.now, self.begun = now, clock
         if self._times and now - self._times[-1] < STEP_S:
             return
         if self._stamps and self._stamps[-1] == clock:

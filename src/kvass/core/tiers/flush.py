@@ -227,6 +227,12 @@ def stored(state: State, event: Stored) -> None:
     store_next(state, tier)
 
 
+def has_all(tier: TierState, since: float) -> bool:
+    """Whether a tier has stored, or has pinned, all rows that were queued for it by then."""
+    waits = bool(tier.queue) and tier.queue[0].since <= since
+    return not (waits or tier.rests_until is not None or tier.report.get("over_budget"))
+
+
 # ---------------------------------------------------------------- retries, and the stop
 
 

@@ -32,11 +32,10 @@ def load(
 
     Returns ``upto``, or the first chunk for which there was no room. Then nothing is loaded.
     """
-    classes = promotion.namespace.classes
-    payer = state.tenants.payer(promotion.context.tenant)
-    rows, cut = state.allocator.allocate(
-        classes, promotion.keys[:upto], wanted, protect, payer, LOADING
-    )
+    classes, keys, context = promotion.namespace.classes, promotion.keys[:upto], promotion.context
+    payer = state.tenants.payer(context.tenant)
+    session = 0 if state.followers.tags.has_ended(context.session) else context.session
+    rows, cut = state.allocator.allocate(classes, keys, wanted, protect, payer, LOADING, session)
     if cut < upto:
         state.counters["promotions_cut"] += 1
         for taken in rows:
