@@ -23,8 +23,6 @@ def test_any_history_is_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         prompt = prompts.remember(tag, namespace, payer, "", keys + random.randrange(2))
         prompt.fetch_s = now + random.randrange(50)
         prompts.wake_at(prompt, due)
-        if random.random() < 0.02:
-            prompts.clear({namespace})
         while (taken_one := prompts.take_due(now)) is not None:
             assert taken_one.due is None
             taken += 1

@@ -5,10 +5,11 @@ Laws of this file:
 - It takes ``MOST_BYTES`` at most, and a prompt ``PROMPT_BYTES`` (law 12). If there is too much, the
   payer with the most loses the prompt that was used longest ago. So no payer takes what others
   have, whatever names its clients invent.
-- What one call does takes no longer if more sessions are remembered, but for a clear.
+- What one call does takes no longer if more sessions are remembered.
 - What is remembered says nothing of rows. Only keys are here; whoever uses them looks for rows.
-- A namespace that is cleared leaves nothing here. One that was removed to make room may come back
-  with its id, and tiers may have its rows.
+- A prompt is of an epoch of its namespace: after a clear nobody uses it, and it makes room in its
+  turn. A namespace that was removed to make room may come back with its id, and tiers may have its
+  rows.
 
 A prompt is a chain: each key stands for all tokens before it. So it is one prompt for each session
 and namespace, and a prompt that another one continues needs no place of its own. Nothing here
@@ -18,7 +19,7 @@ survives a restart.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from math import inf
 from typing import Final
 
@@ -40,8 +41,8 @@ _Due = tuple[float, int, int, int]
 
 class SessionPrompt(msgspec.Struct, eq=False):
     """The chunks of the last prompt of the session ``tag`` in the namespace with the id
-    ``namespace``. ``payer``: the id of the tenant that pays for the session's rows, and ``tenant``
-    its name in requests.
+    ``namespace``, in its epoch ``epoch``. ``payer``: the id of the tenant that pays for the
+    session's rows, and ``tenant`` its name in requests.
 
     ``ready_s``: when all its rows were seen to be READY. ``fetch_s``: when to fetch them. ``due``:
     when to let them go, to fetch them, or to go on with that; None: nobody said. ``until``: when
@@ -54,6 +55,7 @@ class SessionPrompt(msgspec.Struct, eq=False):
     payer: int
     tenant: str
     keys: U64Array
+    epoch: int = 0
     ready_s: float = inf
     fetch_s: float = 0.0
     due: float | None = None
@@ -71,7 +73,7 @@ class SessionPrompts:
     """The prompts of all sessions."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.bytes = self._prompts = 0
         self.rests_until = 0.0
         """Nothing is fetched before."""
         self._of: dict[int, dict[int, dict[int, SessionPrompt]]] = {}
@@ -81,14 +83,14 @@ class SessionPrompts:
         """Two heaps: of those to let go, and of those to fetch. Some are not due any more."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._all()))
+        return self._prompts
 
     def of(self, tag: int, payer: int) -> list[SessionPrompt]:
         """The prompts of a session, one for each namespace. The one used last is last."""
         return [*self._of.get(payer, {}).get(tag, {}).values()]
 
     def remember(
-        self, tag: int, namespace: int, payer: int, tenant: str, keys: U64Array
+        self, tag: int, namespace: int, payer: int, tenant: str, keys: U64Array, epoch: int = 0
     ) -> SessionPrompt:
         """A request of the session has the chunks ``keys``, one at least. Nothing of it is due."""
         sessions = self._of.setdefault(payer, {})
@@ -96,14 +98,15 @@ class SessionPrompts:
         prompt = mine.pop(namespace, None)
         if prompt is None:
             prompt = SessionPrompt(tag, namespace, payer, tenant, keys[:0].copy())
+            self._prompts += 1
             self._count(payer, ENTRY_BYTES)
         mine[namespace] = prompt
         keys = keys[: PROMPT_BYTES // keys[:1].nbytes]
         n, old = len(keys), prompt.keys
-        if n > len(old) or (old[n - 1] != keys[-1]).any():
+        if n > len(old) or prompt.epoch != epoch or (old[n - 1] != keys[-1]).any():
             self._count(payer, keys.nbytes - old.nbytes)
             prompt.keys = keys.copy()  # not a view of a whole message
-        prompt.had, prompt.until, prompt.early_s = -1, 0.0, SOON_S
+        prompt.epoch, prompt.had, prompt.until, prompt.early_s = epoch, -1, 0.0, SOON_S
         prompt.ready_s, prompt.due = inf, None
         while self.bytes > MOST_BYTES:
             self._drop_one()
@@ -134,16 +137,6 @@ class SessionPrompts:
         prompt.due = None
         return prompt
 
-    def clear(self, namespaces: Collection[int]) -> None:
-        """The namespaces with these ids were cleared."""
-        gone = [p for mine in self._all() for p in mine.values() if p.namespace in namespaces]
-        for prompt in gone:
-            self._drop(prompt)
-
-    def _all(self) -> Iterator[dict[int, SessionPrompt]]:
-        for sessions in self._of.values():
-            yield from sessions.values()
-
     def _next(self) -> Iterator[tuple[float, int]]:
         """When the first of each heap is due, and the number of the heap."""
         for number, heap in enumerate(self._due):
@@ -171,4 +164,5 @@ class SessionPrompts:
         del mine[prompt.namespace]
         if not mine:
             del self._of[prompt.payer][prompt.tag]
+        self._prompts -= 1
         self._count(prompt.payer, -prompt.size_bytes)

@@ -59,7 +59,6 @@ def _clear_some(state: State, clearing: Clearing) -> None:
     for ns in chosen:
         ns.epoch += 1
     promote.cancel(state, chosen)
-    state.sessions.clear({ns.id for ns in chosen})
     for ns in chosen:
         epochs.clear(state, ns, clearing)
         if ns.traffic.shadow is not None:

@@ -59,7 +59,7 @@ def remember(state: State, ns: Namespace, context: RequestContext, keys: U64Arra
         return
     keys, tenant = keys[: most_keys(state, ns)], context.tenant
     payer = state.tenants.payer(tenant).id
-    prompt = state.sessions.remember(context.session, ns.id, payer, tenant, keys)
+    prompt = state.sessions.remember(context.session, ns.id, payer, tenant, keys, ns.epoch)
     over = state.followers.tags.has_ended(context.session, payer)
     if context.then_s > 0 and state.tiers.used and not over:
         pause = min(context.then_s, LONGEST_S)
@@ -93,7 +93,7 @@ def _look_again(state: State, prompt: SessionPrompt) -> None:
 def _let_go(state: State, prompt: SessionPrompt) -> bool:
     """Have the rows that a session alone uses be evicted first, if they would be evicted anyway
     before they are fetched. False: not yet, because some are not in the tiers."""
-    ns = state.namespaces.get(prompt.namespace)
+    ns = _namespace_of(state, prompt)
     if ns is None or not epochs.in_tiers(state, ns):
         return True
     found = [c.index.find(prompt.keys[-LET_GO_CHUNKS:]) for c in ns.classes]
@@ -130,7 +130,7 @@ def ask_session(state: State, connection: ClientConnection, msg: AskSession) -> 
         raise Refused("bad_value", "session: 0 is no session")
     payer = state.tenants.payer(msg.tenant).id
     every = state.sessions.of(msg.session, payer)
-    prompts = [each for each in every if each.namespace in state.namespaces]
+    prompts = [each for each in every if _namespace_of(state, each) is not None]
     if not prompts:
         return SessionIs()
     if msg.fetch:
@@ -166,7 +166,7 @@ def ask_session(state: State, connection: ClientConnection, msg: AskSession) -> 
 def _fetch(state: State, prompt: SessionPrompt) -> None:
     """Load from tiers a part of what L1 lacks of a prompt: as much as a prefetch may load. The next
     part is due a little later, and so is one for which there is no room yet."""
-    ns = state.namespaces.get(prompt.namespace)
+    ns = _namespace_of(state, prompt)
     if ns is None or state.stopping or not epochs.in_tiers(state, ns):
         return
     if not prompt.until:
@@ -206,6 +206,12 @@ def _load(state: State, prompt: SessionPrompt, view: PrefixView, chunks: int) ->
     promotion = promotion_of(number, asker, rest, span, (), context)
     promotion.soon_s = prompt.early_s
     promote.begin(state, promotion, writing=False)
+
+
+def _namespace_of(state: State, prompt: SessionPrompt) -> Namespace | None:
+    """The namespace of a prompt; None: it is not there, or was cleared since."""
+    ns = state.namespaces.get(prompt.namespace)
+    return ns if ns is not None and ns.epoch == prompt.epoch else None
 
 
 def _size(ns: Namespace, chunks: int) -> int:
