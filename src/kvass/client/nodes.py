@@ -143,7 +143,7 @@ class NodesClient(SchedulerClient):
         """What the own daemon shows of nodes that are lost, and of this engine."""
         self._numbers = itertools.count(1)
         self._was_cleared = False
-        """Whether the namespace was cleared: nodes that are found later clear theirs."""
+        """Whether some node has not confirmed a clear: nodes that are found later clear theirs."""
 
     # ------------------------------------------------------------ nodes
 
@@ -207,7 +207,8 @@ class NodesClient(SchedulerClient):
             return
         if self.nodes and not anew and time.monotonic() - self._news_s < SETTLED_S:
             return
-        if self.resetting:  # what is owed to a node is owed by its present client
+        there = [node for node in self._others if node.connection is not None]
+        if super().resetting or any(node.resetting for node in there):  # its present client owes it
             return
         moves = len(nodes) > 1 or bool(self._others)
         self._void()
@@ -226,7 +227,7 @@ class NodesClient(SchedulerClient):
             terms,
             identity={**ours.identity, **terms.identity},
             generation=ours.generation,
-            uncached=ours.uncached,
+            uncached=self._uncached,
         )
         name = terms.instance.rpartition(", ")[2]
         node = StepClient(name, terms, readers=readers, spare=self._spare)
@@ -266,6 +267,7 @@ class NodesClient(SchedulerClient):
         super().new_step()
         for node in self._others:
             node.new_step()
+        self._was_cleared &= not self.nodes or self.resetting
         self._make_nodes()
 
     def close(self) -> None:

@@ -361,7 +361,8 @@ class SchedulerClient(Endpoint):
         except Unavailable:
             return None
         if reply is None:
-            if time.monotonic() - reserving.asked_s < max(LATE_S, wait_s):
+            under_way = connection is not None and reserving.seq in connection.requests.under_way
+            if under_way or time.monotonic() - reserving.asked_s < max(LATE_S, wait_s):
                 return PENDING
             self.silent_since(reserving.asked_s)
             self.give_up(reserving)

@@ -44,11 +44,11 @@ class SessionPrompt(msgspec.Struct, eq=False):
     ``namespace``, in its epoch ``epoch``. ``payer``: the id of the tenant that pays for the
     session's rows, and ``tenant`` its name in requests.
 
-    ``ready_s``: when all its rows were seen to be READY. ``fetch_s``: when to fetch them. ``due``:
-    when to let them go, to fetch them, or to go on with that; None: nobody said. ``until``: when
-    that is given up. ``early_s``: how long before the session comes back it is fetched, about.
-    ``had``: how many chunks L1 had when the last part began to load; -1: none did. ``gap_s``: how
-    long the last part had to wait."""
+    ``since_s``: when the first of its prompts came. ``ready_s``: when all its rows were seen to be
+    READY. ``fetch_s``: when to fetch them. ``due``: when to let them go, to fetch them, or to go on
+    with that; None: nobody said. ``until``: when that is given up. ``early_s``: how long before the
+    session comes back it is fetched, about. ``had``: how many chunks L1 had when the last part
+    began to load; -1: none did. ``gap_s``: how long the last part had to wait."""
 
     tag: int
     namespace: int
@@ -56,6 +56,7 @@ class SessionPrompt(msgspec.Struct, eq=False):
     tenant: str
     keys: U64Array
     epoch: int = 0
+    since_s: float = inf
     ready_s: float = inf
     fetch_s: float = 0.0
     due: float | None = None

@@ -38,10 +38,10 @@ REST_S: Final = 0.01
 LET_GO_S: Final = 0.05
 """How long after a session was last heard of its rows are let go, and twice as long each time that
 they are not in the tiers yet."""
-LET_GO_CHUNKS: Final = 4096
-"""So many of a prompt's chunks are let go at most, the last ones: 2 ms of work."""
+LET_GO_ROWS: Final = 4096
+"""So many rows of a prompt are let go at most, of its last chunks: 2 ms of work."""
 FETCH_S: Final = 60.0
-"""How long after its begin a fetch is given up."""
+"""How long after it is due a fetch is given up."""
 EARLY: Final = 0.1
 """A fetch begins so much of the pause before its end, and as long as its load takes before that."""
 LEAST_EARLY_S: Final = 0.5
@@ -60,6 +60,7 @@ def remember(state: State, ns: Namespace, context: RequestContext, keys: U64Arra
     keys, tenant = keys[: most_keys(state, ns)], context.tenant
     payer = state.tenants.payer(tenant).id
     prompt = state.sessions.remember(context.session, ns.id, payer, tenant, keys, ns.epoch)
+    prompt.since_s = min(prompt.since_s, state.now)
     over = state.followers.tags.has_ended(context.session, payer)
     if context.then_s > 0 and state.tiers.used and not over:
         pause = min(context.then_s, LONGEST_S)
@@ -96,13 +97,14 @@ def _let_go(state: State, prompt: SessionPrompt) -> bool:
     ns = _namespace_of(state, prompt)
     if ns is None or not epochs.in_tiers(state, ns):
         return True
-    found = [c.index.find(prompt.keys[-LET_GO_CHUNKS:]) for c in ns.classes]
+    last = prompt.keys[-(LET_GO_ROWS // len(ns.classes)) :]
+    found = [c.index.find(last) for c in ns.classes]
     rows, table, follow = np.unique(np.concatenate(found)), state.rows.table, state.followers
     rows = rows[rows != ABSENT]
     if (table.state[rows] < READY).any():
         return False
     prompt.ready_s = min(prompt.ready_s, state.now)
-    if not all(flush.has_all(tier, prompt.ready_s) for tier in state.tiers.used):
+    if not all(flush.has_all(tier, prompt.since_s, prompt.ready_s) for tier in state.tiers.used):
         return False
     mine = state.rows.classes.sets.tenant[table.set_of[rows]] == prompt.payer
     mine &= table.offered[rows] & (follow.tags.of(rows) == prompt.tag) & ~follow.kept.of(rows)
@@ -170,7 +172,7 @@ def _fetch(state: State, prompt: SessionPrompt) -> None:
     if ns is None or state.stopping or not epochs.in_tiers(state, ns):
         return
     if not prompt.until:
-        prompt.until, prompt.gap_s = state.now + FETCH_S, AGAIN_S
+        prompt.until, prompt.gap_s = prompt.fetch_s + FETCH_S, AGAIN_S
     if prompt.until <= state.now:
         return
     every, most = _fetches(state), int(state.config.arena_bytes * AHEAD_SHARE)

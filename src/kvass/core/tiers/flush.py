@@ -108,15 +108,15 @@ def _queue(state: State, part: ClassRows, tiers: list[TierState]) -> None:
     if row_class is None or state.namespaces[row_class.namespace].private:
         return
     for tier in tiers:
-        _append(state, tier, part)
+        _append(state, tier, part, state.now)
         if tier.queued_rows > len(state.rows.table) + _AHEAD:
             _drop_stale(state, tier, 2 * len(part.rows))
         store_next(state, tier)
 
 
-def _append(state: State, tier: TierState, part: ClassRows) -> None:
+def _append(state: State, tier: TierState, part: ClassRows, since: float) -> None:
     keys = state.rows.table.keys_of(part.rows).copy()
-    tier.queue.append(Queued(state.now, part.row_class, part.rows, keys))
+    tier.queue.append(Queued(since, part.row_class, part.rows, keys))
     tier.queued_rows += len(part.rows)
 
 
@@ -177,6 +177,7 @@ def _within_budget(state: State, tier: TierState, rows: I64Array) -> tuple[I64Ar
     if not tier.report.get("over_budget") or (hit := state.rows.table.read[rows]).all():
         return rows, False
     tier.counters["rows_over_budget"] += int((~hit).sum())
+    tier.left_out_s = state.now
     state.settlement.notes_first_hits = True
     return rows[hit], True
 
@@ -191,7 +192,7 @@ def _drop_stale(state: State, tier: TierState, most: int) -> None:
         queued = _pop(tier, most)
         most -= len(queued.rows)
         if len(rows := _live(state, queued)):
-            _append(state, tier, ClassRows(queued.row_class, rows))
+            _append(state, tier, ClassRows(queued.row_class, rows), queued.since)
 
 
 def _store(state: State, tier: TierState, row_class: RowClass, rows: I64Array, tenant: str) -> None:
@@ -222,15 +223,17 @@ def stored(state: State, event: Stored) -> None:
         tier.counters["stores_abandoned"] += len(rows)
     tier.counters["stored_rows"] += (count := int(event.which.sum()))
     tier.counters["stored_bytes"] += count * (op.size_bytes // len(rows))
+    tier.left_out_s = tier.left_out_s if count == len(rows) else state.now
     tier.failing_rows = 0 if count else tier.failing_rows + len(rows)
     tier.counters["store_failures"] += int((~event.which).sum())
     store_next(state, tier)
 
 
-def has_all(tier: TierState, since: float) -> bool:
-    """Whether a tier has stored, or has pinned, all rows that were queued for it by then."""
-    waits = bool(tier.queue) and tier.queue[0].since <= since
-    return not (waits or tier.rests_until is not None or tier.report.get("over_budget"))
+def has_all(tier: TierState, begin: float, end: float) -> bool:
+    """Whether a tier has stored, or has pinned, all rows that were queued for it from ``begin`` to
+    ``end``. Not if its queue is long."""
+    waits = len(tier.queue) > _LOOK or any(queued.since <= end for queued in tier.queue)
+    return not (waits or tier.rests_until is not None or tier.left_out_s >= begin)
 
 
 # ---------------------------------------------------------------- retries, and the stop
