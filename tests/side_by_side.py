@@ -22,8 +22,8 @@ _FOLDER: Final = pytest.StashKey[Path]()
 SHARING: Final = tuple(
     f"tests/engine/test_{name}.py"
     for name in (
-        *("engines_come_and_go", "events", "in_step", "lora", "never_in_the_way", "pairs", "ranks"),
-        *("right", "tenants", "tiers", "verification"),
+        *("engines_come_and_go", "events", "in_step", "lora", "never_in_the_way", "nodes", "pairs"),
+        *("ranks", "right", "tenants", "tiers", "verification"),
     )
 )
 """These share the engines of ``tests/engine/conftest.py``, so they are one group: another process

@@ -44,7 +44,7 @@ def test_a_session_is_shown_fetched_and_released(
         assert eventually(lambda: "768 of 768 tokens" in session("s")[1])
         assert daemon.status()["rows"] == 3, "what others stored is not fetched"
         assert session("s", "--fetch")[1] == "s: all of its last prompt is in L1"
-        assert session("s", "--release") == (0, "s: 0 rows are evicted first")
+        assert session("s", "--release") == (0, "s: 3 rows are evicted first")
         for flag in ("--show", "--fetch"):
             unknown = session("s", "--tenant", "t", flag)
             assert unknown == (0, "s: the daemon knows no prompt of it")

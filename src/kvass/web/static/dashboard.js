@@ -24,6 +24,7 @@ const REASONS = {  // why tokens missed: kvass.core.metrics.MISSES in a few word
   load_failed_here: "the engine's copy failed",
   cheaper_to_compute: "computing was faster",
   not_loaded: "the engine did not load them",
+  other_node: "another machine of the engine had less",
 };
 const FOR_TIME = ["not_waited", "not_worth_it", "cheaper_to_compute", "late"], FOR_ROOM = ["evicted", "over_quota", "no_room"];  // those for lack of time, and of memory
 const reason = why => REASONS[why] ?? why.replaceAll("_", " ");
