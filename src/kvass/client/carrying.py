@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Final, NamedTuple, Self
 
@@ -72,7 +73,8 @@ class RowClient(PageClient):
         self.whole = all(group.rules.whole for layout in layouts for group in layout.groups)
         """Whether a hit needs all rows of all groups."""
         super().__init__(socket, scheduler, ranks, budget_s=LOOKUP_S, daemon_uid=daemon_uid)
-        try:
+        with ExitStack() as failing:
+            failing.callback(self.close)
             for each in self._every:
                 each.connect(CONNECT_S)
             registered = self._scheduler.call(scheduler, CONNECT_S)
@@ -80,9 +82,7 @@ class RowClient(PageClient):
             if registered.namespace != what.namespace:
                 raise CarryError("its fields and its namespace contradict each other")
             self.shard_bytes = shard_bytes(what.engine, ranks)  # which the daemon has checked
-        except BaseException:
-            self.close()
-            raise
+            failing.pop_all()
 
     def __enter__(self) -> Self:
         return self

@@ -97,14 +97,8 @@ class State:
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         extent = config.extent_bytes or min(64 << 20, max(1, config.arena_bytes // 64))
         tables = CoreTables(config.arena_bytes, index)
-        follow = self.followers = Followers(
-            tables,
-            self.counters,
-            self.histograms["age_at_eviction_seconds"],
-            config.seed,
-            config.limits.segment_index_bytes,
-            config.keep_share,
-        )
+        ages = self.histograms["age_at_eviction_seconds"]
+        follow = self.followers = _followers(config, tables, self.counters, ages)
         self.classes = RowClasses(
             tables, extent, config.seed, follow.policy, follow.saving, follow.listeners
         )
@@ -244,3 +238,11 @@ class State:
     def namespace_of(self, instance: Instance) -> Namespace | None:
         """The instance's namespace; ``None`` while ranks are not registered."""
         return None if instance.namespace is None else self.namespaces[instance.namespace]
+
+
+def _followers(
+    config: CoreConfig, tables: CoreTables, counters: dict[str, int], ages: Histogram
+) -> Followers:
+    """The followers of rows that a core of ``config`` has."""
+    memory, share = config.limits.segment_index_bytes, config.keep_share
+    return Followers(tables, counters, ages, config.seed, memory, share)
