@@ -74,6 +74,8 @@ ARGS: Final[dict[str, Any]] = {
 }
 SWITCHED_OFF: Final = {OFF: "1"}
 SLOW: Final = "BENCH_SLOW_COPIES"
+PACE: Final = "BENCH_COPY_BYTES_S"
+"""Of ``bench.waves``."""
 _DECODER: Final = 64
 _JOINS: Final = 6
 """The measured request comes when the others have generated so many tokens."""

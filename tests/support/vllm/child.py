@@ -23,7 +23,8 @@ from typing import Any, Final, TextIO
 import msgspec
 
 from tests.support.vllm import instruments
-from tests.support.vllm.process import Answer, Hooks, Prompt
+from tests.support.vllm.process import Answer, Hooks, Prompt, SeenStep
+from tests.support.vllm.step_log import StepLog
 
 DRAIN_S: Final = 30.0
 
@@ -78,6 +79,7 @@ class ChildEngine:
         self.probe.count_preemptions(self.scheduler)
         blends = getattr(self.scheduler, "blends", False)
         self.blend = instruments.BlendControls(self.scheduler) if blends else None
+        self.step_log: StepLog | None = None
         self.hits: dict[str, tuple[int, int]] = {}
         self.engine.engine_core.get_output = self._noting_hits(self.engine.engine_core.get_output)
         self.count = 0
@@ -112,6 +114,11 @@ class ChildEngine:
         return instruments.merged(
             [self.probe.report()] + (self.ranks(instruments.report) if several else [])
         )
+
+    def steps(self) -> list[SeenStep]:
+        """See ``EngineProcess.steps``."""
+        self.step_log = self.step_log or StepLog(self.scheduler)
+        return self.step_log.take()
 
     def lay_out(self, name: str, tokens: list[int]) -> list[object]:
         """A request without a forward pass (``layout_only``): the tokens it found, and which page
@@ -320,6 +327,8 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
             case "load_in_steps":
                 engine.load_in_steps(fields["always"], fields["own_recovery"], fields["at_most"])
                 answer(None)
+            case "steps":
+                answer(msgspec.to_builtins(engine.steps()))
             case "hooks":
                 answer(msgspec.to_builtins(engine.hooks()))
             case "reset_hooks":

@@ -144,6 +144,26 @@ class Pages(msgspec.Struct, frozen=True):
     loaded: list[str]
 
 
+class SeenStep(msgspec.Struct):
+    """What a step did (``step_log.py``). Requests have vLLM's own names."""
+
+    began_s: float = 0.0
+    """CLOCK_MONOTONIC, as it began to be planned."""
+    took_s: float = 0.0
+    free_blocks: int = 0
+    """As it began to be planned."""
+    asked: dict[str, int | None] = {}
+    """The connector's last answer about each request; None: it is to be asked again."""
+    loads: dict[str, int] = {}
+    """The tokens of each load that began."""
+    computed: dict[str, int] = {}
+    """The tokens of each request that it computed."""
+    loaded: list[str] = []
+    """The requests whose asynchronous load ended, as the workers reported with its result."""
+    ended: list[str] = []
+    """The requests that ended with it."""
+
+
 class CacheGroup(msgspec.Struct, frozen=True):
     """A KV cache group of vLLM: its layers' spec classes and its block size. ``pages``: for each
     layer the bytes of a page and the stride between blocks."""
@@ -336,6 +356,10 @@ class EngineProcess:
     def hooks(self) -> Hooks:
         """Times of the connector's hooks since ``reset_hooks``."""
         return msgspec.convert(self.call("hooks"), Hooks)
+
+    def steps(self) -> list[SeenStep]:
+        """Its steps since the last call; the first call begins to log them."""
+        return msgspec.convert(self.call("steps"), list[SeenStep])
 
     def reset_hooks(self) -> None:
         """Forget all times; disarm every signal; disturb and watch nothing."""
