@@ -19,7 +19,7 @@ FUNCTIONS = {
 WALKS = re.compile(r"\b(currentframe|_getframe|f_back|f_locals|extract_stack)\b")
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "vllm-hooks.md").read_text()
 PARTS = re.compile(r"\nNo hook: (.+?)\.\nContract: (``.+?``).*?\nWithout: (.+)\.$", re.S)
 METHODS = {term.name.split(".")[-1] for term in contract.terms() if term.rest.startswith("(")}
 
