@@ -413,7 +413,7 @@ def test_the_scheduler_counts_the_time_that_is_left_from_when_it_asked() -> None
     assert match is not None
     assert before_s + 56 <= match.deadline_s <= asked_s + 56
     assert world.client.handed_over([match.lease], [], match.boot)
-    _, part = world.client.lent_to_read(match.lease)
+    _, part = world.client.lent.to_read(match.lease)
     assert (part.number, part.boot) == (lent.lease, boot(1))
     assert part.deadline_s == pytest.approx(lent.deadline_s, abs=1e-6)
     assert part.given_s == pytest.approx(lent.given_s, abs=1e-6)
@@ -436,7 +436,7 @@ def test_a_node_that_is_lost_between_match_and_hand_over() -> None:
     assert handed(world) == []
     world.client.release(match.boot, match.lease)
     assert isinstance(world.own.sent[-1], Release)
-    assert world.client._matches == {}
+    assert world.client.lent.matches == {}
 
 
 def test_a_match_that_is_not_used_is_given_back_on_all_nodes() -> None:
@@ -447,7 +447,7 @@ def test_a_match_that_is_not_used_is_given_back_on_all_nodes() -> None:
     world.client.release(match.boot, match.lease)
     released = world.own.sent[-1], *world.step(0)[1], *world.step(1)[1]
     assert [type(one) for one in released] == [Release] * 3
-    assert world.client.lent_to_read(match.lease) == ()
+    assert world.client.lent.to_read(match.lease) == ()
 
 
 def test_a_daemon_that_was_restarted_between_match_and_hand_over() -> None:
@@ -519,7 +519,7 @@ def test_each_node_stores_what_it_lacks() -> None:
     assert grant.rows() == ((0, 2, 3),)
     assert world.client.handed_over([], [grant.reservation], answer.boot)
     assert handed(world)[0].reservations == (7,)
-    parts = world.client.lent_to_write(grant.reservation)
+    parts = world.client.lent.to_write(grant.reservation)
     assert [part and (part.number, part.rows) for part in parts] == [
         (7, ((1, 2),)),
         (8, ((0, 2),)),

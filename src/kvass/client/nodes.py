@@ -7,10 +7,7 @@ Laws of this file:
   others are asked for what it has. The shortest answer is the hit.
 - Of a hit that needs all rows, longer answers are cut. Else they are given back, and asked for
   again as far as the shortest goes: ``ROUNDS`` times, then it is a miss.
-- A reserve is granted by all nodes or given back by all. Each node stores the rows that it lacks,
-  because a node whose daemon was restarted, or is smaller, lacks more than others.
-- What the caller gets of several nodes is under one number, with the times of the earliest end. It
-  is settled on all nodes, or handed over on all.
+- What several nodes lent (``node_parts.py``) is settled on all of them, or handed over on all.
 - While some rank's daemon is not known, or has no connection, nothing matches and nothing is
   stored.
 - While all ranks reach the daemon of the scheduler, the client does what its base class does.
@@ -18,37 +15,34 @@ Laws of this file:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
 import msgspec
 
-from kvass.client.connection import BOOT_BYTES, DaemonConnection
+from kvass.client.connection import BOOT_BYTES
 from kvass.client.lookups import OTHER_NODE, PENDING, BlockHashes, Found, Match, Pending
+from kvass.client.node_parts import Lent, ReservingAll, together
 from kvass.client.reset import GENERATION_BYTES
 from kvass.client.scheduler import (
-    SEND_APART,
     Prefetching,
     Reserving,
     SchedulerClient,
     SendApart,
 )
-from kvass.client.steps import FromAgent, RelayedGrant, RelayedMatch, StepClient
+from kvass.client.steps import FromAgent, StepClient
 from kvass.messages import (
     NO_CONTEXT,
-    Grant,
     Granted,
     Register,
     RequestContext,
     ReserveItem,
 )
-from kvass.types import Slots
 
 ROUNDS: Final = 2
 SETTLED_S: Final = 1.0
@@ -76,31 +70,6 @@ class _Asked:
     chunks: int | None = None
     rounds: int = 0
     cut: str = ""
-
-
-@dataclass(slots=True)
-class ReservingAll(Reserving):
-    """A reserve on all nodes. ``parts``: by node, the own one first. ``form``: how often nodes had
-    been made. ``answers``: theirs, and the connections on which they came."""
-
-    parts: tuple[Reserving, ...] = ()
-    form: int = 0
-    answers: dict[int, tuple[Granted | SendApart | None, DaemonConnection | None]] = field(
-        default_factory=dict
-    )
-
-
-@dataclass(frozen=True)
-class NodePart:
-    """What one node lent: ``number`` is its lease or reservation, with the times that its daemon
-    said. ``rows``: of each group that is stored, which of the rows of all nodes it has."""
-
-    boot: bytes
-    number: int
-    given_s: float
-    deadline_s: float
-    slots: tuple[Slots, ...]
-    rows: tuple[tuple[int, ...], ...] = ()
 
 
 class NodesClient(SchedulerClient):
@@ -135,13 +104,9 @@ class NodesClient(SchedulerClient):
         """How often nodes were made."""
         self._others: tuple[StepClient, ...] = ()
         self._asked: dict[str, _Asked] = {}
-        self._matches: dict[int, tuple[Match, ...]] = {}
-        """What all nodes lent for a match that was taken, by the lease of the own node."""
-        self._grants: dict[int, tuple[NodePart | None, ...]] = {}
-        """What all nodes lent, by the number that stands for it."""
+        self.lent = Lent()
         self._said = self._uncached = ""
         """What the own daemon shows of nodes that are lost, and of this engine."""
-        self._numbers = itertools.count(1)
         self._was_cleared = False
         """Whether some node has not confirmed a clear: nodes that are found later clear theirs."""
 
@@ -238,8 +203,7 @@ class NodesClient(SchedulerClient):
     def _void(self) -> None:
         """Nothing that was lent counts any more: the ranks and we register anew."""
         self._asked.clear()
-        self._matches.clear()
-        self._grants.clear()
+        self.lent.clear()
         for node in self._others:
             node.close()
 
@@ -318,7 +282,7 @@ class NodesClient(SchedulerClient):
             if self._cuts or ends.count(end) == len(ends):
                 if asked.cut:
                     own = own._replace(why=OTHER_NODE, detail=asked.cut)
-                return own._replace(match=self._together(matches))
+                return own._replace(match=together(matches, self._boot_of_all, cuts=self._cuts))
             asked.chunks, asked.rounds = end[0] + self._spare, asked.rounds + 1
             if asked.rounds > ROUNDS:
                 node = self._others[max(0, shortest - 1)]
@@ -361,19 +325,6 @@ class NodesClient(SchedulerClient):
             node.look_up(request, keys, width, own.first, context, limit) for node in self._others
         ]
 
-    def _together(self, matches: Sequence[Match]) -> Match:
-        """What all of ``matches`` have."""
-        own, (chunks, blocks) = matches[0], min((one.chunks, one.blocks) for one in matches)
-        rows = chunks - own.first + (blocks > 0)
-        return msgspec.structs.replace(
-            own,
-            boot=self._boot_of_all,
-            chunks=chunks,
-            blocks=blocks,
-            deadline_s=min(one.deadline_s for one in matches),
-            slots=tuple(each.first(rows) for each in own.slots) if self._cuts else own.slots,
-        )
-
     def take(self, request: str) -> Match | None:
         if not self._others:
             return super().take(request)
@@ -385,9 +336,9 @@ class NodesClient(SchedulerClient):
                 if match is not None:
                     SchedulerClient.release(client, match.boot, match.lease)
             return None
-        together = self._together(taken)
-        self._matches[together.lease] = tuple(taken)
-        return together
+        match = together(taken, self._boot_of_all, cuts=self._cuts)
+        self.lent.matches[match.lease] = tuple(taken)
+        return match
 
     def give_back(self, request: str) -> None:
         self._asked.pop(request, None)
@@ -399,7 +350,7 @@ class NodesClient(SchedulerClient):
         if not self._others:
             super().release(boot, lease)
             return
-        for client, match in zip(self._clients, self._matches.pop(lease, ()), strict=False):
+        for client, match in zip(self._clients, self.lent.matches.pop(lease, ()), strict=False):
             SchedulerClient.release(client, match.boot, match.lease)
 
     def prefetch(
@@ -446,92 +397,30 @@ class NodesClient(SchedulerClient):
             for client, sent in zip(self._clients, parts, strict=False):
                 SchedulerClient.give_up(client, sent)
             return None
-        return ReservingAll(own.seq, own.items, own.asked_s, own.wait_s, tuple(parts), self.form)
+        fields = own.seq, own.items, own.asked_s, own.wait_s
+        return ReservingAll(*fields, self._clients, tuple(parts), self.form)
 
     def granted(self, reserving: Reserving) -> Granted | SendApart | Pending | None:
         if not isinstance(reserving, ReservingAll):
             return super().granted(reserving)
         if reserving.form != self.form:
             return None
-        answers = reserving.answers
-        for number, (client, part) in enumerate(zip(self._clients, reserving.parts, strict=True)):
-            if number not in answers:
-                came_on, answer = client.connection, SchedulerClient.granted(client, part)
-                if not isinstance(answer, Pending):
-                    answers[number] = answer, came_on
-        if len(answers) < len(reserving.parts):
-            return PENDING
-        grants = [self._valid(number, reserving) for number in range(len(answers))]
-        granted = [one for one in grants if one is not None]
-        if len(granted) == len(grants):
-            self._giver = self._giver or self.connection
-            return self._all(granted)
-        self._abort_all(reserving)
-        apart = any(isinstance(answer, SendApart) for answer, _ in answers.values())
-        return SEND_APART if apart else None
-
-    def _valid(self, number: int, reserving: ReservingAll) -> Granted | None:
-        """The grant of a node, if it came on the connection that the node has."""
-        answer, came_on = reserving.answers.get(number, (None, None))
-        valid = isinstance(answer, Granted) and came_on is self._clients[number].connection
-        return answer if valid and isinstance(answer, Granted) else None
-
-    def _all(self, granted: Sequence[Granted]) -> Granted:
-        """What all nodes granted, as one answer: for each item the rows that any of them granted,
-        under one number."""
-        items = zip(*(one.grants for one in granted), strict=True)
-        return Granted(
-            boot=self._boot_of_all,
-            given_s=granted[0].given_s,
-            deadline_s=min(one.deadline_s for one in granted),
-            grants=[self._one(granted, grants) for grants in items],
-        )
-
-    def _one(self, granted: Sequence[Granted], grants: Sequence[Grant]) -> Grant:
-        """The grants of all nodes for one item, as one."""
-        together = Grant(
-            later=min((grant.later for grant in grants if grant.later >= 0), default=-1),
-            refused=tuple(sorted({c for grant in grants for c in grant.refused or ()})),
-            kept=min(grant.kept for grant in grants),
-            error=next((grant.error for grant in grants if grant.error), ""),
-        )
-        if not (lent := [grant.rows() for grant in grants if grant.reservation]):
-            return together
-        union = [sorted(set().union(*chunks)) for chunks in zip(*lent, strict=True)]
-        together.which = tuple(map(tuple, union))
-        together.chunks = tuple(sorted(set().union(*union)))
-        together.slots = tuple(Slots(extents=((place,),)) for place in range(len(union)))
-        together.reservation = next(self._numbers)
-        self._grants[together.reservation] = tuple(
-            _part(one, grant, together.which) if grant.reservation else None
-            for one, grant in zip(granted, grants, strict=True)
-        )
-        return together
-
-    def _abort_all(self, reserving: ReservingAll) -> None:
-        """Give back what some nodes granted."""
-        for number, client in enumerate(self._clients):
-            if (granted := self._valid(number, reserving)) is not None:
-                for grant in granted.grants:
-                    if grant.reservation:
-                        SchedulerClient.abort(client, granted.boot, grant.reservation)
+        if not isinstance(granted := reserving.granted(), list):
+            return granted
+        self._giver = self._giver or self.connection
+        return self.lent.grant(granted, self._boot_of_all)
 
     def give_up(self, reserving: Reserving) -> None:
         if not isinstance(reserving, ReservingAll):
             super().give_up(reserving)
         elif reserving.form == self.form:
-            self._abort_all(reserving)
-            for number, (client, part) in enumerate(
-                zip(self._clients, reserving.parts, strict=True)
-            ):
-                if number not in reserving.answers:
-                    SchedulerClient.give_up(client, part)
+            reserving.give_up()
 
     def abort(self, boot: bytes, reservation: int) -> None:
         if not self._others:
             super().abort(boot, reservation)
             return
-        for client, part in zip(self._clients, self._grants.pop(reservation, ()), strict=False):
+        for client, part in zip(self._clients, self.lent.grants.pop(reservation, ()), strict=False):
             if part is not None:
                 SchedulerClient.abort(client, part.boot, part.number)
 
@@ -540,23 +429,10 @@ class NodesClient(SchedulerClient):
     def handed_over(self, leases: Sequence[int], reservations: Sequence[int], boot: bytes) -> bool:
         if not self._others:
             return super().handed_over(leases, reservations, boot)
-        connection, known = self.connection, all(lease in self._matches for lease in leases)
-        if connection is None or boot != self._boot_of_all or not known:
+        connection, known = self.connection, self.lent.own(leases, reservations)
+        if connection is None or boot != self._boot_of_all or known is None:
             return False
-        own = [self._grants[number][0] for number in reservations if number in self._grants]
-        if len(own) < len(reservations):
-            return False
-        numbers = [part.number for part in own if part is not None]
-        return super().handed_over(leases, numbers, connection.boot)
-
-    def lent_to_read(self, lease: int) -> tuple[NodePart, ...]:
-        """What each node lent of a match that was handed over; empty: nothing. Asked once."""
-        matches = self._matches.pop(lease, ())
-        return tuple(_lent(match, match.lease, match.slots) for match in matches)
-
-    def lent_to_write(self, reservation: int) -> tuple[NodePart | None, ...]:
-        """What each node lent of a grant that was handed over; empty: nothing. Asked once."""
-        return self._grants.pop(reservation, ())
+        return super().handed_over(leases, known, connection.boot)
 
     def tell_uncached(self, why: str) -> None:
         self._uncached = why
@@ -575,22 +451,3 @@ class NodesClient(SchedulerClient):
         token = token or os.urandom(GENERATION_BYTES)
         for client in self._clients:
             SchedulerClient.new_generation(client, token)
-
-
-def place(slots: Slots) -> int | None:
-    """Which of ``NodePart.slots`` stand for ``slots`` of a grant of all nodes; None: the group is
-    not stored."""
-    return slots.extents[0][0] if slots.extents else None
-
-
-def _lent(lent: Match | Granted, number: int, slots: tuple[Slots, ...]) -> NodePart:
-    """What the node of ``lent`` lent, in the time of its daemon."""
-    shift_s = lent.shift_s if isinstance(lent, RelayedMatch | RelayedGrant) else 0.0
-    return NodePart(lent.boot, number, lent.given_s + shift_s, lent.deadline_s + shift_s, slots)
-
-
-def _part(granted: Granted, grant: Grant, which: Sequence[Sequence[int]]) -> NodePart:
-    """What a node lent of the rows ``which``."""
-    places = zip(which, grant.rows(), strict=True)
-    rows = tuple(tuple(map(chunks.index, own)) for chunks, own in places)
-    return replace(_lent(granted, grant.reservation, grant.slots), rows=rows)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvass.client.nodes import NodePart, NodesClient, place
+from kvass.client.node_parts import NodePart, place
+from kvass.client.nodes import NodesClient
 from kvass.client.steps import Settling, ToAgent
 from kvass.engine.hit_limits import HitLimits
 from kvass.engine.setup import EngineSetup
@@ -83,7 +84,7 @@ def share_out(client: NodesClient, setup: EngineSetup, work: StepWork) -> NodesW
         for load in work.loads:
             _share_load(client, nodes, load)
         for store in work.stores:
-            parts = client.lent_to_write(store.reservation)
+            parts = client.lent.to_write(store.reservation)
             for node, part in zip(nodes, parts, strict=False):
                 if part is not None:
                     node.stores.append(_store_of(setup, store, part))
@@ -92,7 +93,7 @@ def share_out(client: NodesClient, setup: EngineSetup, work: StepWork) -> NodesW
 
 def _share_load(client: NodesClient, nodes: list[NodeWork], load: Load) -> None:
     """Give each node its part of a load, or one that fails."""
-    parts = client.lent_to_read(load.lease) if load.lease else ()
+    parts = client.lent.to_read(load.lease) if load.lease else ()
     for number, node in enumerate(nodes):
         rows = list(map(len, load.slots))
         found = _load_of(load, parts[number], rows) if parts else None
