@@ -13,7 +13,7 @@ import pytest
 
 from kvass.client.connection import DaemonConnection
 from kvass.client.lookups import PENDING, Match
-from kvass.client.nodes import SETTLED_S, NodesClient, RankNews
+from kvass.client.nodes import APART_STEPS, SETTLED_S, NodesClient, RankNews
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.steps import FromAgent, Relay, StepClient, ToAgent
 from kvass.errors import Unavailable
@@ -29,6 +29,7 @@ from kvass.messages import (
     HandedOver,
     Lookup,
     Matched,
+    Prefetched,
     Register,
     Registered,
     Release,
@@ -110,6 +111,7 @@ class World:
         self.daemons = nodes if daemons is None else daemons
         self.epochs = itertools.count(1)
         self.leases = itertools.count(1)
+        self.steps = itertools.count(1)
         self.connect_own()
         news = {rank: RankNews(boot(min(rank, self.daemons - 1))) for rank in range(nodes)}
         self.client.reported(news)
@@ -143,11 +145,12 @@ class World:
 
     def tell(self, number: int, news: FromAgent) -> None:
         ranks = self.client.nodes[number + 1]
+        news.count = self.others[number]._heard + 1
         self.client.reported({ranks[0]: RankNews(b"", self.client.form, news)})
 
     def step(self, number: int = 0) -> tuple[list[Any], list[Any]]:
         """What a step brings to the agent of a node, and to all its ranks."""
-        to, settled = self.others[number].outgoing()
+        to, settled = self.others[number].outgoing(next(self.steps), 0)
         return list(to.messages), settled
 
     def answer(self, number: int, *answers: FromDaemon, read_s: float | None = None) -> None:
@@ -314,6 +317,40 @@ def test_a_hit_inside_a_chunk_is_what_all_nodes_have_of_it() -> None:
     assert (match.chunks, match.blocks) == (2, 3)
 
 
+def test_all_nodes_share_the_time_of_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    assert world.look_up().match is PENDING
+    own, now_s = world.own.sent[-1], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now_s() + own.budget_ms / 4000)
+    world.own.answers.append(world.matched(own, 5))
+    assert world.look_up().match is PENDING
+    (other,) = world.step()[0]
+    assert other.budget_ms == pytest.approx(own.budget_ms * 3 / 4, abs=10)
+
+
+def test_why_a_hit_is_short_is_about_its_own_question() -> None:
+    world = World()
+    world.hit(8, 5)
+    assert world.look_up().why == "other_node"
+    world.client.lookups.restart("r")
+    world.others[0].lookups.restart("r")
+    (question,) = world.ask(own=8)
+    world.answer(0, world.matched(question, 8, 1))
+    found = world.look_up()
+    assert found.match.chunks == 8
+    assert (found.why, found.detail) == ("", "")
+
+
+def test_another_question_of_a_request_asks_for_all_of_it() -> None:
+    world = World(cuts=False)
+    (question,) = world.ask(own=8)
+    world.answer(0, world.matched(question, 6, 1))
+    assert world.look_up().match is PENDING
+    assert len(world.own.sent[-1].digests) == 6 * WIDTH
+    assert world.client.look_up("r", KEYS, WIDTH, 1).match is PENDING
+    assert len(world.own.sent[-1].digests) == len(KEYS)
+
+
 def test_windows_are_asked_for_again_and_at_most_twice() -> None:
     world = World(cuts=False)
     (question,) = world.ask(own=8)
@@ -399,6 +436,81 @@ def test_an_agent_that_cannot_hand_over_returns_no_answer() -> None:
     assert (news.epoch, news.answers) == (0, [])
 
 
+# ---------------------------------------------------------------- lost reports
+
+
+def test_a_lookup_ends_with_the_step_that_lost_its_report(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    world.client.new_step()
+    assert world.look_up().match is PENDING
+    world.own.answers.append(world.matched(world.own.sent[-1], 5))
+    assert world.look_up().match is PENDING
+    world.client.outgoing()
+    world.client.new_step()
+    assert world.client.owes
+    world.client.step_ended()  # the first one
+    assert world.look_up().match is PENDING
+    world.client.step_ended()
+    found = world.look_up()
+    assert (found.match, found.why) == (None, "no_daemon")
+    assert "a step lost what its agent said" in caplog.text
+    assert not world.others[0].outgoing(9, 2)[0].messages
+    assert not world.client.owes
+    world.client.new_step()
+    assert world.client.form == 2, "its daemon may have lent what nobody here knows of"
+
+
+def test_a_step_that_takes_long_is_no_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    (question,) = world.ask(own=5)
+    now_s = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now_s() + 5)
+    assert world.client.lookups._of["r"].give_up_s < time.monotonic()
+    world.client.step_ended()
+    assert world.look_up().match is PENDING
+    world.answer(0, world.matched(question, 5, 1))
+    match = world.look_up().match
+    assert isinstance(match, Match)
+    assert match.chunks == 5
+
+
+def test_an_agent_whose_report_was_lost_connects_anew() -> None:
+    agent, _ = relay()
+    agent.send(ToAgent(step=1))
+    first = agent.take()
+    assert first is not None
+    assert (first.count, first.welcome) == (1, Welcome(boot=boot(1)))
+    agent.send(ToAgent(step=2, ended=0, heard=0))
+    assert agent.connection is not None, "the report may still come"
+    agent.send(ToAgent(step=3, ended=1, heard=0))
+    assert agent.connection is None
+    second = agent.take()
+    assert second is not None
+    assert (second.count, second.epoch) == (2, 0)
+    agent.send(ToAgent(step=4, ended=3, heard=2))
+    assert agent.take() is None
+
+
+def test_what_an_agent_says_after_a_lost_report_does_not_count() -> None:
+    """It may be about what nobody here knows of."""
+    world = World()
+    (question,) = world.ask(own=5)
+    node = world.others[0]
+    answer = world.matched(question, 5, 1), time.monotonic()
+    world.client.reported(
+        {
+            1: RankNews(
+                form=1, agent=FromAgent(node._number, 1, answers=[answer], count=node._heard + 2)
+            )
+        }
+    )
+    assert world.look_up().match is PENDING
+    world.connect()
+    assert world.look_up().match is None
+
+
 # ---------------------------------------------------------------- clocks
 
 
@@ -412,8 +524,9 @@ def test_the_scheduler_counts_the_time_that_is_left_from_when_it_asked() -> None
     match = world.client.take("r") if world.look_up() else None
     assert match is not None
     assert before_s + 56 <= match.deadline_s <= asked_s + 56
-    assert world.client.handed_over([match.lease], [], match.boot)
     _, part = world.client.lent.to_read(match.lease)
+    assert world.client.handed_over([match.lease], [], match.boot)
+    assert world.client.lent.to_read(match.lease) == ()
     assert (part.number, part.boot) == (lent.lease, boot(1))
     assert part.deadline_s == pytest.approx(lent.deadline_s, abs=1e-6)
     assert part.given_s == pytest.approx(lent.given_s, abs=1e-6)
@@ -517,9 +630,10 @@ def test_each_node_stores_what_it_lacks() -> None:
     (grant,) = answer.grants
     assert grant.chunks == (0, 2, 3)
     assert grant.rows() == ((0, 2, 3),)
+    parts = world.client.lent.to_write(grant.reservation)
     assert world.client.handed_over([], [grant.reservation], answer.boot)
     assert handed(world)[0].reservations == (7,)
-    parts = world.client.lent.to_write(grant.reservation)
+    assert world.client.lent.to_write(grant.reservation) == ()
     assert [part and (part.number, part.rows) for part in parts] == [
         (7, ((1, 2),)),
         (8, ((0, 2),)),
@@ -547,6 +661,34 @@ def test_a_grant_that_comes_after_the_reserve_was_given_up_is_given_back() -> No
     assert [m.reservation for m in world.own.sent if isinstance(m, Abort)] == [7]
     world.answer(0, granted(other, 1, 8, [0]))
     assert world.step()[1] == [Abort(boot=boot(1), reservation=8)]
+
+
+# ---------------------------------------------------------------- ahead of use
+
+
+def test_the_others_promote_what_the_own_daemon_then_has() -> None:
+    world = World()
+    ahead = world.client.prefetch("r", KEYS, WIDTH, 1, "someone", 60.0)
+    assert ahead is not None
+    assert not world.client.prefetched(ahead)
+    assert world.step() == ([], []), "perhaps the own daemon lacks it"
+    world.own.answers.append(Prefetched(seq=ahead.seq, chunks=5))
+    world.client.new_step()
+    assert world.client.prefetched(ahead)
+    (other,) = world.step()[0]
+    assert (other.digests, other.first, other.tenant) == (KEYS[: 5 * WIDTH], 1, "someone")
+
+
+@pytest.mark.parametrize("has", [0, 1])
+def test_the_others_promote_nothing_that_is_no_hit(has: int) -> None:
+    world = World()
+    ahead = world.client.prefetch("r", KEYS, WIDTH, 1)
+    assert ahead is not None
+    world.own.answers.append(Prefetched(seq=ahead.seq, chunks=has))
+    world.client.new_step()
+    assert world.client.prefetched(ahead)
+    assert world.step() == ([], [])
+    assert world.client._ahead == {}
 
 
 # ---------------------------------------------------------------- clears
@@ -603,15 +745,28 @@ def test_nodes_are_not_made_anew_while_one_of_them_has_a_clear_to_confirm() -> N
     assert world.client.form == 2
 
 
+@pytest.mark.parametrize("known", [False, True])
 def test_it_is_said_if_no_rank_uses_the_schedulers_daemon(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, known: bool
 ) -> None:
     world = World()
-    world.client.nodes = ()
+
+    def shown() -> str:
+        return world.client._reset.registration.uncached
+
+    if not known:
+        world.client.nodes = ()
     world.client.reported({0: RankNews(boot(7)), 1: RankNews(boot(7))})
     later = time.monotonic() + 2 * SETTLED_S
     monkeypatch.setattr(time, "monotonic", lambda: later)
+    for _ in range(APART_STEPS):
+        world.client.new_step()
+        assert not caplog.text
     world.client.new_step()
+    assert shown() == "no rank uses the daemon of the scheduler"
+    world.client.reported({0: RankNews(boot(0))})
+    world.client.new_step()
+    assert shown() == ""
     assert "no rank uses the daemon of the scheduler" in caplog.text
 
 

@@ -16,12 +16,19 @@ from typing import Any, Final
 import pytest
 
 from kvass.client.client import Client
+from kvass.client.node_parts import NodePart
 from kvass.client.parallel import ParallelStrategy
+from kvass.connectors.vllm.adapt import KVConnectorRole
+from kvass.connectors.vllm.entry import KvassConnector
+from kvass.connectors.vllm.nodes_connector import NodesConnector
+from kvass.engine.nodes import _load_of
+from kvass.engine.step_work import Load
 from kvass.testing.daemon import Daemon, running_daemon
+from kvass.types import Slots
 from tests.engine.conftest import NOTHING_OWED
 from tests.support.vllm.nodes_ranks import NodesEngine
 from tests.support.vllm.ranks import StubModelEngine, until
-from tests.support.vllm.scheduler import CHUNK
+from tests.support.vllm.scheduler import CHUNK, make_configs
 
 PROMPT: Final = list(range(100))
 CHUNKS: Final = len(PROMPT) // CHUNK
@@ -101,6 +108,65 @@ def test_windows_and_states(engine: Make, shapes: Sequence[Any]) -> None:
     request, found = second.load("b", PROMPT)
     assert found == CHUNKS * CHUNK
     second.verify(request, found)
+
+
+def test_what_cannot_be_shared_out_fails_and_nothing_stays_lent(
+    engine: Make, daemons: list[Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine(DENSE, (0, 1))
+    first.generate("a", PROMPT)
+    assert first.world.scheduler.reset_prefix_cache()
+    first.world.tolerant, fails = True, [1]
+
+    def load_of(*args: Any) -> Load | None:
+        if fails:
+            raise ZeroDivisionError(fails.pop())
+        return _load_of(*args)
+
+    monkeypatch.setattr("kvass.engine.nodes._load_of", load_of)
+    request, found = first.load("b", PROMPT)
+    assert not fails
+    assert found == 0
+    for daemon in daemons:
+        assert daemon.status()["leases"] == 0
+    until(partial(_ended, first, request), "its end")
+    assert first.world.scheduler.reset_prefix_cache()
+    assert first.load("c", PROMPT)[1] == CHUNKS * CHUNK
+
+
+def test_more_rows_than_wanted_are_cut_only_if_the_first_ones_are_wanted() -> None:
+    rows = Slots(((0,),), b"\0\0" * 5, b"".join(i.to_bytes(4, "little") for i in range(5)))
+    load, part = Load("r", b"all", 7), NodePart(b"one", 8, 0.0, 9.0, (rows,))
+    found = _load_of(load, part, [3], True)
+    assert found is not None
+    assert (found.boot, found.lease, found.slots) == (b"one", 8, (rows.first(3),))
+    assert _load_of(load, part, [3], False) is None
+    found = _load_of(load, part, [5], False)
+    assert found is not None
+    assert found.slots == (rows,)
+    assert _load_of(load, part, [6], True) is None
+
+
+def test_a_subclass_of_the_connector_works_on_several_machines() -> None:
+    class Own(KvassConnector):
+        pass
+
+    made = list[str]()
+
+    class Counted(Own):
+        def __init__(self, *args: Any) -> None:
+            made.append("once")
+            super().__init__(*args)
+
+    for kind in (KvassConnector, Own, Counted):
+        config, caches = make_configs({"kvass.several_machines": True}, strategy=DENSE)
+        connector = kind(config, KVConnectorRole.SCHEDULER, caches)
+        assert isinstance(connector, kind)
+        assert isinstance(connector, NodesConnector)
+        connector.shutdown()
+    assert made == ["once"]
+    config, caches = make_configs(strategy=DENSE)
+    assert type(Own(config, KVConnectorRole.SCHEDULER, caches)) is Own
 
 
 def test_with_one_daemon_a_hit_takes_not_a_step_more(engine: Make, daemons: list[Daemon]) -> None:

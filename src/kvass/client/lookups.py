@@ -241,6 +241,11 @@ class Lookups:
         if (lookup := self._of.get(request)) is not None:
             self._void(lookup)
 
+    def share_time(self, request: str, own: Lookups) -> None:
+        """Look up ``request`` within the time that ``own`` gave it."""
+        if (known := own._of.get(request)) is not None:
+            self._of.setdefault(request, RequestLookup()).give_up_s = known.give_up_s
+
     def give_back_all(self) -> None:
         """``give_back`` for all requests."""
         for request in list(self._of):

@@ -142,13 +142,20 @@ class Lent:
         return [part.number for part in parts if part is not None]
 
     def to_read(self, lease: int) -> tuple[NodePart, ...]:
-        """What each node lent of a match that was handed over; empty: nothing. Asked once."""
-        matches = self.matches.pop(lease, ())
+        """What each node lent of a match that was taken; empty: nothing."""
+        matches = self.matches.get(lease, ())
         return tuple(_lent(match, match.lease, match.slots) for match in matches)
 
     def to_write(self, reservation: int) -> tuple[NodePart | None, ...]:
-        """What each node lent of a grant that was handed over; empty: nothing. Asked once."""
-        return self.grants.pop(reservation, ())
+        """What each node lent of a grant; empty: nothing."""
+        return self.grants.get(reservation, ())
+
+    def forget(self, leases: Iterable[int], reservations: Iterable[int]) -> None:
+        """The ranks have these from now on."""
+        for lease in leases:
+            self.matches.pop(lease, None)
+        for reservation in reservations:
+            self.grants.pop(reservation, None)
 
 
 def together(matches: Sequence[Match], boot: bytes, *, cuts: bool) -> Match:

@@ -35,7 +35,7 @@ from kvass.client.scheduler import (
     SchedulerClient,
     SendApart,
 )
-from kvass.client.steps import FromAgent, StepClient
+from kvass.client.steps import FromAgent, Settling, StepClient, ToAgent
 from kvass.messages import (
     NO_CONTEXT,
     Granted,
@@ -48,6 +48,10 @@ ROUNDS: Final = 2
 SETTLED_S: Final = 1.0
 """After ranks reached other daemons, how long nothing more must come of that before nodes are made
 anew: while a daemon is restarted, its ranks reach the new one at different times."""
+
+APART_STEPS: Final = 100
+"""The same in steps, before it is said that no rank uses the scheduler's daemon: ranks report only
+in steps."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,11 @@ class RankNews:
 
 @dataclass
 class _Asked:
-    """The lookup of one request on all nodes. ``chunks``: how many are asked for; None: all.
-    ``cut``: because of which node."""
+    """The lookup of one request from chunk ``first`` of ``digests`` on, on all nodes. ``chunks``:
+    how many are asked for; None: all. ``cut``: because of which node."""
 
+    first: int
+    digests: bytes
     chunks: int | None = None
     rounds: int = 0
     cut: str = ""
@@ -97,14 +103,19 @@ class NodesClient(SchedulerClient):
         """Which daemon each rank reached last."""
         self._refusals: dict[int, str] = {}
         """Why daemons refuse ranks."""
-        self._news_s = 0.0
+        self._news_s, self._apart = 0.0, 0
+        """When ranks last reached another daemon, and for how many steps none has used ours."""
         self.nodes: tuple[tuple[int, ...], ...] = ()
         """The ranks of each node, the own one first; empty: not known yet."""
         self.form = 0
         """How often nodes were made."""
         self._others: tuple[StepClient, ...] = ()
+        self._step = self._ended = 0
+        """How many steps were begun, and how many of them have ended."""
         self._asked: dict[str, _Asked] = {}
         self.lent = Lent()
+        self._ahead: dict[str, tuple[bytes, int, int, str, float]] = {}
+        """What the own daemon promotes ahead of use, by request: the others do after it."""
         self._said = self._uncached = ""
         """What the own daemon shows of nodes that are lost, and of this engine."""
         self._was_cleared = False
@@ -144,6 +155,8 @@ class NodesClient(SchedulerClient):
         """Log which node has no daemon, or is refused, and have the own daemon show it."""
         lost = [node for node in self._others if node.connection is None and node.failure]
         all_ = [f"the daemon of {node.name}: {node.failure}" for node in lost]
+        if self._apart > APART_STEPS and time.monotonic() - self._news_s > SETTLED_S:
+            all_.append("no rank uses the daemon of the scheduler")
         all_ += [f"rank {rank}: {why}" for rank, why in sorted(self._refusals.items()) if why]
         said = "; ".join(all_)
         if said != self._said:
@@ -161,10 +174,8 @@ class NodesClient(SchedulerClient):
         for rank in range(self._ranks):
             of_boot.setdefault(self._boots[rank], []).append(rank)
         own = of_boot.pop(connection.boot, None)
+        self._apart = self._apart + 1 if own is None else 0
         if own is None:  # a daemon was restarted, and not all have noticed
-            if not self.nodes and time.monotonic() - self._news_s > SETTLED_S:
-                text = "runs uncached: no rank uses the daemon of the scheduler"
-                self.note("apart", text)
             return
         nodes = (tuple(own), *map(tuple, of_boot.values()))
         anew = any(node.astray for node in self._others)
@@ -229,10 +240,22 @@ class NodesClient(SchedulerClient):
 
     def new_step(self) -> None:
         super().new_step()
+        self._step += 1
         for node in self._others:
             node.new_step()
         self._was_cleared &= not self.nodes or self.resetting
         self._make_nodes()
+        self._tell()
+
+    def step_ended(self) -> None:
+        """The oldest step that had not ended has. ``reported`` got what came of it."""
+        self._ended = min(self._ended + 1, self._step)
+        for node in self._others:
+            node.step_ended(self._ended)
+
+    def outgoing(self) -> list[tuple[ToAgent, list[Settling]]]:
+        """What this step brings to each other node."""
+        return [node.outgoing(self._step, self._ended) for node in self._others]
 
     def close(self) -> None:
         for node in self._others:
@@ -257,7 +280,9 @@ class NodesClient(SchedulerClient):
             return Found(None, "no_daemon")
         if self.resetting:
             return Found(None, "clearing")
-        asked = self._asked.setdefault(request, _Asked())
+        asked = self._asked.get(request)
+        if asked is None or (asked.first, asked.digests) != (first, digests):
+            asked = self._asked[request] = _Asked(first, digests)
         while True:
             keys = digests if asked.chunks is None else digests[: asked.chunks * width]
             own = super().look_up(request, keys, width, first, context, blocks)
@@ -279,6 +304,8 @@ class NodesClient(SchedulerClient):
             shortest = ends.index(end)
             if shortest:
                 asked.cut = self._cut(own.match, self._others[shortest - 1], *end)
+            elif not asked.rounds:
+                asked.cut = ""
             if self._cuts or ends.count(end) == len(ends):
                 if asked.cut:
                     own = own._replace(why=OTHER_NODE, detail=asked.cut)
@@ -320,10 +347,11 @@ class NodesClient(SchedulerClient):
             hashes = b"" if blocks is None else blocks(chunk)
             return hashes[: own.blocks * width] if chunk == own.chunks else hashes
 
-        limit = None if blocks is None else within
-        return [
-            node.look_up(request, keys, width, own.first, context, limit) for node in self._others
-        ]
+        limit, found = None if blocks is None else within, list[Found]()
+        for node in self._others:
+            node.lookups.share_time(request, self.lookups)
+            found.append(node.look_up(request, keys, width, own.first, context, limit))
+        return found
 
     def take(self, request: str) -> Match | None:
         if not self._others:
@@ -363,11 +391,28 @@ class NodesClient(SchedulerClient):
         budget_s: float = 60.0,
     ) -> Prefetching | None:
         own = super().prefetch(request, digests, width, first, tenant, budget_s)
-        for node in self._others if own is not None else ():
-            one = node.prefetch(request, digests, width, first, tenant, budget_s)
-            if one is not None:
-                node.leave_prefetch(one)
+        if own is not None and self._others:
+            self._ahead[request] = digests, width, first, tenant, budget_s
         return own
+
+    def _promoted(self, one: Prefetching, chunks: int) -> None:
+        if (asked := self._ahead.get(one.request)) is None:
+            return
+        digests, width, first, tenant, budget_s = asked
+        keys = digests[: chunks * width]  # more than the own daemon has is no hit
+        for node in self._others if chunks > first else ():
+            ahead = node.prefetch(one.request, keys, width, first, tenant, budget_s)
+            if ahead is not None:
+                node.leave_prefetch(ahead)
+
+    def prefetched(self, one: Prefetching) -> bool:
+        if ended := super().prefetched(one):
+            self._ahead.pop(one.request, None)
+        return ended
+
+    def leave_prefetch(self, one: Prefetching) -> None:
+        self._ahead.pop(one.request, None)
+        super().leave_prefetch(one)
 
     def end_prefetch(self, one: Prefetching) -> None:
         super().end_prefetch(one)
@@ -432,7 +477,10 @@ class NodesClient(SchedulerClient):
         connection, known = self.connection, self.lent.own(leases, reservations)
         if connection is None or boot != self._boot_of_all or known is None:
             return False
-        return super().handed_over(leases, known, connection.boot)
+        told = super().handed_over(leases, known, connection.boot)
+        if told:
+            self.lent.forget(leases, reservations)
+        return told
 
     def tell_uncached(self, why: str) -> None:
         self._uncached = why

@@ -51,6 +51,7 @@ from kvass.messages import (
     LookupNotes,
     LookupResult,
     Prefetch,
+    Prefetched,
     Register,
     Release,
     RequestContext,
@@ -290,9 +291,14 @@ class SchedulerClient(Endpoint):
                     reply = one.connection.requests.fetch(one.seq)
                     if isinstance(reply, Error):
                         self.refused(reply)
+                    elif isinstance(reply, Prefetched):
+                        self._promoted(one, reply.chunks)
                 except Unavailable:
                     pass
         return True
+
+    def _promoted(self, one: Prefetching, chunks: int) -> None:
+        """The daemon has the first ``chunks`` chunks of a prefetch now. Lock held."""
 
     def leave_prefetch(self, one: Prefetching) -> None:
         """Nobody waits for the answer to a prefetch. It goes on."""

@@ -9,6 +9,9 @@ Laws of this file:
 
 - Nobody waits. The agent sends what came and returns what is there; ``StepClient.wait`` polls.
 - A message is of one connection of the agent, and is dropped where another one is.
+- A step's report may be lost, with all that it said. A step that ended without one lost it, because
+  steps end in their order. Then the connection counts as lost, too, as the scheduler knows neither
+  what arrived nor what was lent. No clock decides that, so a slow step is no lost one.
 - What the scheduler learns of, a lease or a reservation, is handed over already: the agent sends
   ``HandedOver`` before it returns the answer. So the daemon keeps it until the ranks settle it,
   whatever becomes of the agent's connection. The scheduler gives it back through the node's ranks.
@@ -65,21 +68,26 @@ class RelayedGrant(Granted, tag="relayed_grant"):
 
 @dataclass
 class ToAgent:
-    """What a step brings to an agent. ``number``: of the last that had messages. ``messages``: for
-    its connection number ``epoch``. ``registration``: how the agent registers from now on; None: as
-    before."""
+    """What step ``step`` brings to an agent. ``number``: of the last step that had messages.
+    ``messages``: for its connection number ``epoch``. ``registration``: how the agent registers
+    from now on; None: as before. ``ended``: the last step whose report came or never will.
+    ``heard``: how many reports of the agent came."""
 
     number: int = 0
     epoch: int = 0
     messages: list[FromClient] = field(default_factory=list)
     registration: Register | None = None
+    step: int = 0
+    ended: int = 0
+    heard: int = 0
 
 
 @dataclass
 class FromAgent:
     """What an agent returns. ``number``: of the last ``ToAgent``. ``epoch``: the number of its
     connection; 0: it has none, because of ``failure``. ``welcome``, ``registered``: of a connection
-    that is new. ``answers``: with the time at which the agent read its clock."""
+    that is new. ``answers``: with the time at which the agent read its clock. ``count``: which of
+    the agent's reports it is, from 1 on."""
 
     number: int = 0
     epoch: int = 0
@@ -87,6 +95,7 @@ class FromAgent:
     welcome: Welcome | None = None
     registered: Register | None = None
     answers: list[tuple[FromDaemon, float]] = field(default_factory=list)
+    count: int = 0
 
 
 # ---------------------------------------------------------------- in the agent
@@ -99,8 +108,10 @@ class Relay(Reconnecting):
         super().__init__(socket, registration, daemon_uid=daemon_uid)
         self._epoch = 0
         self._answers: list[FromDaemon] = []
-        self._number = 0
+        self._number = self._step = 0
         """Of the last ``ToAgent``."""
+        self._count = self._said_in = 0
+        """How many reports there were, and the step of the last one."""
         self._told: tuple[int, int, str] | None = None
         """The number that was returned, that of the connection, and why there is none."""
         self.start()
@@ -119,11 +130,18 @@ class Relay(Reconnecting):
     def send(self, to: ToAgent) -> None:
         """Pass on what a step brought."""
         with self.lock:
-            self._number = to.number
+            self._number, self._step = to.number, to.step
+            if to.heard < self._count and self._said_in <= to.ended:
+                self._end(Unavailable("a report to the scheduler was lost"))
             if to.registration is not None:
                 self.register_as(to.registration)
             for message in to.messages:
                 self._send(message, to.epoch)
+
+    def _end(self, error: Unavailable) -> None:
+        if self.connection is not None:
+            self.lose(self.connection, error)
+        self._told = None
 
     def _send(self, message: FromClient, epoch: int) -> None:
         connection = self.connection
@@ -149,7 +167,6 @@ class Relay(Reconnecting):
         with self.lock:
             self._read(most_s if self._number != (self._told or (0,))[0] else 0.0)
             connection, answers = self.connection, self._answers
-            self._answers = []
             if connection is not None and not self._keep(connection, answers):
                 connection = None
             now_s, news, told = time.monotonic(), FromAgent(self._number), self._told
@@ -160,8 +177,12 @@ class Relay(Reconnecting):
                 news.answers = [(answer, now_s) for answer in answers]
             if connection is not None and (told is None or told[1] != news.epoch):
                 news.welcome, news.registered = connection.welcome, connection.registration
-            self._told = news.number, news.epoch, news.failure
-            return news if news.answers or self._told != told else None
+            self._answers, self._told = [], (news.number, news.epoch, news.failure)
+            if not news.answers and self._told == told:
+                return None
+            self._count, self._said_in = self._count + 1, self._step
+            news.count = self._count
+            return news
 
     def _keep(self, connection: DaemonConnection, answers: Sequence[FromDaemon]) -> bool:
         """Have the daemon keep what it lent in ``answers`` until the ranks settle it. False: the
@@ -279,9 +300,10 @@ class StepClient(SchedulerClient):
         """The registration that the agent knows."""
         self._alive = False
         """Whether the agent's connection is that of ``connection``."""
-        self._number = 0
+        self._number = self._heard = 0
+        """The last step that had messages, and how many reports of the agent came."""
         self._steps: deque[tuple[int, list[int]]] = deque()
-        """The requests of each step that has not come back, by its ``ToAgent.number``."""
+        """The steps with messages that have not come back, and the requests of each."""
 
     def start(self) -> None:
         """Nothing to do: the agent connects."""
@@ -312,17 +334,18 @@ class StepClient(SchedulerClient):
             self._boot, self.astray = connection.boot, self._alive
         super().lose(connection, error)
 
-    def outgoing(self) -> tuple[ToAgent, list[Settling]]:
-        """What the next step brings to the agent, and what all ranks of the node give back."""
+    def outgoing(self, step: int, ended: int) -> tuple[ToAgent, list[Settling]]:
+        """What step number ``step`` brings to the agent, and what all ranks of the node give back.
+        ``ended``: the last step that has ended."""
         with self.lock:
-            to, channel = ToAgent(), self._channel
+            to, channel = ToAgent(step=step, ended=ended, heard=self._heard), self._channel
             settled, self._settled = self._settled, []
             if channel is not None:
                 to.epoch, to.messages, channel.sent = channel.epoch, channel.sent, []
                 settled, channel.settled = settled + channel.settled, []
             if to.messages:
-                self._number += 1
-                self._steps.append((self._number, [one.seq for one in to.messages]))
+                self._number = step
+                self._steps.append((step, [one.seq for one in to.messages]))
             to.number = self._number
             if self._told is not self.registration:
                 if not any(isinstance(message, Register) for message in to.messages):
@@ -331,8 +354,12 @@ class StepClient(SchedulerClient):
             return to, settled
 
     def arrived(self, news: FromAgent) -> None:
-        """Take in what the agent returned."""
+        """Take in what the agent returned. If a report before it was lost, the agent, which is told
+        so, connects anew."""
         with self.lock:
+            if news.epoch and news.welcome is None and news.count != self._heard + 1:
+                return
+            self._heard = news.count
             channel, self.failure = self._channel, news.failure
             if channel is not None and channel.epoch != news.epoch:
                 assert self.connection is not None
@@ -355,6 +382,15 @@ class StepClient(SchedulerClient):
             if channel is not None:
                 channel.arrive(news.answers)
                 self._read()
+
+    def step_ended(self, ended: int) -> None:
+        """Step number ``ended`` has ended. What the agent returned in it was taken in."""
+        with self.lock:
+            if self._steps and self._steps[0][0] <= ended:
+                self._steps.clear()
+                self.failure = "a step lost what its agent said"
+                if self.connection is not None:
+                    self.lose(self.connection, Unavailable(self.failure))
 
 
 def _alike(one: Register | None, other: Register | None) -> bool:

@@ -71,32 +71,45 @@ def nodes_client(setup: EngineSetup) -> NodesClient:
     return client
 
 
-def share_out(client: NodesClient, setup: EngineSetup, work: StepWork) -> NodesWork | None:
-    """What ``work``, which was handed over, is for each node. None: the nodes are not known."""
+def share_out(client: NodesClient, setup: EngineSetup, work: SharedWork) -> None:
+    """Note in ``work``, which is not handed over yet, what of it is for each node. If this raises,
+    nothing of it may be handed over."""
+    work.nodes = None
+    if not client.others:
+        return
+    nodes = [NodeWork(ranks) for ranks in client.nodes]
+    for load in work.loads:
+        _share_load(client, nodes, load, cuts=setup.hits_whole_prompts)
+    for store in work.stores:
+        parts = client.lent.to_write(store.reservation)
+        for node, part in zip(nodes, parts, strict=False):
+            if part is not None:
+                node.stores.append(_store_of(setup, store, part))
+    work.nodes = NodesWork(client.form, setup.instance, tuple(nodes))
+
+
+def to_send(client: NodesClient, setup: EngineSetup, work: SharedWork) -> NodesWork | None:
+    """``work.nodes`` as the step brings it. Call it after the hand-over. None: the nodes are not
+    known. If nothing was handed over, or nodes were made anew since, their loads fail."""
+    shared, alone = work.nodes, not client.others
     if not client.nodes:
         return None
-    nodes = [NodeWork(ranks) for ranks in client.nodes]
-    for node, other in zip(nodes[1:], client.others, strict=True):
-        node.agent, node.settled = other.outgoing()
-    if not client.others:
-        nodes[0].loads, nodes[0].stores = work.loads, work.stores
-    else:
-        for load in work.loads:
-            _share_load(client, nodes, load)
-        for store in work.stores:
-            parts = client.lent.to_write(store.reservation)
-            for node, part in zip(nodes, parts, strict=False):
-                if part is not None:
-                    node.stores.append(_store_of(setup, store, part))
-    return NodesWork(client.form, setup.instance, tuple(nodes))
+    if shared is None or shared.form != client.form or not (work.leased() or work.stores):
+        failing = [Load(load.request, in_step=load.in_step) for load in work.loads]
+        loads, stores = (work.loads, work.stores) if alone else (failing, [])
+        nodes = [NodeWork(ranks, loads=loads, stores=stores) for ranks in client.nodes]
+        shared = NodesWork(client.form, setup.instance, tuple(nodes))
+    for node, (agent, settled) in zip(shared.nodes[1:], client.outgoing(), strict=True):
+        node.agent, node.settled = agent, [*settled, *node.settled]
+    return shared
 
 
-def _share_load(client: NodesClient, nodes: list[NodeWork], load: Load) -> None:
-    """Give each node its part of a load, or one that fails."""
+def _share_load(client: NodesClient, nodes: list[NodeWork], load: Load, *, cuts: bool) -> None:
+    """Give each node its part of a load, or one that fails. ``cuts``: as in ``_load_of``."""
     parts = client.lent.to_read(load.lease) if load.lease else ()
     for number, node in enumerate(nodes):
         rows = list(map(len, load.slots))
-        found = _load_of(load, parts[number], rows) if parts else None
+        found = _load_of(load, parts[number], rows, cuts) if parts else None
         if found is None:
             found = Load(load.request, in_step=load.in_step)
             if parts:
@@ -104,9 +117,12 @@ def _share_load(client: NodesClient, nodes: list[NodeWork], load: Load) -> None:
         node.loads.append(found)
 
 
-def _load_of(load: Load, part: NodePart, rows: list[int]) -> Load | None:
-    """The load of one node. None: it has other rows than the engine wants."""
-    slots = tuple(each.first(many) for each, many in zip(part.slots, rows, strict=False))
+def _load_of(load: Load, part: NodePart, rows: list[int], cuts: bool) -> Load | None:
+    """The load of one node. None: it has other rows than the engine wants. ``cuts``: of more rows
+    the first ones are those that it wants; else they may be others."""
+    slots = part.slots
+    if cuts:
+        slots = tuple(each.first(many) for each, many in zip(slots, rows, strict=False))
     if list(map(len, slots)) != rows:
         return None
     return replace(

@@ -6,6 +6,7 @@ Laws of this file, which each step checks:
 - A rank reads only what the key says, under a lease that its daemon has open for it.
 - All ranks get the same tokens of a load.
 - Without faults, no load that was handed over fails.
+- A lookup or a reserve whose step lost its report ends.
 - When all requests have ended, no daemon has a lease, a reservation or a pin left, long before the
   deadlines.
 """
@@ -34,7 +35,7 @@ from kvass.core.effects import Close, Effect, Event, HalfClose, Lost, Received, 
 from kvass.engine import node_rank
 from kvass.engine.boundary import Boundary
 from kvass.engine.node_rank import NodeRank
-from kvass.engine.nodes import SharedWork, share_out
+from kvass.engine.nodes import SharedWork, share_out, to_send
 from kvass.engine.step_work import Load, Store
 from kvass.errors import Unavailable
 from kvass.messages import Clear, Granted, Hello, Register, ReserveItem, Welcome
@@ -294,8 +295,8 @@ class SimRank:
 
 
 class NodesWorld:
-    """An engine of ``ranks`` ranks on ``machines`` machines. ``faults``: daemons are killed, and
-    connections are lost."""
+    """An engine of ``ranks`` ranks on ``machines`` machines. ``faults``: daemons are killed,
+    and connections and reports of steps are lost."""
 
     def __init__(self, seed: int, machines: int, ranks: int, *, faults: bool = True) -> None:
         self.random = random = Random(seed)
@@ -369,7 +370,10 @@ class NodesWorld:
             self._compute(self.steps.popleft())
         while self.reports and (self.quiet or self.random.random() < 0.7 or len(self.reports) > 2):
             with self.clock.at(0):
-                self.client.reported(self.reports.popleft())
+                if self.quiet or not self.faults or self.random.random() > 0.02:
+                    self.client.reported(self.reports[0])
+                self.reports.popleft()
+                self.client.step_ended()
 
     def _compute(self, work: SharedWork) -> None:
         news = dict[int, RankNews]()
@@ -427,6 +431,12 @@ class NodesWorld:
                 self._store(one, work)
             elif one.stored and self.random.random() < 0.3:
                 self.end(one.name)
+        setup: Any = SimpleNamespace(
+            spans=SimpleNamespace(row_blocks=lambda: (1,)),
+            instance="engine",
+            hits_whole_prompts=True,
+        )
+        share_out(client, setup, work)
         leases, reservations, boots = work.lent()
         handed = not boots or (
             len(boots) == 1 and client.handed_over(leases, reservations, boots.pop())
@@ -439,10 +449,7 @@ class NodesWorld:
                 client.abort(store.boot, store.reservation)
             work.loads = [Load(load.request) for load in work.loads]
             work.stores = []
-        setup: Any = SimpleNamespace(
-            spans=SimpleNamespace(row_blocks=lambda: (1,)), instance="engine"
-        )
-        work.nodes = share_out(client, setup, work)
+        work.nodes = to_send(client, setup, work)
         if work.nodes is None:
             work.loads, work.stores = [Load(load.request) for load in work.loads], []
         return work
@@ -513,9 +520,13 @@ class NodesWorld:
         for machine in self.machines:
             if not machine.alive:
                 machine.start()
+        for _ in range(100):
+            self.step()
+        pending = [one.name for one in self.requests.values() if one.found is None or one.reserving]
+        assert not pending, "neither a match nor a miss"
         for name in list(self.requests):
             self.end(name)
-        for _ in range(200):
+        for _ in range(100):
             self.step()
         self.clock.now += 1.5  # nodes are made anew only if nothing has changed for a while
         for _ in range(200):

@@ -30,6 +30,16 @@ class NodesEngine(StubModelEngine):
         self._tags = tags or {}
         more = {"kvass.several_machines": True, **(more or {})}
         super().__init__(daemons[0].socket, strategy=strategy, more=more, **options)
+        run = self.ranks.run
+
+        def run_and_report(work: Any, forward: bool = True) -> dict[str, Any]:
+            told = run(work, forward)
+            if (report := self.ranks.report) is not None:
+                connector = self.world.connector
+                connector._run(connector._planner, None, reported, sent(report))
+            return told
+
+        self.ranks.run = run_and_report  # type: ignore[method-assign]
 
     def _node_of(self, rank: int, name: str) -> tuple[Mapping[str, object], str]:
         node = self.where[rank]
@@ -40,13 +50,6 @@ class NodesEngine(StubModelEngine):
 
     def run_ranks(self, output: Any, work: Any) -> Any:
         return super().run_ranks(output, sent(work))
-
-    def step(self) -> Any:
-        output = super().step()
-        if (report := self.ranks.report) is not None:
-            connector = self.world.connector
-            connector._run(connector._planner, None, reported, sent(report))
-        return output
 
     def wait_connected(self) -> None:
         """Step until all nodes are found and answer."""

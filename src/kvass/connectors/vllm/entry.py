@@ -41,13 +41,14 @@ class KvassConnector(Connector):
     """
 
     def __new__(cls, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """A connector of the class that the options choose, else an instance of ``cls``. Subclasses
-        are never replaced."""
+        """A connector of the class that the options choose, else an instance of ``cls``. A subclass
+        is never replaced. On several machines it is one of ``NodesConnector``, too."""
         for option, find in CLASSES.items() if cls is KvassConnector else ():
             if asks_for(vllm_config, option):
                 return find()(vllm_config, *args, **kwargs)
-        if cls is KvassConnector and on_several_machines(vllm_config):
+        if vllm_config is not None and on_several_machines(vllm_config):
             from kvass.connectors.vllm.nodes_connector import NodesConnector
 
-            return NodesConnector(vllm_config, *args, **kwargs)
+            if not issubclass(cls, NodesConnector):
+                cls = type(cls.__name__, (cls, NodesConnector), {"__module__": cls.__module__})
         return super().__new__(cls)

@@ -15,8 +15,9 @@ from kvass.client.nodes import NodesClient, RankNews
 from kvass.connectors.vllm import rest
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.connector import Connector
+from kvass.connectors.vllm.stats import Stats
 from kvass.engine.node_rank import NodeRank
-from kvass.engine.nodes import NodesWork, SharedWork, share_out
+from kvass.engine.nodes import NodesWork, SharedWork, share_out, to_send
 from kvass.engine.planner import Planner
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import Load
@@ -55,8 +56,20 @@ class NodesConnector(Connector):
         """The step's loads and stores by node, and what agents pass on."""
         work = super().build_connector_meta(scheduler_output)
         if isinstance(work, NodesMetadata) and self._setup is not None:
-            work.nodes = self._run(self._planner, None, _share_out, self._setup, work)
+            work.nodes = self._run(self._planner, None, _to_send, self._setup, work)
         return work
+
+    def _plan(self, scheduler_output: Any, work: StepMetadata) -> None:
+        super()._plan(scheduler_output, work)
+        if isinstance(work, NodesMetadata) and self._setup is not None:
+            shared = self._run(self._planner, False, _share_out, self._setup, work)
+            if not shared:
+                self._run(self._planner, None, Planner.revoke, work)
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """As the base class. A step has ended."""
+        self._run(self._planner, None, _step_ended)
+        return super().get_kv_connector_stats()
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' reports to the planner, and what agents returned to its client."""
@@ -101,8 +114,17 @@ def _client(planner: Planner) -> NodesClient:
     return planner.client
 
 
-def _share_out(planner: Planner, setup: EngineSetup, work: NodesMetadata) -> NodesWork | None:
-    return share_out(_client(planner), setup, work)
+def _share_out(planner: Planner, setup: EngineSetup, work: NodesMetadata) -> bool:
+    share_out(_client(planner), setup, work)
+    return True
+
+
+def _to_send(planner: Planner, setup: EngineSetup, work: NodesMetadata) -> NodesWork | None:
+    return to_send(_client(planner), setup, work)
+
+
+def _step_ended(planner: Planner) -> None:
+    _client(planner).step_ended()
 
 
 def _reported(planner: Planner, news: dict[int, RankNews]) -> None:
