@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -28,6 +27,7 @@ import msgspec
 from kvass.client.connection import BOOT_BYTES
 from kvass.client.lookups import OTHER_NODE, PENDING, BlockHashes, Found, Match, Pending
 from kvass.client.node_parts import Lent, ReservingAll, together
+from kvass.client.reached import RankNews, Reached
 from kvass.client.reset import GENERATION_BYTES
 from kvass.client.scheduler import (
     Prefetching,
@@ -35,7 +35,7 @@ from kvass.client.scheduler import (
     SchedulerClient,
     SendApart,
 )
-from kvass.client.steps import FromAgent, Settling, StepClient, ToAgent
+from kvass.client.steps import Settling, StepClient, ToAgent
 from kvass.messages import (
     NO_CONTEXT,
     Granted,
@@ -45,25 +45,6 @@ from kvass.messages import (
 )
 
 ROUNDS: Final = 2
-SETTLED_S: Final = 1.0
-"""After ranks reached other daemons, how long nothing more must come of that before nodes are made
-anew: while a daemon is restarted, its ranks reach the new one at different times."""
-
-APART_STEPS: Final = 100
-"""The same in steps, before it is said that no rank uses the scheduler's daemon: ranks report only
-in steps."""
-
-
-@dataclass(frozen=True)
-class RankNews:
-    """What a rank reports. ``boot``: of the daemon that it reached last, if that is news. ``form``:
-    which nodes it knows. ``agent``: what its agent returns. ``refusal``: why its daemon refuses it,
-    if that is news; empty: it does not."""
-
-    boot: bytes = b""
-    form: int = 0
-    agent: FromAgent | None = None
-    refusal: str | None = None
 
 
 @dataclass
@@ -97,14 +78,9 @@ class NodesClient(SchedulerClient):
         daemon_uid: int | None = None,
     ) -> None:
         super().__init__(socket, registration, spare=spare, incomplete=True, daemon_uid=daemon_uid)
-        self._ranks, self._registered, self._cuts, self._spare = ranks, registered, cuts, spare
+        self._registered, self._cuts, self._spare = registered, cuts, spare
         self._tokens = tokens
-        self._boots: dict[int, bytes] = {}
-        """Which daemon each rank reached last."""
-        self._refusals: dict[int, str] = {}
-        """Why daemons refuse ranks."""
-        self._news_s, self._apart = 0.0, 0
-        """When ranks last reached another daemon, and for how many steps none has used ours."""
+        self._reached = Reached(ranks)
         self.nodes: tuple[tuple[int, ...], ...] = ()
         """The ranks of each node, the own one first; empty: not known yet."""
         self.form = 0
@@ -141,10 +117,7 @@ class NodesClient(SchedulerClient):
     def reported(self, news: Mapping[int, RankNews]) -> None:
         """Take in what ranks reported after a step."""
         for rank, one in news.items():
-            if one.boot and one.boot != self._boots.get(rank):
-                self._boots[rank], self._news_s = one.boot, time.monotonic()
-            if one.refusal is not None:
-                self._refusals[rank] = one.refusal
+            self._reached.reported(rank, one)
             if one.agent is not None and one.form == self.form:
                 for node, ranks in zip(self._others, self.nodes[1:], strict=True):
                     if rank == ranks[0]:
@@ -155,10 +128,7 @@ class NodesClient(SchedulerClient):
         """Log which node has no daemon, or is refused, and have the own daemon show it."""
         lost = [node for node in self._others if node.connection is None and node.failure]
         all_ = [f"the daemon of {node.name}: {node.failure}" for node in lost]
-        if self._apart > APART_STEPS and time.monotonic() - self._news_s > SETTLED_S:
-            all_.append("no rank uses the daemon of the scheduler")
-        all_ += [f"rank {rank}: {why}" for rank, why in sorted(self._refusals.items()) if why]
-        said = "; ".join(all_)
+        said = "; ".join(all_ + self._reached.complaints())
         if said != self._said:
             self._said = said
             if said:
@@ -168,20 +138,11 @@ class NodesClient(SchedulerClient):
     def _make_nodes(self) -> None:
         """Make the nodes, once it is known which ranks reach one daemon."""
         connection = self.connection
-        if connection is None or len(self._boots) < self._ranks:
-            return
-        of_boot = dict[bytes, list[int]]()
-        for rank in range(self._ranks):
-            of_boot.setdefault(self._boots[rank], []).append(rank)
-        own = of_boot.pop(connection.boot, None)
-        self._apart = self._apart + 1 if own is None else 0
-        if own is None:  # a daemon was restarted, and not all have noticed
-            return
-        nodes = (tuple(own), *map(tuple, of_boot.values()))
+        nodes = () if connection is None else self._reached.nodes(connection.boot)
         anew = any(node.astray for node in self._others)
-        if nodes == self.nodes and not anew:
+        if not nodes or (nodes == self.nodes and not anew):
             return
-        if self.nodes and not anew and time.monotonic() - self._news_s < SETTLED_S:
+        if self.nodes and not anew and not self._reached.settled:
             return
         there = [node for node in self._others if node.connection is not None]
         if super().resetting or any(node.resetting for node in there):  # its present client owes it
@@ -191,7 +152,7 @@ class NodesClient(SchedulerClient):
         self.nodes, self.form = nodes, self.form + 1
         self._others = tuple(map(self._client_of, nodes[1:]))
         if moves:
-            self.move(*self._registered(own))
+            self.move(*self._registered(nodes[0]))
             said = "; ".join(node.name for node in self._others) or "no other one"
             self._say(logging.INFO, f"other daemons of this engine: {said}")
 

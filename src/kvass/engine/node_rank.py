@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
-from kvass.client.nodes import RankNews
 from kvass.client.parallel import ParallelStrategy
+from kvass.client.reached import RankNews
 from kvass.client.steps import Relay, ToAgent
 from kvass.client.worker import WorkerClient
 from kvass.engine.boundary import Boundary

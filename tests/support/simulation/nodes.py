@@ -26,8 +26,9 @@ from unittest import mock
 
 from kvass.client.connection import DaemonConnection
 from kvass.client.lookups import Match, Pending
-from kvass.client.nodes import NodesClient, RankNews
+from kvass.client.nodes import NodesClient
 from kvass.client.parallel import ParallelStrategy
+from kvass.client.reached import RankNews
 from kvass.client.reconnecting import Reconnecting
 from kvass.client.steps import Relay
 from kvass.client.worker import WorkerClient

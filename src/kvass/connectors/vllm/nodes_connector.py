@@ -11,7 +11,8 @@ import weakref
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kvass.client.nodes import NodesClient, RankNews
+from kvass.client.nodes import NodesClient
+from kvass.client.reached import RankNews
 from kvass.connectors.vllm import rest
 from kvass.connectors.vllm.adapt import StepMetadata, StepReport
 from kvass.connectors.vllm.connector import Connector
