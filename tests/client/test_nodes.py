@@ -89,14 +89,20 @@ def rows(count: int) -> tuple[Slots, ...]:
 
 
 class World:
-    """A scheduler whose rank ``n`` reaches daemon ``n``."""
+    """A scheduler whose rank ``n`` reaches daemon ``n``, or ``where[n]``."""
 
-    def __init__(self, nodes: int = 2, cuts: bool = True, daemons: int | None = None) -> None:
+    def __init__(
+        self,
+        nodes: int = 2,
+        cuts: bool = True,
+        daemons: int | None = None,
+        where: Sequence[int] = (),
+    ) -> None:
         strategy = ParallelStrategy(tp=nodes)
         terms = strategy.register("engine", {"model": "tiny"}, CHUNK)
 
-        def registered(ranks: Iterable[int]) -> tuple[Register, tuple[int, ...]]:
-            here = strategy.on(ranks)
+        def registered(ranks: Iterable[int], daemons: int) -> tuple[Register, tuple[int, ...]]:
+            here = strategy.on(ranks, daemons)
             return here.register("engine", {}, CHUNK), here.readers
 
         self.client = NodesClient(
@@ -114,7 +120,8 @@ class World:
         self.leases = itertools.count(1)
         self.steps = itertools.count(1)
         self.connect_own()
-        news = {rank: RankNews(boot(min(rank, self.daemons - 1))) for rank in range(nodes)}
+        where = where or [min(rank, self.daemons - 1) for rank in range(nodes)]
+        news = {rank: RankNews(boot(daemon)) for rank, daemon in enumerate(where)}
         self.client.reported(news)
         self.client.new_step()
         if self.client.connection is None:  # it registers as a part of its node
@@ -228,12 +235,24 @@ def test_ranks_of_one_node_are_an_engine_to_its_daemon() -> None:
     (node,) = world.others
     terms = node.registration
     assert terms is not None
-    assert (terms.instance, terms.rank, terms.ranks) == ("engine, ranks 1-2 of 3", -1, 2)
+    assert (terms.rank, terms.ranks) == (-1, 2)
+    assert terms.instance == "engine, ranks 1-2 of 3, 1 more daemon"
+    own = world.client.registration
+    assert own is not None
+    assert own.instance == "engine, ranks 0 of 3, 1 more daemon"
     assert terms.identity == {
         "model": "tiny",
         "node": "ranks 1-2 of 3: tp 3, pp 1, replicas 1",
     }
     assert node.lookups.readers == (0, 1)
+
+
+def test_ranks_that_are_not_side_by_side_are_named_whole() -> None:
+    world = World(4, where=(0, 1, 2, 1))
+    one, other = world.others
+    assert (one.name, other.name) == ("ranks 1, 3 of 4", "ranks 2 of 4")
+    assert one.registration is not None
+    assert one.registration.instance == "engine, ranks 1, 3 of 4, 2 more daemons"
 
 
 def test_a_daemon_that_is_restarted_makes_no_new_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

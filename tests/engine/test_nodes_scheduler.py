@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
 from kvass.client.client import Client
@@ -94,6 +95,10 @@ def test_a_second_engine_hits_what_the_first_one_stored(
 ) -> None:
     before = [daemon.status()["rows"] for daemon in daemons]
     first, second = engine(strategy, where), engine(strategy, where)
+    for node, daemon in enumerate(daemons):
+        ranks = ParallelStrategy(tp=len(where)).on(np.flatnonzero(np.equal(where, node)), 2)
+        for one in daemon.status()["engines"]:
+            assert one["instance"].endswith(f", {ranks.node_name}, 1 more daemon")
     first.generate("a", PROMPT)
     assert [daemon.status()["rows"] for daemon in daemons] == [n + CHUNKS for n in before]
     request, found = second.load("b", PROMPT)

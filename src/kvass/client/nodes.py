@@ -61,9 +61,9 @@ class _Asked:
 
 class NodesClient(SchedulerClient):
     """``ranks``: how many the engine has. ``registered``: how the scheduler registers with the
-    daemon that these ranks reach, and which numbers they have there. ``cuts``: hits need all rows,
-    so they can be cut. ``tokens``: how many tokens so many chunks and blocks have. Other arguments
-    as those of ``SchedulerClient``."""
+    daemon that these ranks reach, one of so many, and which numbers they have there. ``cuts``: hits
+    need all rows, so they can be cut. ``tokens``: how many tokens so many chunks and blocks have.
+    Other arguments as those of ``SchedulerClient``."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class NodesClient(SchedulerClient):
         registration: Register,
         *,
         ranks: int,
-        registered: Callable[[Iterable[int]], tuple[Register, tuple[int, ...]]],
+        registered: Callable[[Iterable[int], int], tuple[Register, tuple[int, ...]]],
         cuts: bool,
         tokens: Callable[[int, int], int],
         spare: int = 0,
@@ -152,13 +152,13 @@ class NodesClient(SchedulerClient):
         self.nodes, self.form = nodes, self.form + 1
         self._others = tuple(map(self._client_of, nodes[1:]))
         if moves:
-            self.move(*self._registered(nodes[0]))
+            self.move(*self._registered(nodes[0], len(nodes)))
             said = "; ".join(node.name for node in self._others) or "no other one"
             self._say(logging.INFO, f"other daemons of this engine: {said}")
 
     def _client_of(self, ranks: tuple[int, ...]) -> StepClient:
         """The client of the node of ``ranks``, which registers with our identity and state."""
-        ours, (terms, readers) = self.registration, self._registered(ranks)
+        ours, (terms, readers) = self.registration, self._registered(ranks, len(self.nodes))
         assert ours is not None
         terms = msgspec.structs.replace(
             terms,
@@ -166,7 +166,7 @@ class NodesClient(SchedulerClient):
             generation=ours.generation,
             uncached=self._uncached,
         )
-        name = terms.instance.rpartition(", ")[2]
+        name = terms.identity["node"].partition(":")[0]
         node = StepClient(name, terms, readers=readers, spare=self._spare)
         if self._was_cleared:
             node.clear(0.0)

@@ -27,7 +27,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     ``replicas`` consecutive ranks of a tensor-parallel group hold the same bytes: 1 for a dense
     model, ``tp`` under MLA, between them for GQA with fewer KV heads than ranks. They share one
     shard; the first of them writes it, and all of them read it. ``node``: the ranks that reach the
-    daemon of this process; empty: all of them do.
+    daemon of this process; empty: all of them do. ``daemons``: how many the engine uses.
 
     Raises ``UsageError`` for sizes below 1, more than ``MAX_RANKS`` ranks, ``replicas`` that do not
     divide ``tp``, and a rank outside the world.
@@ -38,6 +38,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     replicas: int = 1
     rank: int = SCHEDULER
     node: tuple[int, ...] = ()
+    daemons: int = 1
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1 or self.ranks > MAX_RANKS:
@@ -56,10 +57,12 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     def at(self, rank: int) -> ParallelStrategy:
         return msgspec.structs.replace(self, rank=rank)
 
-    def on(self, ranks: Iterable[int]) -> ParallelStrategy:
-        """This process where ``ranks`` reach its daemon, and no others do."""
+    def on(self, ranks: Iterable[int], daemons: int) -> ParallelStrategy:
+        """This process where ``ranks`` reach its daemon, and others reach the others of
+        ``daemons``."""
         node = tuple(sorted(ranks))
-        return msgspec.structs.replace(self, node=() if len(node) == self.ranks else node)
+        node = () if len(node) == self.ranks else node
+        return msgspec.structs.replace(self, node=node, daemons=daemons)
 
     @property
     def ranks(self) -> int:
@@ -132,7 +135,8 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         if (self.rank == SCHEDULER) != (layout is None):
             raise UsageError("layout: every worker gives one and a scheduler none")
         if self.node:
-            instance = f"{instance}, {self.node_name}"
+            more = self.daemons - 1
+            instance = f"{instance}, {self.node_name}, {more} more daemon{'s' * (more > 1)}"
             identity = {**identity, "node": self._node_text}
         return Register(
             instance=instance,

@@ -66,7 +66,7 @@ class NodeRank:
             if shared.form != self._form:
                 self.close()
             self._form, self._moved = shared.form, client
-            self._copier.strategy = self._copier.strategy.on(mine.ranks)
+            self._copier.strategy = self._copier.strategy.on(mine.ranks, len(shared.nodes))
             _register(client, self._copier.strategy, shared)
         if client is not None:
             self._give_back(client, mine)

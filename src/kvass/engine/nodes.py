@@ -53,8 +53,8 @@ class SharedWork(StepWork):
 def nodes_client(setup: EngineSetup) -> NodesClient:
     """The client of an engine's scheduler whose ranks may reach several daemons."""
 
-    def registered(ranks: Iterable[int]) -> tuple[Register, tuple[int, ...]]:
-        strategy = setup.strategy.on(ranks)
+    def registered(ranks: Iterable[int], daemons: int) -> tuple[Register, tuple[int, ...]]:
+        strategy = setup.strategy.on(ranks, daemons)
         return setup.register(strategy), strategy.readers
 
     client = NodesClient(

@@ -338,8 +338,8 @@ class NodesWorld:
         return relay
 
     def _scheduler(self) -> OwnClient:
-        def registered(ranks: Any) -> Any:
-            here = self.strategy.on(ranks)
+        def registered(ranks: Any, daemons: int) -> Any:
+            here = self.strategy.on(ranks, daemons)
             return here.register("engine", {"model": "m"}, CHUNK), here.readers
 
         client = OwnClient(
