@@ -6,6 +6,7 @@ says: in float32 the sums of two ranks are those of one, to ``SAME``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,8 @@ def test_a_second_engine_finds_what_the_first_stored(
         assert (warm.local, warm.external) == (0, hit_of(tokens))
         check(judge, tokens, warm)
     assert all(status["rows"] for status in nodes.rest())
+    for engine in nodes.engines:
+        assert not re.search("(step|report).* lost", engine.log())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -139,6 +139,19 @@ def test_what_cannot_be_shared_out_fails_and_nothing_stays_lent(
     assert first.load("c", PROMPT)[1] == CHUNKS * CHUNK
 
 
+def test_a_lost_report_costs_a_hit_and_nothing_else(engine: Make, daemons: list[Daemon]) -> None:
+    first = engine(DENSE, (0, 1))
+    first.generate("a", PROMPT)
+    assert first.world.scheduler.reset_prefix_cache()
+    first.loses = 1
+    request, found = first.load("b", PROMPT)
+    assert (first.loses, found) == (0, 0)
+    until(partial(_ended, first, request), "its end")
+    until(partial(_hits, first), "hits again")
+    assert first.client.form == 2
+    until(partial(_done, first), "that nothing is owed")
+
+
 def test_more_rows_than_wanted_are_cut_only_if_the_first_ones_are_wanted() -> None:
     rows = Slots(((0,),), b"\0\0" * 5, b"".join(i.to_bytes(4, "little") for i in range(5)))
     load, part = Load("r", b"all", 7), NodePart(b"one", 8, 0.0, 9.0, (rows,))
@@ -323,4 +336,5 @@ def test_aborts_preemptions_and_clears_at_any_step_leave_nothing_behind(
                 each.step()
     for one in both:
         until(partial(_done, one), "the end of all requests, and that nothing is owed")
+        assert one.client.form == 1, "no report was lost"
     at_rest(daemons)
