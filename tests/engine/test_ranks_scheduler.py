@@ -71,8 +71,8 @@ def test_a3_every_rank_loads_what_its_shard_stored(
     a.generate("a", PROMPT)
     status = empty(daemon)
     assert status["rows"] == CHUNKS
-    page = a.rank.memory.nbytes // a.world.pool.num_gpu_blocks
-    row = strategy.world_size * (CHUNK // a.world.hash_tokens) * page
+    memory = sum(a.ranks.all[rank].memory.nbytes for rank in strategy.writers)
+    row = memory // a.world.pool.num_gpu_blocks * (CHUNK // a.world.hash_tokens)
     assert status["l1_used_bytes"] == CHUNKS * row, "one copy of each distinct shard"
     request, found = b.load("b", PROMPT)
     assert found == CHUNKS * CHUNK

@@ -67,6 +67,8 @@ class StubModelRank:
             return self.memory[at : at + size]
 
         self._find: Callable[[int, int, int], npt.NDArray[np.uint8]] = find
+        self.layers = [len(tensor.layers) for tensor in tensors]
+        """How many each group has in this rank."""
 
     @classmethod
     def over(cls, connector: Any) -> StubModelRank:
@@ -76,6 +78,7 @@ class StubModelRank:
         rank._find = lambda group, layer, block: instruments.pages_of(connector, [block], group)[
             layer
         ]
+        rank.layers = [len(plane.planes) for plane in rank.copier._planes]
         return rank
 
     def page(self, group: int, layer: int, block: int) -> npt.NDArray[np.uint8]:
@@ -324,7 +327,7 @@ class StubModelEngine:
     def _copy_blocks(self, copies: Iterable[Any]) -> None:
         """As vLLM's runner: a request that hits inside a block continues in a copy of it."""
         for one, rank in itertools.product(copies, self.ranks.all):
-            for group, (*_, layers) in enumerate(self.shapes):
+            for group, layers in enumerate(rank.layers):
                 for layer in range(layers):
                     page = rank.page(group, layer, one.src_block_id)
                     rank.page(group, layer, one.dst_block_id)[:] = page
@@ -366,11 +369,11 @@ class StubModelEngine:
         """Of a block that ends with a request's first ``upto`` tokens: each rank and layer, its
         page, and what that should hold."""
         prefix = f"{self.weights}{list(request.all_token_ids[:upto])}"
-        layers = range(self.shapes[group][3])
-        for (at, rank), layer in itertools.product(enumerate(self.ranks.all), layers):
-            page = rank.page(group, layer, block)
-            seed = hashlib.sha256(f"{rank.shard}.{group}.{layer}.{prefix}".encode()).digest()
-            yield at, layer, page, np.resize(np.frombuffer(seed, np.uint8), len(page))
+        for at, rank in enumerate(self.ranks.all):
+            for layer in range(rank.layers[group]):
+                page = rank.page(group, layer, block)
+                seed = hashlib.sha256(f"{rank.shard}.{group}.{layer}.{prefix}".encode()).digest()
+                yield at, layer, page, np.resize(np.frombuffer(seed, np.uint8), len(page))
 
     def generate(self, name: str, tokens: Iterable[int], max_tokens: int = 2) -> Any:
         """Run one request and its stores to the end; returns it."""

@@ -57,7 +57,8 @@ def make_configs(
     lora: bool = False,
     **transfer: Any,
 ) -> tuple[Any, Any]:
-    """vLLM's own and its KV cache configuration: two layers in one group of ``BLOCK`` tokens.
+    """vLLM's own and its KV cache configuration: one group of ``BLOCK`` tokens with two layers,
+    and one more in each later pipeline stage.
 
     ``strategy`` names the rank whose configuration it is (a scheduler gets that of rank 0, as in
     vLLM). ``dcp`` is the decode context parallel size. ``drafts``: how many tokens ``drafter``, a
@@ -183,12 +184,16 @@ def _cache_config(blocks: int, strategy: ParallelStrategy, dcp: int) -> Any:
 
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     page, stage = spec.page_size_bytes, max(strategy.rank, 0) // strategy.tp
-    layers = [f"layer.{2 * stage}", f"layer.{2 * stage + 1}"]
+    first = stage * (stage + 3) // 2  # each stage has a layer more than the one before it
+    layers = [f"layer.{number}" for number in range(first, first + 2 + stage)]
     caches = KVCacheConfig(
         num_blocks=blocks,
         kv_cache_tensors=[
             KVCacheTensor(
-                size=2 * blocks * page, layers=layers, layer_stride=blocks * page, block_stride=page
+                size=len(layers) * blocks * page,
+                layers=layers,
+                layer_stride=blocks * page,
+                block_stride=page,
             )
         ],
         kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
