@@ -202,6 +202,11 @@ def two_machines(config: Any, caches: Any) -> None:
     config.kv_transfer_config.kv_connector_extra_config["kvass.blend"] = "all"
 
 
+def launched_elsewhere(config: Any, caches: Any) -> None:
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    config.parallel_config.world_size = 2
+
+
 def experts_returned(config: Any, caches: Any) -> None:
     before_0_31 = config.model_config
     getattr(config, "aux_output_config", before_0_31).enable_return_routed_experts = True
@@ -225,6 +230,7 @@ def unreadable(config: Any, caches: Any) -> None:
         (prefill_split, "prefill context parallelism"),
         (too_many_ranks, "129 ranks"),
         (two_machines, "several machines"),
+        (launched_elsewhere, "external_launcher with several ranks"),
         (experts_returned, "--enable-return-routed-experts is not supported"),
         (unreadable, "reading the engine's configuration failed"),
     ],

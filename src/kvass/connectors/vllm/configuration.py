@@ -327,6 +327,9 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         yield "prefill context parallelism is not supported"
     if ranks > MAX_RANKS:
         yield f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        # Each rank has a scheduler of its own, and all of them must decide alike. A hit does not.
+        yield "external_launcher with several ranks is not supported: each has its own scheduler"
     alone = [name for name in ALONE if asks_for(vllm_config, name)]
     if alone and on_several_machines(vllm_config):
         yield f"{alone[0]} in an engine whose ranks are on several machines is not supported"

@@ -288,6 +288,7 @@ config/parallel.py
     ParallelConfig.data_parallel_size = 1
     ParallelConfig.data_parallel_size_local = 1
     ParallelConfig.decode_context_parallel_size = 1
+    ParallelConfig.distributed_executor_backend = None
     ParallelConfig.nnodes_within_dp
     ParallelConfig.pipeline_parallel_size = 1
     ParallelConfig.prefill_context_parallel_size = 1
