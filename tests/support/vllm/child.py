@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Final, TextIO
 
 import msgspec
@@ -27,6 +28,7 @@ from tests.support.vllm.process import Answer, Hooks, Prompt, SeenStep
 from tests.support.vllm.step_log import StepLog
 
 DRAIN_S: Final = 30.0
+ABORTED: Final = SimpleNamespace(token_ids=[], logprobs=[], finish_reason="abort")
 
 
 def engine_args(config: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +76,8 @@ class ChildEngine:
         self.pids: list[int] = [os.getpid()]
         if "transfer" not in config:
             self.pids = self.ranks(instruments.install)
-        named = [self.scheduler.connector, instruments.connector()] if "transfer" in config else []
+        named = [self.scheduler.connector] if "transfer" in config else []
+        named += [instruments.connector()] if named and instruments.has_connector() else []
         self.hooks_clock = instruments.HookClock(*named)
         self.probe.count_preemptions(self.scheduler)
         blends = getattr(self.scheduler, "blends", False)
@@ -198,6 +201,11 @@ class ChildEngine:
                 if output.finished:
                     made[name] = sys.maxsize
                     done[name] = (completion, took_s, hooked_s)
+            for name, prompt in zip(added, prompts, strict=False):
+                if name not in done and 0 < prompt.aborts <= steps - added[name][2]:
+                    self.engine.abort_request([name])
+                    made[name] = sys.maxsize
+                    done[name] = (ABORTED, time.monotonic() - added[name][1], 0.0)
         self.drain()
         return [self._answer(name, one[0], first, done) for name, one in added.items()]
 

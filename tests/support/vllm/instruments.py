@@ -481,6 +481,13 @@ def merged(reports: Sequence[Hooks]) -> Hooks:
     )
 
 
+def has_connector() -> bool:
+    """Whether the worker, with its half of the connector, is in this process."""
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    return bool(has_kv_transfer_group())
+
+
 def connector() -> Any:
     """The worker's half of the connector in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -490,9 +497,7 @@ def connector() -> Any:
 
 def _gpu() -> Any:
     """The mover of this rank's fake GPU; None if it has none."""
-    from vllm.distributed.kv_transfer import has_kv_transfer_group
-
-    return getattr(connector(), "mover", None) if has_kv_transfer_group() else None
+    return getattr(connector(), "mover", None) if has_connector() else None
 
 
 def _disturb_gpu() -> None:

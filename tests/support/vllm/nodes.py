@@ -54,6 +54,7 @@ class NodesEngine(EngineProcess):
         *,
         args: Mapping[str, Any] | None = None,
         others: Sequence[Path] = (),
+        variables: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> None:
         nodes = {
@@ -71,7 +72,11 @@ class NodesEngine(EngineProcess):
                 **fields,
                 "socket": sockets[node],
                 "args": {**nodes, **(args or {}), "node_rank": node},
-                "variables": {"KVASS_SOCKET": str(sockets[node]), "VLLM_HOST_IP": HOST},
+                "variables": {
+                    **(variables or {}),
+                    "KVASS_SOCKET": str(sockets[node]),
+                    "VLLM_HOST_IP": HOST,
+                },
             }
 
         for node, path in enumerate(self.logs[1:], 1):

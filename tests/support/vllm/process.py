@@ -60,6 +60,9 @@ class Prompt(msgspec.Struct, frozen=True):
     """It is added once each prompt before it has generated so many tokens, or has ended."""
     at_s: float = 0.0
     """It comes so long after the first one. Its times begin then, also if a step goes on."""
+    aborts: int = 0
+    """It is aborted after so many steps, unless it has ended; 0: never. Its answer has no tokens
+    then, and ``finish_reason`` is ``abort``."""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -1,0 +1,168 @@
+"""Real engines over two nodes, each with a daemon: pipeline stages, another connector beside ours,
+and few blocks with aborts. See ``test_nodes.py``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import pytest
+
+from kvass.testing.daemon import Daemon
+from tests.engine.conftest import ARGS, NOTHING_OWED
+from tests.engine.test_beside_another import OFFLOADING, both
+from tests.engine.test_nodes import (
+    CHUNK,
+    LARGE,
+    OPTIONS,
+    PATIENT,
+    check,
+    drawn,
+    hit_of,
+    wait_for_hits,
+)
+from tests.support.vllm.judge import Judge, apart
+from tests.support.vllm.models import TINY
+from tests.support.vllm.nodes import NodesEngine, running_daemons
+from tests.support.vllm.process import Prompt, Settings
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TOKENS: Final = 4
+ANSWER: Final = 30
+"""Tokens of answers that requests take blocks from each other for."""
+KVASS: Final[dict[str, Any]] = {
+    "kv_connector": "KvassConnector",
+    "kv_connector_module_path": "kvass.connectors.vllm",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"kvass.fixed_weights": True, **OPTIONS},
+}
+FEW_BLOCKS: Final[dict[str, Any]] = {
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 36,
+    "max_num_batched_tokens": 256,
+}
+
+
+@contextmanager
+def engine_of(
+    model: Path, folder: Path, daemons: list[Daemon], **fields: Any
+) -> Iterator[NodesEngine]:
+    """One engine over ``daemons`` that finds what it stored."""
+    sockets = [Path(daemon.socket) for daemon in daemons]
+    fields = {"options": OPTIONS, "patient": True} | fields
+    with NodesEngine(model, folder / "engine.log", sockets, **fields) as engine:
+        engine.wait_ready()
+        wait_for_hits(engine)
+        yield engine
+
+
+def at_rest(daemons: list[Daemon]) -> None:
+    for daemon in daemons:
+        daemon.wait_until(**NOTHING_OWED)
+
+
+def check_hits(engine: NodesEngine, judge: Judge, asked: list[list[int]]) -> None:
+    """Assert that prompts are found again whole, and answered right."""
+    engine.store(*(Prompt(tokens, TOKENS) for tokens in asked))
+    for tokens in asked:
+        assert engine.reset()
+        warm = engine.one(tokens, TOKENS)
+        assert (warm.local, warm.external) == (0, hit_of(tokens))
+        check(judge, tokens, warm)
+
+
+def test_a_pipeline_stage_on_each_node(model: Path, tmp_path: Path, judge: Judge) -> None:
+    """The second node has one layer, the first all others."""
+    stages = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    split = {"VLLM_PP_LAYER_PARTITION": f"{TINY.layers - 1},1"}
+    with (
+        running_daemons(tmp_path, LARGE, **PATIENT) as daemons,
+        engine_of(model, tmp_path, daemons, args={**ARGS, **stages}, variables=split) as engine,
+    ):
+        check_hits(engine, judge, drawn(8, 8))
+        at_rest(daemons)
+        tokens = drawn(9, 1)[0] + [7] * CHUNK
+        engine.store(Prompt(tokens, 1))
+        for rank in (0, 1):  # the negative control
+            assert engine.reset()
+            engine.disturb(Settings(spoil=True), rank=rank)
+            wrong = engine.one(tokens)
+            engine.disturb(Settings(), rank=rank)
+            assert wrong.external == hit_of(tokens)
+            assert apart(wrong, judge.cold(tokens)) > judge.noise()
+
+
+def test_beside_another_connector(model: Path, tmp_path: Path, judge: Judge) -> None:
+    """Behind the other one, kvass serves a new engine: only kvass outlives an engine."""
+    asked = drawn(8, 8)
+    with running_daemons(tmp_path, LARGE, **PATIENT) as daemons:
+        transfer = both(KVASS, OFFLOADING)
+        with engine_of(model, tmp_path, daemons, args=ARGS, transfer=transfer) as engine:
+            check_hits(engine, judge, asked)
+        transfer = both(OFFLOADING, KVASS)
+        with engine_of(model, tmp_path, daemons, args=ARGS, transfer=transfer) as engine:
+            for tokens in asked:
+                warm = engine.one(tokens, TOKENS)
+                assert warm.cached >= hit_of(tokens), "offloading may have a block more"
+                check(judge, tokens, warm)
+        at_rest(daemons)
+
+
+@contextmanager
+def stalling(daemon: Daemon) -> Iterator[None]:
+    """A daemon that stands still for some ms again and again, so that answers are late."""
+    over = threading.Event()
+
+    def stall() -> None:
+        rng = Random(1)
+        while not over.wait(rng.uniform(0.02, 0.1)):
+            daemon.suspend()
+            over.wait(rng.uniform(0.005, 0.05))
+            daemon.resume()
+
+    thread = threading.Thread(target=stall)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_preemptions_and_aborts_while_lookups_are_under_way(
+    model: Path, tmp_path: Path, judge: Judge
+) -> None:
+    rng, hits, ended = Random(4), 0, {"length": 0, "abort": 0}
+    with (
+        running_daemons(tmp_path, LARGE) as daemons,
+        engine_of(model, tmp_path, daemons, args=FEW_BLOCKS, patient=False) as engine,
+    ):
+        asked = drawn(5, 12, most=400)
+        engine.reset_hooks()
+        with stalling(daemons[1]):
+            for _ in range(12):
+                prompts = [
+                    Prompt(
+                        tokens,
+                        ANSWER,
+                        at_s=rng.uniform(0, 0.2),
+                        aborts=rng.choice([0, 0, rng.randint(1, 20)]),
+                    )
+                    for tokens in rng.sample(asked, 8)
+                ]
+                prompts.sort(key=lambda prompt: prompt.at_s)
+                for prompt, answer in zip(prompts, engine.generate(*prompts), strict=True):
+                    ended[answer.finish_reason or ""] += 1
+                    if answer.finish_reason == "length":
+                        check(judge, prompt.tokens, answer)
+                        hits += answer.external > 0
+                assert engine.reset(), "no block is held"
+        preemptions = engine.hooks().preemptions
+        at_rest(daemons)
+        assert min(*ended.values(), hits, preemptions) > 0
+        wait_for_hits(engine)
