@@ -26,6 +26,7 @@ From the root of the repository, with what ``make setup`` installs:
     python -m bench.short_hits              hits of 32 to 2,048 tokens against computing
                                             them; --table in short, with two more figures
     python -m bench.waves                   16 hits at once, in engines with room for six
+    python -m bench.nodes                   a hit of an engine on two machines, against one
     python -m bench.blend_quality           the worst case of blend; a small trained model
 
 Each prints a table, or with ``--json`` one object. The exit status is 1 if any byte loaded differed

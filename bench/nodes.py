@@ -31,6 +31,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final
@@ -53,6 +54,12 @@ WARM_UP: Final = 3
 TRIES: Final = 20
 OPTIONS: Final = {"kvass.skip_slow_loads": False}
 PAIRS: Final = (("two", "one"), ("two", "machine"), ("one", "machine"))
+
+
+def _stored(socket: str) -> bool:
+    """Whether nothing is being written."""
+    with Client(socket) as client:
+        return not client.status(PATIENCE_S)["reservations"]
 
 
 class Bench:
@@ -82,8 +89,7 @@ class Bench:
             seen, new = (words_of_tiny(size + NEW, (kind, self._prompts)) for kind in ("s", "n"))
             engine.one(seen[:size], 1)
             for socket in sockets:
-                with Client(socket) as client:
-                    wait_for(lambda c=client: not c.status(PATIENCE_S)["reservations"], "stores")
+                wait_for(partial(_stored, socket), "stores")
             if not engine.reset():
                 raise Unavailable("vLLM's own cache could not be emptied")
             hit, own = engine.one(seen, 2), engine.one(seen, 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import agents, blend, blend_engine, engine, short_hits, short_hits_table
+from bench import agents, blend, blend_engine, engine, nodes, short_hits, short_hits_table
 from bench.peers import __main__ as peers
 from bench.peers import engines
 from tests.support.vllm.models import TINY
@@ -42,6 +42,13 @@ def test_short_hits(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "decoding: at worst " in printed
     assert "| a hit of 6,011 tokens against vLLM's own | 1.05 |" in printed
+
+
+def test_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nodes.main(["--rounds", "2", "--sizes", "64", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["64"]["two"]["hit_ms"][1] > 0
+    assert nodes.markdown(figures).count("| 64 |") == 6
 
 
 def test_agents(capsys: pytest.CaptureFixture[str]) -> None:

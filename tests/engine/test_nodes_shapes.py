@@ -54,9 +54,9 @@ def engine_of(
 ) -> Iterator[NodesEngine]:
     """One engine over ``daemons`` that finds what it stored."""
     sockets = [Path(daemon.socket) for daemon in daemons]
-    fields = {"options": OPTIONS, "patient": True} | fields
-    with NodesEngine(model, folder / "engine.log", sockets, **fields) as engine:
-        engine.wait_ready()
+    fields = {"options": OPTIONS, "patient": True, **fields}
+    engine = NodesEngine(model, folder / "engine.log", sockets, **fields)
+    with engine.wait_ready():
         wait_for_hits(engine)
         yield engine
 
