@@ -18,7 +18,7 @@ from kvass.errors import Unavailable
 from kvass.layout.copy_plan import CopyPlan
 from kvass.transfer.base import Done, Job
 from kvass.transfer.batch import Kind, Stagings
-from kvass.transfer.device_mover import DeviceMover
+from kvass.transfer.device_mover import BATCH_BYTES, DeviceMover
 
 Plans = tuple[CopyPlan, ...]
 HALVES: Final = (0, 1)
@@ -28,10 +28,16 @@ class Rig:
     """One prompt of ``tokens`` tokens, in a block table to store from and one to load into; an
     arena, in shared memory as the daemon's is, with room for it twice: its *halves*.
 
-    ``stagings``: stages for its mover; None: those that an engine would choose."""
+    ``stagings``: stages for its mover; None: those that an engine would choose. ``batch_bytes``: as
+    for ``DeviceMover``."""
 
     def __init__(
-        self, device: Device, geometry: Geometry, tokens: int, stagings: Stagings | None = None
+        self,
+        device: Device,
+        geometry: Geometry,
+        tokens: int,
+        stagings: Stagings | None = None,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self.device, self.geometry = device, geometry
         blocks = geometry.blocks(tokens, 2)
@@ -47,7 +53,9 @@ class Rig:
         self.arena = shared_memory(2 * half)
         if stagings is None:
             stagings = device.stagings(self.region, self.planes)
-        self.mover = DeviceMover(device.runtime, [self.region], self.planes, stagings=stagings)
+        self.mover = DeviceMover(
+            device.runtime, [self.region], self.planes, batch_bytes=batch_bytes, stagings=stagings
+        )
 
     def close(self) -> None:
         """Copies first, then memory."""

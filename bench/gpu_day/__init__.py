@@ -12,9 +12,11 @@ A GPU is at hand now and then, for half an hour, on a machine that has little mo
 
 ``--help`` has the table of the stages (``stages.py``). One process runs them, and engines live on
 from stage to stage. It is killed, and begun anew, when a stage takes longer than its minutes or
-fails. Stages that fit no more, or whose packages are missing, are skipped, and a line says so. Each
-figure is in ``--out`` as soon as it is there, also when the machine goes back in the middle. A
-second run adds to the same file.
+fails. Stages that fit no more, or whose packages are missing, are skipped, and a line says so. If
+vLLM's model runner V2 runs no engine, V1 runs all. With less memory models are smaller
+(``sizes.py``). Each figure is in ``--out`` as soon as it is there, also when the machine goes back
+in the middle. A second run adds to the same file. A page begins with what the figures decide, by
+rules that were written before (``decisions.py``).
 
 A figure that is ``false`` is a fault: the stage is ``wrong``, and so is the exit status. What the
 names of figures mean stands at the top of each stage's file; times are medians over rounds.

@@ -25,7 +25,9 @@ from typing import Any, Final
 
 import msgspec
 
+from bench.gpu_day.day import last_words
 from bench.gpu_day.scene import MODELS, PATIENCE_S, Scene
+from bench.gpu_day.sizes import SMALL_CACHE
 from bench.gpu_day.stages import Note
 from kvass.errors import Unavailable
 from tests.support.vllm import hybrid_models
@@ -52,21 +54,18 @@ OWED: Final = {"leases": 0, "reservations": 0, "pins": 0, "quarantined_bytes": 0
 def twins(scene: Scene, note: Note) -> None:
     """Stage c."""
     for name, (blueprint, args, needed) in TWINS.items():
-        if scene.smoke and needed:
-            continue  # of one model: the code is the same
         memory = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
         args = DTYPE | {"max_model_len": 4096, "block_size": scene.sizes.block} | args
-        args |= {} if scene.smoke else memory
+        args |= SMALL_CACHE if scene.smoke else memory
         args = {key: value for key, value in args.items() if value is not None}
         model = build(MODELS, blueprint())
         for more in (args, args | needed):
             try:
                 with scene.start(name, model, more, gpu=scene.smoke) as engine:
-                    _compare(scene, note, name, engine.wait_ready())
+                    _compare(scene, note, name, scene.ready(engine))
                 break
             except EngineDied as died:
-                line = str(died).splitlines()[-1][:300]
-                note(**{f"{name}_default": line})
+                note(**{f"{name}_default": last_words(died)})
                 if more == args | needed:
                     raise
 

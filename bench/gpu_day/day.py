@@ -1,12 +1,14 @@
 """The file of a day: what the card is, and of each stage its state and its figures.
 
-Law of this file: at every instant the file is whole, and has all figures that were noted.
+Law of this file: at every instant the file is whole, and has all figures that were noted. Of one
+that was cut on its way from the machine, what came through is read (``salvaged``).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import time
@@ -16,10 +18,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvass._version import __version__
+from kvass.cli.bench.rig import say
 from kvass.errors import ConfigError
 
 BAD: Final = ("running", "failed", "cut", "wrong")
 """``running`` is a stage during which the machine went back."""
+
+
+NAMED: Final = re.compile(r"(^|[\s.])\w*[Ee]rror\b.*: ?\S|: error:")
 
 
 class Day:
@@ -31,8 +37,7 @@ class Day:
 
     def read(self) -> dict[str, Any]:
         """All of it; an empty day if there is no file."""
-        found: dict[str, Any] = {"stages": {}}
-        return json.loads(self._path.read_text()) if self._path.exists() else found
+        return read_day(self._path) if self._path.exists() else {"stages": {}}
 
     def about(self, facts: dict[str, str]) -> None:
         """What the card is. Raises ConfigError if the file is of another one, or another day."""
@@ -71,6 +76,40 @@ class Day:
         os.replace(new, self._path)
 
 
+def read_day(path: Path) -> dict[str, Any]:
+    """The day in a file, also in one that was cut. Raises ConfigError if there is nothing in it."""
+    text = path.read_text(errors="replace")
+    try:
+        day = json.loads(text)
+    except ValueError:
+        day = salvaged(text)
+        say(f"{path} is damaged; it has {', '.join(day.get('stages', ())) or 'nothing'}")
+    if not isinstance(day, dict) or not isinstance(day.setdefault("stages", {}), dict):
+        raise ConfigError(f"{path} is no file of a day")
+    for one in day["stages"].values():
+        one.setdefault("state", "running")  # it ended there
+    return day
+
+
+def salvaged(text: str) -> dict[str, Any]:
+    """The longest beginning of ``text``, a JSON object of a line per value, that can be closed."""
+    lines = text.splitlines()
+    if lines and not lines[-1].endswith((",", "{", "[", "}", "]")):
+        lines.pop()  # a number may lack its last digits
+    while lines:
+        ends = ""
+        for line in map(str.strip, lines):
+            if line.endswith(("{", "[")):
+                ends = ("}" if line.endswith("{") else "]") + ends
+            elif line.rstrip(",") in ("}", "]"):
+                ends = ends[1:]
+        with suppress(ValueError):
+            found = json.loads("\n".join(lines).rstrip().removesuffix(",") + ends)
+            return found if isinstance(found, dict) else {}
+        lines.pop()
+    return {}
+
+
 def facts(smoke: bool) -> dict[str, str]:
     """What a figure depends on: the card and what drives it. torch is not imported."""
     card, driver = ("none: a fake", "-") if smoke else _card()
@@ -80,6 +119,13 @@ def facts(smoke: bool) -> dict[str, str]:
     found = {"card": card, "driver": driver, "cuda": str(cuda)}
     found |= {name: _version(name) for name in ("torch", "vllm")}
     return found | {"kvass": __version__, "date": time.strftime("%Y-%m-%d")}
+
+
+def last_words(error: BaseException) -> str:
+    """The line of an error that says most: of the end of a log the last one that names an error."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    named = [line for line in lines if NAMED.search(line)]
+    return (named or lines)[-1].strip()[:300]
 
 
 def _card() -> tuple[str, str]:
@@ -104,6 +150,7 @@ def _version(name: str) -> str:
 
 def page(days: list[dict[str, Any]]) -> str:
     """The Markdown of several days and cards, a column each. Files of one day and card are one."""
+    from bench.gpu_day.decisions import decisions
     from bench.gpu_day.stages import STAGES
 
     columns: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -112,10 +159,15 @@ def page(days: list[dict[str, Any]]) -> str:
         same = columns.setdefault(tuple(day.get(n, "") for n in about), day | {"stages": {}})
         same["stages"] |= day["stages"]
     found = list(columns.values())
+    if not found:
+        return "# What a GPU said\n\nNothing.\n"
     names = ("card", "date", "runner")
     heads = [", ".join(filter(None, (day.get(name) for name in names))) for day in found]
     rows = {name: [str(day.get(name, "")) for day in found] for name in about}
     parts = ["# What a GPU said", _table("", heads, rows)]
+    answers = [decisions(day["stages"]) for day in found]
+    rows = {question: [one[question] for one in answers] for question in answers[0]}
+    parts += ["## What it decides", _table("", heads, rows)]
     subjects = {one.name: f"{one.subject} ({one.letter})" for one in STAGES}
     for name in dict.fromkeys([*subjects, *(n for day in found for n in day["stages"])]):
         stages = [day["stages"].get(name, {}) for day in found]

@@ -1,18 +1,24 @@
 """What hits are worth in vLLM engines, and what stores cost: stages b, f and h.
 
 ``kvass``; ``blocks``: with ``kvass.kv_layout`` "blocks"; ``native``: vLLM's own offloading with as
-much host memory; ``native_in_step``: with ``sync_load_budget_bytes`` (vLLM 0.33). The engines take
-turns, and each round has other prompts. Figures of ``N`` tokens:
+much host memory; ``native_in_step``: with ``sync_load_budget_bytes`` (vLLM 0.33). An engine that
+does not start costs its own figures only (``X_did_not_start``). ``short``: of a model whose pages
+have 8 KiB; ``short_staged``: the same with ``kvass.gpu_stages``. The engines take turns, and each
+round has other prompts. Figures of ``N`` tokens:
 
 - ``N_..._cold_ms``: to the first token, nobody has seen it. ``N_..._local_ms``: at once again, from
   vLLM's own cache. ``N_..._hit_ms``: after that was emptied, from host memory. ``N_..._found``: the
-  fewest tokens of the prompt that a hit found. ``N_..._vs_native``: the ratio of hits.
+  fewest tokens of the prompt that a hit found. ``N_..._vs_native``, ``N_..._vs_short``: the ratio
+  of hits.
 - ``crowd_N_...``: the same of many at once. ``_last_ms``, ``_mean_ms``: of their first tokens.
   ``_steps``: of the engine, until the last first token.
-- ``short_N_...``: N seen tokens and 16 new ones, ``idle`` or while others are ``decoding``.
-  ``in_step`` waits for each copy inside the step (``in_step_connector.py``), however long it is.
+- ``small_N_...``: N seen tokens and 16 new ones, ``idle`` or while others are ``decoding``:
+  ``_computed_ms``, without a hit; ``_local_ms``, ``_hit_ms`` as above; ``_vs_computed``: the ratio
+  of the hit and computing. ``plain`` loads in the background, ``in_step`` waits for each copy
+  inside the step (``in_step_connector.py``), both however long it is.
 - ``tpot_..._ms``: time per token of a batch that decodes: ``alone``; while new prompts are
-  ``computed`` and not stored; while they are ``stored``, too.
+  ``computed`` and not stored; while they are ``stored``, too. ``short_tpot_...``: of ``short``.
+- ``stage_log``: what ``short_staged`` measured at its start, and chose.
 - ``two_..._alone_ms``, ``two_..._both_ms``: the last first token of hits, of one engine and at once
   with the other one. ``two_found``: what ``second`` found of prompts of ``kvass``. ``two_equal``:
   the share of first tokens that were those of computing; kernels round otherwise, so not all are.
@@ -22,6 +28,7 @@ turns, and each round has other prompts. Figures of ``N`` tokens:
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
@@ -37,6 +44,8 @@ BESIDE: Final = {"idle": 0, "decoding": 3}
 JOINS: Final = 6
 """The measured request comes when others have generated so many tokens."""
 UNSTORED: Final[dict[str, Any]] = {"max_offload_tokens": 0}
+UNLOADED: Final[dict[str, Any]] = {"max_load_tokens": 0, **UNSTORED}
+MEASURED: Final = re.compile(r"(?:stores|loads) of .* KiB pieces: .*|short pieces .*")
 Times = defaultdict[str, list[float]]
 
 
@@ -46,14 +55,26 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def hits(scene: Scene, note: Note) -> None:
     """Stage b."""
-    engines = scene.engines(*scene.sizes.kinds)
+    engines = scene.those_that_start(*scene.sizes.kinds)
     for length in scene.sizes.lengths:
-        _idle(scene, note, engines, length)
+        _idle(scene, note, engines, length, "native")
     for length in scene.sizes.crowds:
         _crowd(scene, note, engines, length)
 
 
-def _idle(scene: Scene, note: Note, engines: dict[str, EngineProcess], length: int) -> None:
+def staged(scene: Scene, note: Note) -> None:
+    """Stage a: stages for short pieces, in engines."""
+    engines = scene.engines("short", "short_staged")
+    note(stage_log="; ".join(MEASURED.findall(engines["short_staged"].log())))
+    for length in scene.sizes.short_lengths:
+        _idle(scene, note, engines, length, "short")
+    _crowd(scene, note, engines, scene.sizes.short_lengths[0])
+    _decode(scene, note, engines)
+
+
+def _idle(
+    scene: Scene, note: Note, engines: dict[str, EngineProcess], length: int, against: str
+) -> None:
     times, found, same = Times(list), dict.fromkeys(engines, length), True
     for number in range(scene.sizes.rounds):
         for name in rotated(list(engines), number):
@@ -65,10 +86,11 @@ def _idle(scene: Scene, note: Note, engines: dict[str, EngineProcess], length: i
             for what, answer in (("cold", cold), ("local", local), ("hit", hit)):
                 times[f"{length}_{name}_{what}_ms"].append(1000 * answer.first_token_s)
     figures = medians(times)
-    native = figures[f"{length}_native_hit_ms"]
     for name in engines:
         figures[f"{length}_{name}_found"] = found[name]
-        figures[f"{length}_{name}_vs_native"] = figures[f"{length}_{name}_hit_ms"] / native
+        if against in engines:
+            ratio = figures[f"{length}_{name}_hit_ms"] / figures[f"{length}_{against}_hit_ms"]
+            figures[f"{length}_{name}_vs_{against}"] = ratio
     note(**figures, **{f"{length}_same_tokens": same})
 
 
@@ -97,15 +119,17 @@ def _prompts(scene: Scene, length: int, seed: object) -> list[Prompt]:
 
 def in_step(scene: Scene, note: Note) -> None:
     """Stage b: small hits."""
-    engines = scene.engines("kvass", "in_step")
+    engines = scene.engines("plain", "in_step")
     engines["in_step"].load_in_steps(at_most=0)
-    for size in scene.sizes.short:
+    for size in scene.sizes.small:
         times, same = Times(list), True
         for number in range(scene.sizes.rounds):
             for beside, others in BESIDE.items():
                 for name in rotated(list(engines), number):
-                    at, engine = f"short_{size}_{beside}_{name}", engines[name]
+                    at, engine = f"small_{size}_{beside}_{name}", engines[name]
                     prompt = scene.words(size + NEW, (at, number))
+                    computed = _beside(scene, engine, prompt, others, UNLOADED)
+                    scene.empty(engine)
                     engine.one(prompt[:size], 1)
                     local = _beside(scene, engine, prompt, others)
                     scene.stored()
@@ -113,47 +137,68 @@ def in_step(scene: Scene, note: Note) -> None:
                     hit = _beside(scene, engine, prompt, others)
                     alike = not others and hit.cached == local.cached
                     same = same and (hit.tokens == local.tokens or not alike)
-                    times[f"{at}_ms"].append(1000 * hit.first_token_s)
-                    times[f"{at}_local_ms"].append(1000 * local.first_token_s)
+                    for what, one in (("computed", computed), ("local", local), ("hit", hit)):
+                        times[f"{at}_{what}_ms"].append(1000 * one.first_token_s)
+                    ratio = hit.first_token_s / computed.first_token_s
+                    times[f"{at}_vs_computed"].append(ratio)
                     times[f"{at}_steps"].append(hit.first_token_steps)
                     times[f"{at}_found"].append(hit.external)
-        note(**medians(times), **{f"short_{size}_same_tokens": same})
+        note(**medians(times), **{f"small_{size}_same_tokens": same})
 
 
-def _beside(scene: Scene, engine: EngineProcess, prompt: list[int], others: int) -> Answer:
+def _beside(
+    scene: Scene,
+    engine: EngineProcess,
+    prompt: list[int],
+    others: int,
+    params: dict[str, Any] = UNSTORED,
+) -> Answer:
     """Its answer, while others generate tokens. Neither is stored."""
     answer = JOINS + NEW
     decoders = [Prompt(scene.words(64, n), answer, params=UNSTORED) for n in range(others)]
-    return engine.generate(*decoders, Prompt(prompt, 4, joins=JOINS, params=UNSTORED))[-1]
+    return engine.generate(*decoders, Prompt(prompt, 4, joins=JOINS, params=params))[-1]
 
 
 def decode(scene: Scene, note: Note) -> None:
     """Stage f."""
-    sizes, engine = scene.sizes, scene.engines("kvass")["kvass"]
-    times = Times(list)
+    _decode(scene, note, scene.engines("kvass"))
+
+
+def _decode(scene: Scene, note: Note, engines: dict[str, EngineProcess]) -> None:
+    sizes, times = scene.sizes, Times(list)
+    at = {name: "tpot" if name == "kvass" else f"{name}_tpot" for name in engines}
     for number in range(sizes.rounds):
         for mode in rotated(["alone", "computed", "stored"], number):
-            params = UNSTORED if mode == "computed" else None
-            old = [
-                Prompt(scene.words(64, (mode, number, n)), sizes.answer, params=UNSTORED)
-                for n in range(sizes.decoders)
-            ]
-            new = [
-                Prompt(
-                    scene.words(sizes.newcomer, ("new", mode, number, n)),
-                    1,
-                    joins=(n + 1) * sizes.answer // (sizes.decoders + 1),
-                    params=params,
-                )
-                for n in range(sizes.decoders * (mode != "alone"))
-            ]
-            for answer in engine.generate(*old, *new)[: len(old)]:
-                took_s = answer.total_s - answer.first_token_s
-                times[f"tpot_{mode}_ms"].append(1000 * took_s / (sizes.answer - 1))
-            scene.stored()
+            for name in rotated(list(engines), number):
+                seed = (name, mode, number)
+                times[f"{at[name]}_{mode}_ms"] += _per_token(scene, engines[name], mode, seed)
     figures = medians(times)
-    ratio = figures["tpot_stored_ms"] / figures["tpot_computed_ms"]
-    note(**figures, tpot_stored_vs_computed=ratio)
+    for one in at.values():
+        ratio = figures[f"{one}_stored_ms"] / figures[f"{one}_computed_ms"]
+        figures[f"{one}_stored_vs_computed"] = ratio
+    note(**figures)
+
+
+def _per_token(scene: Scene, engine: EngineProcess, mode: str, seed: object) -> list[float]:
+    """Milliseconds, of each request that decodes."""
+    sizes = scene.sizes
+    params = UNSTORED if mode == "computed" else None
+    old = [
+        Prompt(scene.words(64, (seed, n)), sizes.answer, params=UNSTORED)
+        for n in range(sizes.decoders)
+    ]
+    new = [
+        Prompt(
+            scene.words(sizes.newcomer, ("new", seed, n)),
+            1,
+            joins=(n + 1) * sizes.answer // (sizes.decoders + 1),
+            params=params,
+        )
+        for n in range(sizes.decoders * (mode != "alone"))
+    ]
+    answers = engine.generate(*old, *new)[: len(old)]
+    scene.stored()
+    return [1000 * (one.total_s - one.first_token_s) / (sizes.answer - 1) for one in answers]
 
 
 def two(scene: Scene, note: Note) -> None:

@@ -21,10 +21,12 @@ from statistics import median
 from typing import Any, Final
 
 from bench.geometries import geometry
-from bench.gpu import Sizes, measure_gpu
+from bench.gpu import NEED_BYTES, Sizes, measure_gpu
+from bench.gpu.gil import measure_gil
 from bench.gpu.stages import measure_stages
 from bench.gpu.torch_device import open_device
 from bench.gpu_day.scene import MODELS, Scene
+from bench.gpu_day.sizes import FULL_TOKENS
 from bench.gpu_day.stages import Note
 from kvass._version import TESTED_SGLANG
 from kvass.errors import ConfigError
@@ -64,10 +66,12 @@ def copies(scene: Scene, note: Note) -> None:
         from tests.bench.fake_gpu import FakeDevice
 
         tiny = replace(geometry("gpt_oss"), chunk_tokens=32)
-        sizes = Sizes(geometries=(tiny,), tokens=64, gemm=tiny, pin_bytes=1 << 20)
+        sizes = Sizes(geometries=(tiny,), tokens=scene.sizes.tokens, gemm=tiny, pin_bytes=1 << 20)
         note(**measure_gpu(FakeDevice(), 1, sizes, note))
     else:
-        note(**measure_gpu(open_device(), scene.sizes.rounds, note=note))
+        tokens = scene.sizes.tokens
+        needed = Sizes(tokens=tokens, need_bytes=NEED_BYTES // (FULL_TOKENS // tokens))
+        note(**measure_gpu(open_device(), scene.sizes.rounds, needed, note))
 
 
 def short(scene: Scene, note: Note) -> None:
@@ -76,9 +80,21 @@ def short(scene: Scene, note: Note) -> None:
         from tests.bench.fake_gpu import FakeDevice
 
         tiny = replace(geometry("gpt_oss"), chunk_tokens=32)
-        measure_stages(FakeDevice(), 1, (tiny,), 64, 1, note)
+        measure_stages(FakeDevice(), 1, (tiny,), scene.sizes.tokens, 1, note)
     else:
-        measure_stages(open_device(), scene.sizes.rounds, note=note)
+        rounds, tokens = scene.sizes.rounds, scene.sizes.tokens
+        measure_stages(open_device(), rounds, tokens=tokens, note=note)
+
+
+def gil(scene: Scene, note: Note) -> None:
+    """A load in pieces, and in one."""
+    if scene.smoke:
+        from tests.support.gpu.paced_gpu import PacedDevice
+
+        paced: Any = PacedDevice()
+        note(**measure_gil(paced, 3))
+    else:
+        note(**measure_gil(open_device(), 4 * scene.sizes.rounds))
 
 
 # ---------------------------------------------------------------- transformers

@@ -1,7 +1,10 @@
-"""What the stages share: a model of random weights, a daemon, and engines that live on.
+"""What the stages share: models of random weights, a daemon, and engines that live on.
 
-Engines are of one model and one runner. On a GPU there are at most ``MOST`` at a time. In a smoke
-run the model is tiny, pages are on a fake GPU, and engines are forked.
+Engines are of one runner, and of one model, but for those of ``SHORT``. On a GPU there are at most
+``Sizes.most`` at a time. In a smoke run models are tiny, pages are on a fake GPU, engines are
+forked, and engines that differ in what no fake shows are one (``SAME``).
+
+If V2 runs no engine here, V1 runs all of them from then on: a figure of the stage says why.
 """
 
 from __future__ import annotations
@@ -10,113 +13,43 @@ import json
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Self
 
-import msgspec
-
-from kvass.errors import Unavailable
+from bench.gpu_day.day import last_words
+from bench.gpu_day.sizes import SMOKE, Sizes
+from bench.gpu_day.stages import Note
+from kvass.errors import ConfigError, Unavailable
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.support.template import Template
-from tests.support.vllm.models import TINY, Shape, build, config_of, tensors_of
-from tests.support.vllm.process import ENVIRONMENT, Answer, EngineProcess
+from tests.support.vllm.models import Shape, build, config_of, tensors_of
+from tests.support.vllm.process import ENVIRONMENT, Answer, EngineDied, EngineProcess
 
 MODELS: Final = Path(__file__).parents[2] / ".cache" / "models"
-SHAPE: Final = Shape(
-    vocab=32_000,
-    hidden=3072,
-    intermediate=8192,
-    layers=28,
-    heads=24,
-    kv_heads=8,
-    head_dim=128,
-    max_tokens=65_536,
-)
-"""Llama-3.2-3B, but for its vocabulary: 112 KiB of KV per token."""
-GIB: Final = 1 << 30
-ARGS: Final[dict[str, Any]] = {
-    "dtype": "bfloat16",
-    "block_size": 16,
-    "max_model_len": 34_000,
-    "max_num_batched_tokens": 8192,
-    "max_num_seqs": 16,
-    "gpu_memory_utilization": 0.05,
-    "kv_cache_memory_bytes": 6 * GIB,
-    "enforce_eager": False,
-    "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
-    },
-}
-MOST: Final = 4
-"""Of 14 GiB each."""
+SHORT: Final = ("short", "short_staged")
+SAME: Final = {"short": "kvass", "plain": "kvass", "second": "short_staged"}
+ALWAYS: Final = {"kvass.skip_slow_loads": False}
+"""Load also where computing is faster: to measure it."""
 PATIENCE_S: Final = 60.0
-
-
-class Sizes(msgspec.Struct, frozen=True):
-    """How much of it: on a GPU. ``crowd`` requests at once, each of ``crowds`` tokens: of the last
-    ones the engine's cache does not hold all. Lengths are a multiple of the block and one more: all
-    find as much, and compute one token."""
-
-    shape: Shape = SHAPE
-    block: int = 16
-    args: dict[str, Any] = msgspec.field(default_factory=lambda: ARGS)
-    host_bytes: int = 16 * GIB
-    rounds: int = 5
-    warm_up: tuple[int, ...] = (3000, 9000)
-    verified: int = 18
-    kinds: tuple[str, ...] = ("kvass", "blocks", "native", "native_in_step")
-    lengths: tuple[int, ...] = (513, 2049, 8193, 32_001)
-    usual: int = 2049
-    crowd: int = 16
-    crowds: tuple[int, ...] = (513, 2049, 4001)
-    short: tuple[int, ...] = (32, 128, 512, 2048)
-    decoders: int = 8
-    answer: int = 200
-    newcomer: int = 4001
-    sample: int = 8
-
-
-SMOKE: Final = Sizes(
-    shape=TINY,
-    block=32,
-    args={
-        "block_size": 32,
-        "max_model_len": 1536,
-        "max_num_batched_tokens": 512,
-        "num_gpu_blocks_override": 64,
-    },
-    host_bytes=128 << 20,
-    rounds=1,
-    warm_up=(),
-    verified=18,
-    kinds=("kvass", "native"),
-    lengths=(513,),
-    usual=513,
-    crowd=4,
-    crowds=(257, 705),
-    short=(64,),
-    decoders=2,
-    answer=24,
-    newcomer=257,
-    sample=2,
-)
 
 
 class Scene:
     """Used by one process, in ``folder``. ``forks``: where a template is, or is to be. ``runner``:
     of all stages, if it is given."""
 
-    def __init__(self, folder: Path, smoke: bool, forks: str, runner: str) -> None:
+    def __init__(
+        self, folder: Path, smoke: bool, forks: str, runner: str, sizes: Sizes | None = None
+    ) -> None:
         self.folder, self.smoke, self.runner = folder, smoke, runner
-        self.sizes = SMOKE if smoke else Sizes()
+        self.sizes = sizes or (SMOKE if smoke else Sizes())
         self._ending = ExitStack()
         self._engines: dict[str, EngineProcess] = {}
         self._runner = ""
+        self._came_up = False
+        self._note: Note = _nowhere
         if smoke:
             environment = {**os.environ, **ENVIRONMENT, "TORCHDYNAMO_DISABLE": "1"}
             place = Path(forks or folder / "forks")
@@ -129,21 +62,40 @@ class Scene:
         self.kill_engines()
         self._ending.close()
 
-    def begin(self, runner: str) -> None:
-        """A stage begins, of this runner of vLLM. On a CPU there is one for all."""
-        if not self.smoke and runner != self._runner:
+    def begin(self, runner: str, note: Note) -> None:
+        """A stage begins, of this runner of vLLM."""
+        self._note, runner = note, self.runner or runner
+        if runner != self._runner:
             self.kill_engines()
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = self._runner = runner
+            self._came_up = False
+
+    def gives_up_v2(self, why: str) -> bool:
+        """Whether V2 was to run, and ran no engine yet. Then V1 runs from now on."""
+        if self._runner != "1" or self._came_up or self.runner:
+            return False
+        self._note(v2_refused=why)
+        self.runner = "0"
+        self.begin("0", self._note)
+        return True
 
     @cached_property
     def model(self) -> Path:
         """The model's folder."""
+        return self._made("model", self.sizes.shape)
+
+    @cached_property
+    def short_model(self) -> Path:
+        """That of ``SHORT``."""
+        return self._made("short-model", self.sizes.short_shape)
+
+    def _made(self, name: str, shape: Shape) -> Path:
         if self.smoke:
-            return build(MODELS, self.sizes.shape)
-        folder = self.folder / "model"
+            return build(MODELS, shape)
+        folder = self.folder / name
         if not folder.exists():  # else an earlier process of this run has made it
-            scratch = self.folder / f"model.{os.getpid()}"
-            write_model(scratch, self.sizes.shape)
+            scratch = self.folder / f"{name}.{os.getpid()}"
+            write_model(scratch, shape)
             scratch.rename(folder)
         return folder
 
@@ -161,17 +113,55 @@ class Scene:
     # ------------------------------------------------------------ engines
 
     def engines(self, *kinds: str) -> dict[str, EngineProcess]:
-        """Engines of these kinds; those that are new start at once, and are warmed up."""
-        new = [kind for kind in kinds if kind not in self._engines]
-        others = [kind for kind in self._engines if kind not in kinds]
-        for kind in others[: max(0, len(self._engines) + len(new) - MOST)]:
-            if not self.smoke:
-                self.kill(kind)
-        for kind in new:
-            self._engines[kind] = self._start(kind)
-        for kind in new:
-            self._warm_up(self._engines[kind].wait_ready(), kind)
-        return {kind: self._engines[kind] for kind in kinds}
+        """Engines of these kinds; those that are new start at once, and are warmed up. Raises
+        ConfigError if so many do not fit, EngineDied if one does not start."""
+        found = self._up(kinds)
+        for died in found.values():
+            if isinstance(died, EngineDied):
+                raise died
+        return {kind: one for kind, one in found.items() if isinstance(one, EngineProcess)}
+
+    def those_that_start(self, *kinds: str) -> dict[str, EngineProcess]:
+        """The same, of as many as fit, without those that do not start: a figure says why. The
+        first one must."""
+        found = self._up(kinds[: max(1, self.sizes.most)])
+        for kind, one in found.items():
+            if isinstance(one, EngineDied):
+                if kind == kinds[0]:
+                    raise one
+                self._note(**{f"{kind}_did_not_start": last_words(one)})
+        return {kind: one for kind, one in found.items() if isinstance(one, EngineProcess)}
+
+    def _up(self, kinds: Sequence[str]) -> dict[str, EngineProcess | EngineDied]:
+        if len(kinds) > self.sizes.most:
+            raise ConfigError(f"{len(kinds)} engines do not fit: room for {self.sizes.most}")
+        names = {kind: SAME.get(kind, kind) if self.smoke else kind for kind in kinds}
+        new = [name for name in dict.fromkeys(names.values()) if name not in self._engines]
+        others = [name for name in self._engines if name not in names.values()]
+        for name in others[: max(0, len(self._engines) + len(new) - self.sizes.most)]:
+            self.kill(name)
+        died = dict[str, EngineDied]()
+        for name in new:
+            self._engines[name] = self._start(name)
+            if self.smoke and not self._came_up:  # V2 refuses on a CPU: once is enough
+                self.ready(self._engines[name])
+        for name in new:
+            try:
+                self._warm_up(self.ready(self._engines[name]), name)
+            except EngineDied as one:
+                died[name] = one
+                self.kill(name)
+        return {kind: died.get(name) or self._engines[name] for kind, name in names.items()}
+
+    def ready(self, engine: EngineProcess) -> EngineProcess:
+        """Wait until it is up, and known to the daemon if it uses that. Raises EngineDied."""
+        engine.wait_ready()
+        if engine.uses_kvass:
+            engine.wait_connected(PATIENCE_S)
+        if not self._came_up:
+            self._came_up = True
+            self._note(runner=f"V{1 + int(self._runner)}")
+        return engine
 
     def kill(self, kind: str) -> None:
         """``kill -9`` an engine."""
@@ -193,7 +183,7 @@ class Scene:
     @property
     def _options(self) -> dict[str, Any]:
         """What a tiny model computes is never slower than its load."""
-        return {"kvass.skip_slow_loads": False} if self.smoke else {}
+        return dict(ALWAYS) if self.smoke else {}
 
     def _start(self, kind: str) -> EngineProcess:
         more: dict[str, Any] = {"gpu": self.smoke and kind != "shadow"}
@@ -202,13 +192,20 @@ class Scene:
                 more["transfer"] = self._native(in_step=kind == "native_in_step")
             case "in_step":
                 more["module"] = "bench.gpu_day.in_step_connector"
+                more["options"] = ALWAYS
+            case "plain" | "short":
+                more["options"] = ALWAYS
+            case "short_staged":
+                more["options"] = {**ALWAYS, "kvass.gpu_stages": True}
+                more["variables"] = {"VLLM_LOGGING_LEVEL": "INFO"}  # it says what it measured
             case "blocks":
                 more["options"] = {"kvass.kv_layout": "blocks"}
             case "shadow":
                 more["options"] = {"kvass.shadow": True}
             case "sampled":
                 more["options"] = {"kvass.verify": self.sizes.sample}
-        return self.start(kind, self.model, self.sizes.args, **more)
+        model = self.short_model if kind in SHORT else self.model
+        return self.start(kind, model, self.sizes.args, **more)
 
     def _native(self, *, in_step: bool) -> dict[str, Any]:
         """vLLM's own offloading, with as much host memory. ``in_step``: it loads up to 16 MiB
@@ -276,3 +273,7 @@ def write_model(folder: Path, shape: Shape) -> None:
     }
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     torch.cuda.empty_cache()
+
+
+def _nowhere(**figures: Any) -> None:
+    """Before a stage begins."""

@@ -15,14 +15,19 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Final
 
-from bench.gpu_day.day import Day
+import msgspec
+
+from bench.gpu_day.day import Day, last_words
 from bench.gpu_day.scene import Scene
+from bench.gpu_day.sizes import Sizes
 from bench.gpu_day.stages import Stage
 from kvass.errors import ConfigError
+from tests.support.vllm.process import EngineDied
 
 ROOT: Final = Path(__file__).parents[2]
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
@@ -43,24 +48,37 @@ class Worker:
             start_new_session=True,
         )
 
-    def run(self, stage: str, limit_s: float) -> tuple[str, str]:
-        """Its state, and why it is so. After another one than ``ended_well`` kill this worker."""
+    def give(self, stage: str) -> bool:
+        """Begin a stage. False: this process has ended."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(f"{stage}\n".encode())
+            stdin.flush()
+        except BrokenPipeError:
+            return False
+        return self._process.poll() is None
+
+    def ended(self, limit_s: float) -> tuple[str, str]:
+        """The stage's state, and why it is so. After another one than ``ended_well`` kill this
+        worker."""
         process = self._process
-        assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(f"{stage}\n".encode())
-        process.stdin.flush()
         if not select.select([process.stdout], [], [], limit_s)[0]:
             return "cut", f"it took longer than {limit_s:g} s"
-        if not (line := process.stdout.readline()):
+        if not (line := process.stdout.readline()).endswith(b"\n"):
             return "failed", "its process ended: see the log"
         state, why = json.loads(line)
         return state, why
 
     def kill(self) -> None:
         """With all processes that it started."""
-        os.killpg(self._process.pid, signal.SIGKILL)  # its leader is not reaped yet
+        with suppress(ProcessLookupError):  # none of them is left
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        with suppress(BrokenPipeError):  # a stage that it did not read
+            assert self._process.stdin is not None
+            self._process.stdin.close()
 
     def close(self) -> None:
         """In good order, by force after a minute."""
@@ -87,14 +105,19 @@ def run_stage(stage: Stage, scene: Scene, day: Day) -> tuple[str, str]:
 
     began_s = time.monotonic()
     try:
-        scene.begin(scene.runner or stage.runner)
-        stage.run(scene, note)
+        scene.begin(stage.runner, note)
+        try:
+            stage.run(scene, note)
+        except EngineDied as died:
+            if not scene.gives_up_v2(last_words(died)):
+                raise
+            stage.run(scene, note)
         ended = ("wrong", ", ".join(faults)) if faults else ("done", "")
     except ConfigError as missing:
         ended = "skipped", str(missing)
     except Exception as error:  # noqa: BLE001 - whatever a GPU brings, the other stages shall run
         traceback.print_exc()
-        ended = "failed", (str(error).strip() or repr(error)).splitlines()[-1][:300]
+        ended = "failed", last_words(error)
     day.end(stage.name, *ended, time.monotonic() - began_s)
     return ended
 
@@ -107,8 +130,9 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     stages = {one.name: one for one in import_module(config["table"]).STAGES}
     day = Day(Path(config["out"]))
-    runner = config["runner"]
-    with Scene(Path(config["folder"]), config["smoke"], config["forks"], runner) as scene:
+    terms = config["smoke"], config["forks"], config["runner"]
+    sizes = msgspec.convert(config["sizes"], Sizes | None)
+    with Scene(Path(config["folder"]), *terms, sizes) as scene:
         for line in sys.stdin:
             wire.write(json.dumps(run_stage(stages[line.strip()], scene, day)) + "\n")
 

@@ -16,12 +16,14 @@ from bench import gpu
 from bench.geometries import geometry
 from bench.gpu import Sizes, measure_gpu, torch_device
 from bench.gpu.costs import measure_gemm
+from bench.gpu.gil import measure_gil
 from bench.gpu.rig import Rig
 from bench.gpu.stages import measure_stages
 from bench.gpu.torch_copies import TensorCopies
 from kvass.errors import ConfigError, Unavailable
 from kvass.transfer.batch import Kind
 from tests.bench.fake_gpu import FakeDevice, Spoiling
+from tests.support.gpu.paced_gpu import PacedDevice
 
 TINY = tuple(replace(geometry(name), chunk_tokens=32) for name in ("gpt_oss", "gpt_oss_blocks"))
 TOKENS = 128
@@ -68,6 +70,19 @@ def _rounds(device: FakeDevice) -> bool:
     same = gpu.measure_rounds(rig, device.plain(rig.bytes), 1)[1]
     rig.close()
     return same
+
+
+def test_loads_are_measured_in_few_calls_and_in_many() -> None:
+    """64 MiB are one call as shipped; they were four."""
+    device: Any = PacedDevice()
+    figures = measure_gil(device, 1)
+    names = {
+        f"gil_{how}_{batches}" for how in ("idle", "busy") for batches in (1, 4, 16, "shipped")
+    }
+    ratios = {f"{name}_vs_1" for name in names if not name.endswith("_1")}
+    assert set(figures) == {"gil_wait_ms", *(f"{name}_ms" for name in names), *ratios}
+    one_store_and_two_rounds = 1 + 2 * 2
+    assert device.runtime.calls == one_store_and_two_rounds * (1 + 4 + 16 + 1)
 
 
 @pytest.mark.parametrize("kind", ["store", "load"])

@@ -12,9 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bench.gpu_day import __main__ as gpu_day
-from bench.gpu_day.day import Day, page
+from bench.gpu_day import carry
+from bench.gpu_day.day import Day, page, read_day
+from bench.gpu_day.decisions import decisions
+from bench.gpu_day.sizes import (
+    ENGINE_HOST,
+    LARGE,
+    POOLS,
+    Room,
+    engine_bytes,
+    fitting,
+    place,
+)
 from bench.gpu_day.stages import STAGES
 from tests.bench import gpu_day_stages
 from tests.support.waiting import eventually
@@ -45,7 +57,8 @@ def test_the_table_has_all_that_only_a_gpu_can_tell() -> None:
 def test_a_stage_that_goes_wrong_costs_itself_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    names = [one.name for one in gpu_day_stages.STAGES if one.name != "waits"]
+    names = [one.name for one in gpu_day_stages.STAGES]
+    names = names[: names.index("waits")]
     status, stages = run(tmp_path / "day.json", *names)
     assert {name: one["state"] for name, one in stages.items()} == {
         "first": "done",
@@ -59,7 +72,10 @@ def test_a_stage_that_goes_wrong_costs_itself_alone(
         "needy": "skipped",
     }
     assert status == 1
-    assert stages["hangs"]["figures"] == stages["fails"]["figures"] == {"noted": 1}
+    assert stages["fails"]["figures"] == {"noted": 1}
+    assert stages["hangs"]["figures"]["noted"] == 1
+    child = stages["hangs"]["figures"]["child"]
+    assert eventually(lambda: not Path(f"/proc/{child}").exists()), "what it started ends with it"
     assert stages["fails"]["why"] == "a fault of the stage"
     assert stages["wrong"]["why"] == "same_tokens"
     assert "no_such_package not installed" in stages["needy"]["why"]
@@ -68,6 +84,41 @@ def test_a_stage_that_goes_wrong_costs_itself_alone(
     said = capfd.readouterr().err
     assert "long: skipped, it may take 60 minutes, and " in said
     assert not any(Path(f"/proc/{one}").exists() for one in processes)
+
+
+def test_an_engine_that_dies_costs_its_stage_alone(tmp_path: Path) -> None:
+    """And so does a process that dies between two stages."""
+    _, stages = run(tmp_path / "day.json", "dies_later", "engine_dies", "first")
+    states = {name: one["state"] for name, one in stages.items()}
+    assert states == {"first": "done", "dies_later": "done", "engine_dies": "failed"}
+    assert "ended; the end of its log" in stages["engine_dies"]["why"]
+
+
+@pytest.mark.parametrize("first", ["refused", "v2_hangs"])
+def test_where_v2_runs_no_engine_v1_runs_all(first: str, tmp_path: Path) -> None:
+    """It is refused, or it hangs; and no stage is run twice with one runner."""
+    _, stages = run(tmp_path / "day.json", first, "then", "then_v1")
+    assert stages["then"]["state"] == "done"
+    assert stages["then"]["figures"] == {"ran": "V1"}
+    assert stages["then_v1"]["state"] == "skipped"
+    assert stages["then_v1"]["why"] == "then had the same runner"
+    figures = stages[first]["figures"]
+    ended = stages[first]["state"], figures.get("ran"), "v2_refused" in figures
+    assert ended == {"refused": ("done", "V1", True), "v2_hangs": ("cut", None, False)}[first]
+
+
+def test_without_vllm_the_stages_that_need_it_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_day, "find_spec", lambda name: None if name == "vllm" else name)
+    out, names = tmp_path / "day.json", [one.name for one in STAGES if "vllm" in one.needs]
+    flags = [flag for name in names for flag in ("--only", name)]
+    assert gpu_day.main(["--smoke", "--out", str(out), *flags]) == 1
+    stages = json.loads(out.read_text())["stages"]
+    assert {one["why"] for one in stages.values()} == {"vllm not installed"}
+    assert {"tests", "copies", "short", "gil"} == {
+        one.name for one in STAGES if "vllm" not in one.needs and one.letter in "-ab"
+    } - {"tests_v1"}
 
 
 def test_one_that_went_well_is_the_exit_status_and_a_second_run_adds_to_the_file(
@@ -110,6 +161,45 @@ ONE = {"card": "NVIDIA H200", "driver": "580", "date": "2026-12-01", "vllm": "0.
 OTHER = ONE | {"card": "NVIDIA H100", "date": "2026-12-02"}
 
 
+def test_of_a_file_that_was_cut_what_came_through_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it was cut. The next run adds to it."""
+    whole, cut = tmp_path / "day.json", tmp_path / "cut.json"
+    day = Day(whole)
+    day.about(ONE)
+    for name in ("copies", "hits", "two"):
+        day.begin(name)
+        day.note(name, {"ratio": {"llama": 0.5, "gpt": 0.25}, "words": "a [b] {c", "list": [1, 2]})
+        day.end(name, "done", seconds=1.0)
+    text = whole.read_text()
+    known = [0]
+    for at in range(1, len(text), 5):
+        cut.write_text(text[:at])
+        found = read_day(cut)
+        assert {**ONE, **found}.keys() == day.read().keys()
+        for name, one in found["stages"].items():
+            assert _within(one | {"state": "done"}, day.read()["stages"][name])
+        known.append(sum(len(one.get("figures", ())) for one in found["stages"].values()))
+    assert known == sorted(known), "no cut costs more than what comes after it"
+    assert known[-1] == 9
+    cut.write_text(text[: text.index('"two"')])
+    Day(cut).begin("two")
+    assert list(Day(cut).read()["stages"]) == ["copies", "hits", "two"]
+    empty = tmp_path / "empty.json"
+    empty.write_text("[1]")
+    assert gpu_day.main(["--page", str(empty), str(cut)]) == 1
+    said = capsys.readouterr()
+    assert "empty.json is no file of a day" in said.err
+    assert "| ratio llama | 0.5 |" in said.out
+
+
+def _within(part: Any, whole: Any) -> bool:
+    if isinstance(part, dict):
+        return all(name in whole and _within(one, whole[name]) for name, one in part.items())
+    return bool(part == whole or (isinstance(part, list) and part == whole[: len(part)]))
+
+
 def stage_of(state: str = "done", **figures: Any) -> dict[str, Any]:
     return {"state": state, "why": "", "seconds": 3.0, "figures": figures}
 
@@ -137,15 +227,101 @@ def test_a_page_has_a_column_for_each_day_and_card(
     )
 
 
+def day_of_stages(staged_store: float, tpot: float = 10.0, **more: Any) -> dict[str, Any]:
+    """Figures as of an H200, where stages of stores are so fast."""
+    ratios = {"store_vs_pinned": (0.16, staged_store), "load_vs_pinned": (0.44, 0.9)}
+    short: dict[str, Any] = {"bytes_equal": True}
+    for name, pair in (ratios | {"both_vs_one": (1.03, 1.8)}).items():
+        for how, value in zip(("plain", "staged"), pair, strict=True):
+            short[f"gpu_{how}_{name}"] = {"llama": value}
+    engine: dict[str, Any] = {
+        "stage_log": "they go through a stage",
+        "2049_short_staged_vs_short": 0.8,
+    }
+    engine |= {"short_tpot_stored_ms": 10.0, "short_staged_tpot_stored_ms": tpot, **more}
+    return {"short": stage_of(**short), "staged": stage_of(**engine)}
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        (
+            day_of_stages(0.95),
+            "on: llama: store 0.16 -> 0.95, load 0.44 -> 0.90, both 1.03 -> 1.80",
+        ),
+        (day_of_stages(0.5), "a goal is not met"),
+        (day_of_stages(0.95, tpot=12.0), "off: "),
+        (day_of_stages(0.95, **{"513_short_staged_vs_short": 1.2}), "off: "),
+        (day_of_stages(0.95, **{"513_same_tokens": False}), "off: bytes or tokens differ"),
+        (day_of_stages(0.95, stage_log=""), "did not say"),
+        ({**day_of_stages(0.95), "staged": {}}, "unknown: stage `staged` has no figures"),
+        ({}, "unknown: stage `short` has no figures"),
+    ],
+)
+def test_a_page_says_what_the_figures_decide(stages: dict[str, Any], says: str) -> None:
+    answer = decisions(stages)["`kvass.gpu_stages` on by default"]
+    assert says in answer
+    assert answer.replace("|", "/") in page([ONE | {"stages": stages}])
+
+
+def test_small_hits_are_decided_by_the_shortest_and_the_longest() -> None:
+    figures: dict[str, Any] = {
+        f"small_{size}_{beside}_{name}_vs_computed": ratio
+        for size in (32, 128, 512, 2048)
+        for beside in ("idle", "decoding")
+        for name, ratio in (("plain", 1.2), ("in_step", 0.9))
+    }
+    question = "small hits inside the step on a GPU"
+    assert decisions({"in_step": stage_of(**figures)})[question].startswith("on: 32 idle: 1.20")
+    slower = figures | {"small_512_decoding_in_step_vs_computed": 1.01}
+    assert decisions({"in_step": stage_of(**slower)})[question].startswith("off: ")
+    ignored = figures | {"small_128_idle_in_step_vs_computed": 2.0}
+    assert decisions({"in_step": stage_of(**ignored)})[question].startswith("on: ")
+
+
 def test_what_to_carry_is_listed_and_must_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, fits = gpu_day.what_to_carry(tmp_path)
+    text, fits = carry.what_to_carry(tmp_path)
     assert fits, "the tree alone"
-    assert "msgspec" in text
+    for need in ("msgspec", "hypothesis", "Python >=3.11", "GPU memory", "/dev/shm", "C compiler"):
+        assert need in text
     (tmp_path / "vllm.whl").write_bytes(b"")
-    os.truncate(tmp_path / "vllm.whl", gpu_day.MOST_BYTES)
-    text, fits = gpu_day.what_to_carry(tmp_path)
+    os.truncate(tmp_path / "vllm.whl", carry.MOST_BYTES)
+    text, fits = carry.what_to_carry(tmp_path)
     assert not fits
     assert "  64.0 MiB  " in text
     assert "TOO MUCH" in text
+
+
+GIB = 1 << 30
+FULL = Room(gpu=140 * GIB, host=120 * GIB, shm=60 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("room", "large", "most", "l1", "tokens"),
+    [
+        (FULL, True, 4, 16, 4096),
+        (replace(FULL, gpu=None), True, 4, 16, 4096),
+        (replace(FULL, gpu=30 * GIB), True, 2, 16, 4096),
+        (replace(FULL, gpu=24 * GIB), False, 3, 16, 4096),
+        (replace(FULL, gpu=4 * GIB), False, 0, 16, 1024),
+        (replace(FULL, host=32 * GIB), True, 4, 4, 4096),
+        (replace(FULL, host=12 * GIB), True, 2, 1, 4096),
+    ],
+)
+def test_a_machine_with_less_does_less(
+    room: Room, large: bool, most: int, l1: int, tokens: int
+) -> None:
+    """And never more than it has."""
+    sizes = fitting(room)
+    found = sizes.shape == LARGE, sizes.most, sizes.host_bytes, sizes.tokens
+    assert found == (large, most, l1 * GIB, tokens)
+    cache = sizes.args["kv_cache_memory_bytes"]
+    assert most * engine_bytes(sizes.shape, cache) <= (room.gpu or 140 * GIB)
+    assert POOLS * sizes.host_bytes + most * ENGINE_HOST <= room.host
+
+
+def test_models_go_into_memory_if_they_fit() -> None:
+    assert place(FULL, "/tmp") == "/dev/shm"
+    assert place(replace(FULL, shm=64 << 20), "/tmp") == "/tmp", "as in a container by default"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.gpu_day import __main__ as gpu_day
+from bench.gpu_day.decisions import decisions
+from bench.gpu_day.sizes import SMOKE
 from bench.gpu_day.stages import STAGES
 from tests import side_by_side
 
@@ -19,7 +21,7 @@ ELSEWHERE = {"sglang": "skipped"}
 def test_all_stages_run_on_a_cpu(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     forks = side_by_side.folder(request.config) / "vllm.sock"
     out = tmp_path / "day.json"
-    flags = ["--smoke", "--minutes", "10", "--forks", str(forks), "--out", str(out)]
+    flags = ["--smoke", "--minutes", "14", "--forks", str(forks), "--out", str(out)]
     status = gpu_day.main(flags)
     stages = json.loads(out.read_text())["stages"]
     expected = {one.name: "done" for one in STAGES if one.runner == "1"} | ELSEWHERE
@@ -27,7 +29,16 @@ def test_all_stages_run_on_a_cpu(tmp_path: Path, request: pytest.FixtureRequest)
     assert {name: state for name, (state, _) in why.items()} == expected, why
     assert status == 0
     figures = {name: one["figures"] for name, one in stages.items()}
-    assert figures["hits"]["513_kvass_found"] == figures["two"]["two_found"] == 512
-    assert figures["in_step"]["short_64_idle_in_step_steps"] == 1, "the mover of a device waited"
+    hits = figures["hits"]
+    assert {hits[f"513_{kind}_found"] for kind in SMOKE.kinds} == {512}, "all kinds start here"
+    assert "513_blocks_vs_native" in hits
+    assert ("v2_refused" in hits) == (hits["runner"] == "V1"), "V2 is tried, and V1 follows"
+    assert figures["in_step"]["small_64_idle_in_step_steps"] == 1, "the mover of a device waited"
+    assert figures["in_step"]["small_64_idle_plain_vs_computed"] > 0
+    assert "stores of 32 KiB pieces" in figures["staged"]["stage_log"]
+    assert figures["twins"]["states_loaded"] > 0
     assert figures["shadow"]["flip_jobs"] > 0
     assert figures["kills"]["engine_equal"] == 6
+    assert figures["two"]["two_found"] == 512
+    undecided = [why for why in decisions(stages).values() if why.startswith("unknown")]
+    assert not undecided, "no rule lacks a figure"

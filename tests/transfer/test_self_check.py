@@ -10,30 +10,14 @@ import pytest
 
 from kvass.layout.copy_plan import plan_copy
 from kvass.layout.describe import GroupPlanes, Plane
-from kvass.transfer.base import Job, U8Array
+from kvass.transfer.base import Job
 from kvass.transfer.batch import Batch
 from kvass.transfer.descriptors import KERNEL_BELOW
 from kvass.transfer.device import Event, Fault, Stream
 from kvass.transfer.device_mover import DeviceMover
-from kvass.transfer.self_check import NO_KERNEL, NO_PINS, SCRATCH_BYTES, self_check
+from kvass.transfer.self_check import NO_KERNEL, NO_PINS, self_check
 from tests.support.gpu.fake_gpu import FakeGpu
-
-
-class FakeScratch:
-    """Memory of a fake device; writing it takes the device a while."""
-
-    def __init__(self, fake: FakeGpu) -> None:
-        self._fake = fake
-        self.region, self._memory = fake.allocate(SCRATCH_BYTES)
-
-    def write(self, data: U8Array) -> None:
-        copy = data.copy()
-        for _ in range(50):
-            self._fake.queue(lambda: None)
-        self._fake.queue(lambda: np.copyto(self._memory, copy))
-
-    def read(self) -> U8Array:
-        return self._memory.copy()  # as it is: what is over must be there
+from tests.support.gpu.fake_scratch import FakeScratch
 
 
 class Device(FakeGpu):

@@ -20,9 +20,9 @@ from kvass.transfer.device import Fault, Stream
 from kvass.transfer.self_check import NO_KERNEL
 from kvass.transfer.staging import STAGES, choose_stagings, shortest
 from tests.support.gpu.fake_gpu import FakeGpu
+from tests.support.gpu.fake_scratch import FakeScratch
 from tests.support.gpu.stepped_mover import SteppedMover
 from tests.support.gpu.timed_gpu import CALL_S, COPY_BYTES_S, TimedGpu
-from tests.transfer.test_self_check import FakeScratch
 
 KIB = 1024
 SMALL = staging.STAGE_BYTES // 4

@@ -33,7 +33,8 @@ from kvass.transfer.descriptors import KERNEL_BELOW, HowToCopy, job_batches
 from kvass.transfer.device import DeviceRuntime, Event, Fault, Stream
 from kvass.transfer.pins import WINDOW_BYTES, Pins
 
-BATCH_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 64 << 20
+"""After each batch that it gives, the copy thread waits for the GIL, up to 5 ms."""
 FLYING_BYTES: Final = 256 << 20
 """In flight in one direction: enough for the 5 ms that another thread may hold the GIL."""
 POLL_S: Final = 100e-6

@@ -18,11 +18,13 @@ from typing import Final, Literal
 from kvass.layout.describe import GroupPlanes
 from kvass.transfer.base import Done, Job, U8Array
 from kvass.transfer.batch import Kind, Stage, Staging, Stagings
-from kvass.transfer.descriptors import plan_runs
+from kvass.transfer.descriptors import KERNEL_BELOW, plan_runs
 from kvass.transfer.device import Event, Fault, Stream
 from kvass.transfer.device_mover import NO_STAGES, DeviceMover
+from kvass.transfer.staging import choose_stagings
 from tests.support.gpu.fake_device import meet
 from tests.support.gpu.fake_gpu import FakeGpu
+from tests.support.gpu.fake_scratch import FakeScratch
 
 NOISE: Final = 0x3D
 """A small float: attention multiplies masked values with 0, and a NaN would stay a NaN."""
@@ -73,9 +75,15 @@ class EngineFake(FakeGpu):
 
 
 class EngineMover(DeviceMover):
-    """A mover for ``regions``, host memory that is treated as device memory."""
+    """A mover for ``regions``, host memory that is treated as device memory. ``stages``: whether it
+    has stages; None: every other one has."""
 
-    def __init__(self, regions: Sequence[U8Array], planes: Sequence[GroupPlanes]) -> None:
+    def __init__(
+        self,
+        regions: Sequence[U8Array],
+        planes: Sequence[GroupPlanes],
+        stages: bool | None = None,
+    ) -> None:
         number = next(_seeds)
         self.fake = EngineFake(number)
         self._memory = [self.fake.adopt(region) for region in regions]
@@ -87,13 +95,21 @@ class EngineMover(DeviceMover):
             planes,
             window=1 << 20,
             batch_bytes=50_000,
-            stagings=self._stagings(number),
+            stagings=self._stagings(number % 2 > 0 if stages is None else stages),
         )
 
-    def _stagings(self, number: int) -> Stagings:
-        """Every other mover has small stages, for any number of runs."""
+    def try_stages(self) -> None:
+        """The trial of ``kvass.gpu_stages``, on these pages."""
+        groups = tuple(self._planes.values())
+        with self.fake.engine_thread():
+            choose_stagings(
+                self.fake, self._memory, groups, KERNEL_BELOW, lambda: FakeScratch(self.fake)
+            )
+
+    def _stagings(self, some: bool) -> Stagings:
+        """Small ones, for any number of runs."""
         self.fake.few = self.fake.fewest_staged = 1
-        opened = [self.fake.open_stage(STAGE_BYTES) for _ in range(4 * (number % 2))]
+        opened = [self.fake.open_stage(STAGE_BYTES) for _ in range(4 * some)]
         stages = tuple(one for one in opened if isinstance(one, Stage))
         if not stages:
             return NO_STAGES

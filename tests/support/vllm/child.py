@@ -97,6 +97,11 @@ class ChildEngine:
         results: list[Any] = rpc(call, args=args)
         return results
 
+    def connected(self) -> bool:
+        """Whether the scheduler and all ranks are registered with the daemon."""
+        planner = self.scheduler.connector._planner
+        return planner.client.connected and all(self.ranks(instruments.connected))
+
     def load_in_steps(self, always: bool, own_recovery: bool, at_most: int) -> None:
         """See ``EngineProcess.load_in_steps``."""
         planner = self.scheduler.connector._planner
@@ -337,6 +342,8 @@ def serve(engine: ChildEngine, commands: TextIO, answer: Callable[[object], None
                 answer(None)
             case "steps":
                 answer(msgspec.to_builtins(engine.steps()))
+            case "connected":
+                answer(engine.connected())
             case "hooks":
                 answer(msgspec.to_builtins(engine.hooks()))
             case "reset_hooks":

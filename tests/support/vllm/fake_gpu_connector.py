@@ -5,6 +5,7 @@ Only the mover differs. vLLM's pages stay in host memory. Wrong use of the devic
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kvass.connectors.vllm import blend_connector, configuration, connector
@@ -13,9 +14,13 @@ from kvass.engine.memory import KVMemory
 from tests.support.gpu.engine_mover import EngineMover
 
 
-def open_mover(memory: KVMemory, pins: bool = True) -> EngineMover:
-    """A mover that treats these pages as device memory."""
-    return EngineMover(memory.regions, memory.planes)
+def open_mover(memory: KVMemory, pins: bool = True, stages: bool = False) -> EngineMover:
+    """A mover that treats these pages as device memory. With ``stages`` it has them, after the
+    trial of ``kvass.gpu_stages``, whatever that found: speeds of a fake say nothing."""
+    mover = EngineMover(memory.regions, memory.planes, stages=stages or None)
+    if stages:
+        mover.try_stages()
+    return mover
 
 
 class KvassConnector(connector.Connector):
@@ -28,7 +33,9 @@ class KvassConnector(connector.Connector):
         return made
 
     def _make_copier(self, setup: configuration.VllmSetup, vllm_config: Any, *_: Any) -> Copier:
-        return super()._make_copier(setup, vllm_config, open_mover)
+        return super()._make_copier(
+            setup, vllm_config, partial(open_mover, stages=setup.gpu_stages)
+        )
 
     @property
     def mover(self) -> EngineMover | None:

@@ -405,6 +405,11 @@ def _make_late(mover: Any) -> None:
     mover.copy_now = late
 
 
+def connected(worker: Any) -> bool:
+    """Whether this rank is registered with its daemon."""
+    return bool(connector()._copier._client.connected)
+
+
 def in_step(worker: Any) -> int:
     """How many loads this rank has copied inside steps."""
     return _here.in_step

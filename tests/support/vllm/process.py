@@ -261,6 +261,11 @@ class EngineProcess:
         return self._child.pid
 
     @property
+    def uses_kvass(self) -> bool:
+        """Whether it has a daemon."""
+        return bool(self._sockets)
+
+    @property
     def ranks(self) -> list[int]:
         """The process ids of the workers, by rank."""
         if not self._ranks:
@@ -273,6 +278,16 @@ class EngineProcess:
             self._read(self._start_timeout_s)
             self._ready = True
             self._workers = children(self.pid)
+        return self
+
+    def wait_connected(self, timeout_s: float = COMMIT_S) -> EngineProcess:
+        """Wait until its daemon knows it: before that it computes all, and stores nothing. Raises
+        EngineDied."""
+        until_s = time.monotonic() + timeout_s
+        while not self.call("connected"):
+            if time.monotonic() > until_s:
+                raise self._died(f"was not connected within {timeout_s:g} s")
+            time.sleep(0.005)
         return self
 
     def generate(self, *prompts: Prompt, timeout_s: float = 300.0) -> list[Answer]:
