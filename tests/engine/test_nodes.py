@@ -77,7 +77,7 @@ def wait_for_hits(engine: NodesEngine) -> None:
     """Until a prompt that it stored is found, and so all its ranks are connected."""
     rng = Random(0)
     for _ in range(100):
-        tokens = rng.choices(range(4, TINY.vocab), k=CHUNK + 1)
+        tokens = rng.choices(range(4, TINY.vocab), k=2 * CHUNK + 1)  # a drafter needs two chunks
         engine.one(tokens, 1)
         assert engine.reset()
         if engine.one(tokens, 1).external:

@@ -1,20 +1,22 @@
 """Real engines over two nodes, each with a daemon: pipeline stages, another connector beside ours,
-and few blocks with aborts. See ``test_nodes.py``."""
+tiers, a drafter, weights that change, and few blocks with aborts. See ``test_nodes.py``."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 import pytest
 
-from kvass.testing.daemon import Daemon
-from tests.engine.conftest import ARGS, NOTHING_OWED
+from kvass.testing.daemon import Daemon, running_daemon
+from tests.engine.conftest import ARGS, BLOCK, NOTHING_OWED
 from tests.engine.test_beside_another import OFFLOADING, both
+from tests.engine.test_eagle import eagle
 from tests.engine.test_nodes import (
     CHUNK,
     LARGE,
@@ -29,6 +31,7 @@ from tests.support.vllm.judge import Judge, apart
 from tests.support.vllm.models import TINY
 from tests.support.vllm.nodes import NodesEngine, running_daemons
 from tests.support.vllm.process import Prompt, Settings
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -110,6 +113,59 @@ def test_beside_another_connector(model: Path, tmp_path: Path, judge: Judge) -> 
                 warm = engine.one(tokens, TOKENS)
                 assert warm.cached >= hit_of(tokens), "offloading may have a block more"
                 check(judge, tokens, warm)
+        at_rest(daemons)
+
+
+def test_what_daemons_evicted_comes_from_the_tiers_of_both(
+    model: Path, tmp_path: Path, judge: Judge
+) -> None:
+    asked = drawn(3, 12)
+    with ExitStack() as ending:
+        daemons = []
+        for node in range(2):
+            (tier := tmp_path / str(node) / "tier").mkdir(parents=True)
+            url = f"disk:{tier}?capacity=64MiB"
+            one = running_daemon(tier.parent, "3MiB", tier=[url], **PATIENT)
+            daemons.append(ending.enter_context(one))
+        engine = ending.enter_context(engine_of(model, tmp_path, daemons, args=ARGS))
+        for tokens in asked:
+            engine.store(Prompt(tokens, 1))
+            assert engine.reset()
+            for daemon in daemons:
+                assert eventually(partial(_flushed, daemon), 30)
+        for tokens in asked:
+            assert engine.reset()
+            warm = engine.one(tokens, TOKENS)
+            assert hit_of(tokens) - warm.external < CHUNK, "tails alone are in no tier"
+            check(judge, tokens, warm)
+        assert all(daemon.status()["tiers"][0]["loaded_rows"] > 20 for daemon in daemons)
+        at_rest(daemons)
+
+
+def _flushed(daemon: Daemon) -> bool:
+    (tier,) = daemon.status()["tiers"]
+    return not tier["flush_queue_rows"] and not tier["storing_bytes"]
+
+
+def test_a_drafter_and_weights_that_change_in_place(model: Path, tmp_path: Path) -> None:
+    """The drafter reads a block more than a hit has. New weights hide the rows of all nodes."""
+    with (
+        running_daemons(tmp_path, LARGE, **PATIENT) as daemons,
+        engine_of(model, tmp_path, daemons, args={**ARGS, **eagle()}) as engine,
+    ):
+        judge = Judge(engine, beyond=BLOCK)
+        judge.noise()  # of the first weights
+        for tokens in drawn(5, 4, most=400):
+            tokens += [7] * 3 * CHUNK
+            engine.store(Prompt(tokens, 1))
+            assert engine.reset()
+            warm = engine.one(tokens)
+            assert warm.external == (len(tokens) // CHUNK - 1) * CHUNK
+            check(judge, tokens, warm)
+            engine.replace_weights(by=1)
+            assert engine.reset()
+            assert engine.one(tokens, salt="new").external == 0
+            assert engine.one(tokens).external == 0
         at_rest(daemons)
 
 
