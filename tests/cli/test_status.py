@@ -276,12 +276,24 @@ def test_a_spent_write_budget_is_shown_and_no_trouble(
 def test_long_names_give_way_and_no_name_moves_the_cursor(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "16MiB") as daemon:
         fields = daemon.status()
-    for name in ("a" * 300, "a\x1b[2J\nkvass  OK"):
+    for name in ("a" * 300, "a\x1b[2J\nkvass  OK", "a" * 40 + ", ranks \x1b[2J"):
         engine = {"instance": name, "model": name, "uids": [1], "ranks": 1, "missing_ranks": [0]}
         fields["engines"] = [engine]
         fields["namespaces"] = [{"model": name, "namespace": "0" * 64, "groups": []}]
         assert max(map(len, report(fields))) <= COLUMNS
         assert all(line.isprintable() for line in report(fields))
+
+
+def test_a_long_name_hides_neither_the_ranks_of_its_machine_nor_other_columns(
+    own_fields: dict[str, Any],
+) -> None:
+    name = "7543df6c-f551-4288-b66b-06607efc89ba"
+    engine = {"model": "/models/" + "m" * 80, "uids": [7], "ranks": 8, "missing_ranks": []}
+    where = ["", ", ranks 8-15 of 16, 1 more daemon"]
+    own_fields["engines"] = [{**engine, "instance": name + each} for each in where]
+    lines = [line for line in report(own_fields) if name[:12] in line]
+    assert [line.split()[2:4] for line in lines[:2]] == [["8/8", "7"]] * 2
+    assert lines[2:] == ["  7543df6c-f55: ranks 8-15 of 16, 1 more daemon"]
 
 
 def test_what_two_namespaces_of_a_model_differ_in(tmp_path: Path, capsys: Captured) -> None:

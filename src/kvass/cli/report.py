@@ -11,6 +11,8 @@ from kvass.client.health import notes, tier_note, tier_state, troubles, used_tie
 from kvass.types import printable
 
 WIDTH: Final = 79
+CUT: Final = 12
+"""What is left of a name, at least."""
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _SPANS: Final = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
 
@@ -97,9 +99,10 @@ def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
         yield "engines  none connected"
         yield '  An engine that is not listed says in its own log why: "kvass is off".'
         return
+    names = [engine["instance"].partition(", ranks ") for engine in engines]
     rows = [
         (
-            engine["instance"],
+            name,
             engine["model"],
             f"{engine['ranks'] - len(engine['missing_ranks'])}/{engine['ranks']}",
             ", ".join(map(str, engine["uids"])),
@@ -109,9 +112,12 @@ def _engines(engines: list[dict[str, Any]]) -> Iterator[str]:
             else percent(engine.get("hit_tokens", 0), engine.get("lookup_tokens", 0)),
             f"{span(engine['seen_s'])} ago" if "seen_s" in engine else "?",
         )
-        for engine in engines
+        for engine, (name, _, _) in zip(engines, names, strict=True)
     ]
     yield from _table(("engine", "model", "ranks", "uid", "pid", "hit rate", "seen"), rows)
+    for name, _, where in names:
+        if where:
+            yield f"  {name[:CUT]}: ranks {where}"
     if not any(engine.get("lookup_tokens", 1) for engine in engines):
         yield "  No lookup yet: prompts shorter than a block are neither looked up nor stored."
 
@@ -219,12 +225,15 @@ def _tiers(tiers: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table. If they would be too long, the first column is cut at its end."""
+    """The lines of a table. If they would be too long, the first column is cut at its end, and then
+    the second one."""
     if not rows:
         return
     yield ""
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-    widths[0] = min(widths[0], max(12, WIDTH - sum(widths[1:]) - 2 * (len(heads) - 1)))
+    for at in range(2):
+        others = sum(widths) - widths[at] + 2 * (len(heads) - 1)
+        widths[at] = min(widths[at], max(CUT, WIDTH - others))
     for row in (heads, *rows):
         cells = [text[:width].ljust(width) for text, width in zip(row, widths, strict=True)]
         yield "  ".join(cells).rstrip()[:WIDTH]
