@@ -712,7 +712,6 @@ def test_the_others_promote_nothing_that_is_no_hit(has: int) -> None:
     world.client.new_step()
     assert world.client.prefetched(ahead)
     assert world.step() == ([], [])
-    assert world.client._ahead == {}
 
 
 # ---------------------------------------------------------------- clears

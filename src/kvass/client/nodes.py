@@ -59,6 +59,13 @@ class _Asked:
     cut: str = ""
 
 
+@dataclass(slots=True, frozen=True)
+class _PrefetchingAll(Prefetching):
+    """A prefetch of the own node, which the others do after it. ``asked``: for what."""
+
+    asked: tuple[bytes, int, int, str, float]
+
+
 class NodesClient(SchedulerClient):
     """``ranks``: how many the engine has. ``registered``: how the scheduler registers with the
     daemon that these ranks reach, one of so many, and which numbers they have there. ``cuts``: hits
@@ -90,8 +97,6 @@ class NodesClient(SchedulerClient):
         """How many steps were begun, and how many of them have ended."""
         self._asked: dict[str, _Asked] = {}
         self.lent = Lent()
-        self._ahead: dict[str, tuple[bytes, int, int, str, float]] = {}
-        """What the own daemon promotes ahead of use, by request: the others do after it."""
         self._said = self._uncached = ""
         """What the own daemon shows of nodes that are lost, and of this engine."""
         self._was_cleared = False
@@ -352,28 +357,20 @@ class NodesClient(SchedulerClient):
         budget_s: float = 60.0,
     ) -> Prefetching | None:
         own = super().prefetch(request, digests, width, first, tenant, budget_s)
-        if own is not None and self._others:
-            self._ahead[request] = digests, width, first, tenant, budget_s
-        return own
+        if own is None or not self._others:
+            return own
+        asked = digests, width, first, tenant, budget_s
+        return _PrefetchingAll(request, own.seq, own.connection, asked)
 
     def _promoted(self, one: Prefetching, chunks: int) -> None:
-        if (asked := self._ahead.get(one.request)) is None:
+        if not isinstance(one, _PrefetchingAll):
             return
-        digests, width, first, tenant, budget_s = asked
+        digests, width, first, tenant, budget_s = one.asked
         keys = digests[: chunks * width]  # more than the own daemon has is no hit
         for node in self._others if chunks > first else ():
             ahead = node.prefetch(one.request, keys, width, first, tenant, budget_s)
             if ahead is not None:
                 node.leave_prefetch(ahead)
-
-    def prefetched(self, one: Prefetching) -> bool:
-        if ended := super().prefetched(one):
-            self._ahead.pop(one.request, None)
-        return ended
-
-    def leave_prefetch(self, one: Prefetching) -> None:
-        self._ahead.pop(one.request, None)
-        super().leave_prefetch(one)
 
     def end_prefetch(self, one: Prefetching) -> None:
         super().end_prefetch(one)
