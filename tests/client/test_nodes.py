@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from kvass.client.nodes import NodesClient
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.reached import APART_STEPS, SETTLED_S, RankNews
 from kvass.client.steps import FromAgent, Relay, StepClient, ToAgent
+from kvass.engine.boundary import Boundary
+from kvass.engine.node_rank import NodeRank
+from kvass.engine.nodes import NodesWork, NodeWork, SharedWork
 from kvass.errors import Unavailable
 from kvass.messages import (
     Abort,
@@ -515,6 +519,54 @@ def test_an_agent_whose_report_was_lost_connects_anew() -> None:
     assert (second.count, second.epoch) == (2, 0)
     agent.send(ToAgent(step=4, ended=3, heard=2))
     assert agent.take() is None
+
+
+def test_a_rank_reports_its_daemon_until_the_scheduler_knows_it() -> None:
+    """Also before nodes are known: the report of any step may be lost."""
+    client: Any = SimpleNamespace(connection=SimpleNamespace(boot=boot(1)), refusal="no")
+    copier: Any = SimpleNamespace(client=client, strategy=ParallelStrategy(tp=2, rank=1))
+    rank = NodeRank(copier, Boundary())
+    rank._form, rank._moved = 1, client
+    rank.own_part(SharedWork())
+    assert rank.news() == RankNews(boot(1), 1, None, "no")
+
+    def reports(*known: Any) -> RankNews | None:
+        node = NodeWork((0, 1), known=[(boot(0), ""), known])
+        rank.own_part(SharedWork(nodes=NodesWork(1, "engine", (node,))))
+        return rank.news()
+
+    assert reports(b"", "") == RankNews(boot(1), 1, None, "no")
+    assert reports(boot(1, 1), "no") == RankNews(boot(1), 1)
+    assert reports(boot(1), "other") == RankNews(b"", 1, None, "no")
+    assert reports(boot(1), "no") is None
+
+
+def test_an_agent_is_told_how_to_register_until_it_has() -> None:
+    world = World()
+    node, (agent, _) = world.others[0], relay()
+    world.tell(0, FromAgent(9, 0, "it was ended"))
+    terms = node.registration
+    assert terms is not None
+    for step in (1, 2):  # what the first one brought may be lost
+        to, _ = node.outgoing(step, 0)
+        assert to.registration is terms
+    agent.send(to)
+    assert (agent.connection, agent.registration) == (None, terms)
+    connection = DaemonConnection(ListChannel(), "own")
+    connection.registration = terms
+    agent._connected(connection)
+    agent.send(to)
+    assert agent.connection is connection, "it has registered so"
+    world.connect()
+    assert node.outgoing(3, 0)[0].registration is None
+
+
+def test_what_is_known_of_ranks_is_what_they_reported_last() -> None:
+    world = World()
+    assert [world.client.reached.known(rank) for rank in (0, 1)] == [(boot(0), ""), (boot(1), "")]
+    world.client.reported({1: RankNews(refusal="other weights")})
+    world.client.reported({1: RankNews(boot(1, 1))})
+    assert world.client.reached.known(1) == (boot(1, 1), "other weights")
 
 
 def test_what_an_agent_says_after_a_lost_report_does_not_count() -> None:

@@ -87,7 +87,7 @@ class NodesClient(SchedulerClient):
         super().__init__(socket, registration, spare=spare, incomplete=True, daemon_uid=daemon_uid)
         self._registered, self._cuts, self._spare = registered, cuts, spare
         self._tokens = tokens
-        self._reached = Reached(ranks)
+        self.reached = Reached(ranks)
         self.nodes: tuple[tuple[int, ...], ...] = ()
         """The ranks of each node, the own one first; empty: not known yet."""
         self.form = 0
@@ -122,7 +122,7 @@ class NodesClient(SchedulerClient):
     def reported(self, news: Mapping[int, RankNews]) -> None:
         """Take in what ranks reported after a step."""
         for rank, one in news.items():
-            self._reached.reported(rank, one)
+            self.reached.reported(rank, one)
             if one.agent is not None and one.form == self.form:
                 for node, ranks in zip(self._others, self.nodes[1:], strict=True):
                     if rank == ranks[0]:
@@ -133,7 +133,7 @@ class NodesClient(SchedulerClient):
         """Log which node has no daemon, or is refused, and have the own daemon show it."""
         lost = [node for node in self._others if node.connection is None and node.failure]
         all_ = [f"the daemon of {node.name}: {node.failure}" for node in lost]
-        said = "; ".join(all_ + self._reached.complaints())
+        said = "; ".join(all_ + self.reached.complaints())
         if said != self._said:
             self._said = said
             if said:
@@ -143,11 +143,11 @@ class NodesClient(SchedulerClient):
     def _make_nodes(self) -> None:
         """Make the nodes, once it is known which ranks reach one daemon."""
         connection = self.connection
-        nodes = () if connection is None else self._reached.nodes(connection.boot)
+        nodes = () if connection is None else self.reached.nodes(connection.boot)
         anew = any(node.astray for node in self._others)
         if not nodes or (nodes == self.nodes and not anew):
             return
-        if self.nodes and not anew and not self._reached.settled:
+        if self.nodes and not anew and not self.reached.settled:
             return
         there = [node for node in self._others if node.connection is not None]
         if super().resetting or any(node.resetting for node in there):  # its present client owes it

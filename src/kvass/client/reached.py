@@ -1,7 +1,11 @@
 """Which daemons the ranks of an engine reach: those that reach one daemon are a node.
 
-Law of this file: names tell nothing, because each process tree of an engine may have another one.
-A daemon's boot does, which each rank reports.
+Laws of this file:
+
+- Names tell nothing, because each process tree of an engine may have another one. A daemon's boot
+  does, which each rank reports.
+- A step brings each rank what is known of it. What is not so is reported again, because the report
+  of a step may be lost.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ in steps."""
 
 @dataclass(frozen=True)
 class RankNews:
-    """What a rank reports. ``boot``: of the daemon that it reached last, if that is news. ``form``:
-    which nodes it knows. ``agent``: what its agent returns. ``refusal``: why its daemon refuses it,
-    if that is news; empty: it does not."""
+    """What a rank reports. ``boot``: of the daemon that it reached last, if the scheduler does not
+    know it. ``form``: which nodes it knows. ``agent``: what its agent returns. ``refusal``: why its
+    daemon refuses it, if the scheduler does not know it; empty: it does not."""
 
     boot: bytes = b""
     form: int = 0
@@ -50,6 +54,10 @@ class Reached:
             self._boots[rank], self._news_s = news.boot, time.monotonic()
         if news.refusal is not None:
             self._refusals[rank] = news.refusal
+
+    def known(self, rank: int) -> tuple[bytes, str]:
+        """Which daemon a rank reached last, and why that refuses it."""
+        return self._boots.get(rank, b""), self._refusals.get(rank, "")
 
     @property
     def settled(self) -> bool:

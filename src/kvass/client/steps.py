@@ -70,8 +70,8 @@ class RelayedGrant(Granted, tag="relayed_grant"):
 class ToAgent:
     """What step ``step`` brings to an agent. ``number``: of the last step that had messages.
     ``messages``: for its connection number ``epoch``. ``registration``: how the agent registers
-    from now on; None: as before. ``ended``: the last step whose report came or never will.
-    ``heard``: how many reports of the agent came."""
+    from now on, until it has; None: as before. ``ended``: the last step whose report came or never
+    will. ``heard``: how many reports of the agent came."""
 
     number: int = 0
     epoch: int = 0
@@ -133,7 +133,7 @@ class Relay(Reconnecting):
             self._number, self._step = to.number, to.step
             if to.heard < self._count and self._said_in <= to.ended:
                 self._end(Unavailable("a report to the scheduler was lost"))
-            if to.registration is not None:
+            if to.registration is not None and not _alike(to.registration, self.registration):
                 self.register_as(to.registration)
             for message in to.messages:
                 self._send(message, to.epoch)
@@ -347,7 +347,7 @@ class StepClient(SchedulerClient):
                 self._number = step
                 self._steps.append((step, [one.seq for one in to.messages]))
             to.number = self._number
-            if self._told is not self.registration:
+            if self._told is not self.registration or channel is None:
                 if not any(isinstance(message, Register) for message in to.messages):
                     to.registration = self.registration
                 self._told = self.registration

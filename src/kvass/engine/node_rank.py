@@ -38,10 +38,8 @@ class NodeRank:
         """The connection that registers as the nodes of ``_form`` need it."""
         self._relay: Relay | None = None
         """If this rank is an agent."""
-        self._reached = b""
-        """The boot that was reported last."""
-        self._refusal = ""
-        """The refusal that was reported last."""
+        self._known = b"", ""
+        """What the scheduler knows of this rank (``Reached.known``)."""
         self._waits = False
         """Whether the step computes nothing."""
 
@@ -52,10 +50,11 @@ class NodeRank:
 
     def own_part(self, work: SharedWork) -> SharedWork:
         """What of ``work`` is for this rank's node."""
-        self._waits = not work.computes
+        self._waits, self._known = not work.computes, (b"", "")
         if (shared := work.nodes) is None:
             return work
         mine = next(node for node in shared.nodes if self.rank in node.ranks)
+        self._known = mine.known[mine.ranks.index(self.rank)]
         self._boundary.run(None, self._follow, shared, mine)
         return replace(work, loads=mine.loads, stores=mine.stores, nodes=None)
 
@@ -88,19 +87,15 @@ class NodeRank:
             self._relay.send(to)
 
     def news(self) -> RankNews | None:
-        """What the scheduler is to know of this rank's daemon since the last call; None:
-        nothing."""
-        client = self._copier.client
+        """What the scheduler is to know of this rank's daemon and does not; None: nothing."""
+        client, (known, refused) = self._copier.client, self._known
         connection = None if client is None else client.connection
-        boot = b"" if connection is None else connection.boot
-        boot = b"" if boot == self._reached else boot
-        self._reached = boot or self._reached
+        boot = b"" if connection is None or connection.boot == known else connection.boot
         refusal = "" if client is None else client.refusal
-        before, self._refusal = self._refusal, refusal
         agent = None
         if self._relay is not None:
             agent = self._relay.take(ANSWER_S if self._waits else 0.0)
-        news = RankNews(boot, self._form, agent, None if refusal == before else refusal)
+        news = RankNews(boot, self._form, agent, None if refusal == refused else refusal)
         return news if news != RankNews(form=self._form) else None
 
     def close(self) -> None:

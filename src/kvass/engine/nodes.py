@@ -23,13 +23,15 @@ from kvass.types import Slots
 @dataclass
 class NodeWork:
     """What a step brings to the ``ranks`` of a node. ``agent``: for the first of them; None on the
-    scheduler's own node. ``settled``: all of them give it back."""
+    scheduler's own node. ``settled``: all of them give it back. ``known``: ``Reached.known`` of
+    each."""
 
     ranks: tuple[int, ...]
     agent: ToAgent | None = None
     settled: list[Settling] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    known: list[tuple[bytes, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -99,6 +101,8 @@ def to_send(client: NodesClient, setup: EngineSetup, work: SharedWork) -> NodesW
         loads, stores = (work.loads, work.stores) if alone else (failing, [])
         nodes = [NodeWork(ranks, loads=loads, stores=stores) for ranks in client.nodes]
         shared = NodesWork(client.form, setup.instance, tuple(nodes))
+    for node in shared.nodes:
+        node.known = list(map(client.reached.known, node.ranks))
     for node, (agent, settled) in zip(shared.nodes[1:], client.outgoing(), strict=True):
         node.agent, node.settled = agent, [*settled, *node.settled]
     return shared
