@@ -45,7 +45,6 @@ TWINS: Final[dict[str, tuple[Callable[[], Blueprint], dict[str, Any], dict[str, 
     ),
 }
 """Of a model: its arguments, and those without which it did not start on an H200."""
-LENGTHS: Final = (700, 1500, 3000)
 STORES: Final = 6
 NOTHING: Final[dict[str, Any]] = {"max_offload_tokens": 0, "max_load_tokens": 0}
 OWED: Final = {"leases": 0, "reservations": 0, "pins": 0, "quarantined_bytes": 0}
@@ -60,20 +59,22 @@ def twins(scene: Scene, note: Note) -> None:
         args = {key: value for key, value in args.items() if value is not None}
         model = build(MODELS, blueprint())
         for more in (args, args | needed):
+            engine = scene.start(name, model, more, gpu=scene.smoke)
             try:
-                with scene.start(name, model, more, gpu=scene.smoke) as engine:
-                    _compare(scene, note, name, scene.ready(engine))
+                _compare(scene, note, name, scene.ready(engine))
                 break
             except EngineDied as died:
                 note(**{f"{name}_default": last_words(died)})
                 if more == args | needed:
                     raise
+            finally:
+                engine.kill()  # to end in good order takes seconds
 
 
 def _compare(scene: Scene, note: Note, name: str, engine: EngineProcess) -> None:
     most: dict[str, float] = {}
     found = {"local": 0, "loaded": 0}
-    for length in LENGTHS[: 1 if scene.smoke else None]:
+    for length in scene.sizes.twins:
         prompt = scene.words(length, (name, length))
         prompt = [4 + token % (hybrid_models.VOCAB - 4) for token in prompt]
         cold = [engine.one(prompt, 8, salt=salt) for salt in "ab"]

@@ -92,7 +92,7 @@ def gil(scene: Scene, note: Note) -> None:
         from tests.support.gpu.paced_gpu import PacedDevice
 
         paced: Any = PacedDevice()
-        note(**measure_gil(paced, 3))
+        note(**measure_gil(paced, 1))
     else:
         note(**measure_gil(open_device(), 4 * scene.sizes.rounds))
 

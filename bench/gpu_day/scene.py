@@ -54,6 +54,7 @@ class Scene:
             environment = {**os.environ, **ENVIRONMENT, "TORCHDYNAMO_DISABLE": "1"}
             place = Path(forks or folder / "forks")
             EngineProcess.template = Template(place, environment, "tests.support.vllm.preloaded")
+            EngineProcess.template.start()
 
     def __enter__(self) -> Self:
         return self

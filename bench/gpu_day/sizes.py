@@ -104,6 +104,7 @@ class Sizes(msgspec.Struct, frozen=True):
     answer: int = 200
     newcomer: int = 4001
     sample: int = 8
+    twins: tuple[int, ...] = (700, 1500, 3000)
 
     @property
     def said(self) -> str:
@@ -133,13 +134,14 @@ SMOKE: Final = Sizes(
     lengths=(513,),
     usual=513,
     crowd=4,
-    crowds=(257, 705),
+    crowds=(577,),
     small=(64,),
     short_lengths=(257,),
     decoders=2,
     answer=24,
     newcomer=257,
     sample=2,
+    twins=(400,),
 )
 
 

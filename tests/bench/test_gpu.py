@@ -3,14 +3,17 @@ that all runs here but torch's own calls to a device. No figure means anything."
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bench import gpu
 from bench.geometries import geometry
@@ -20,10 +23,13 @@ from bench.gpu.gil import measure_gil
 from bench.gpu.rig import Rig
 from bench.gpu.stages import measure_stages
 from bench.gpu.torch_copies import TensorCopies
+from bench.gpu_day.scene import write_model
+from bench.gpu_day.sizes import weight_bytes
 from kvass.errors import ConfigError, Unavailable
 from kvass.transfer.batch import Kind
 from tests.bench.fake_gpu import FakeDevice, Spoiling
 from tests.support.gpu.paced_gpu import PacedDevice
+from tests.support.vllm.models import Shape, tensors_of
 
 TINY = tuple(replace(geometry(name), chunk_tokens=32) for name in ("gpt_oss", "gpt_oss_blocks"))
 TOKENS = 128
@@ -137,3 +143,17 @@ def test_copies_of_torch_move_the_bytes_of_a_batch() -> None:
     assert pages[60:].tolist() == [*range(4)]
     copies(torch.tensor([there]), torch.tensor([here + 32]), torch.tensor([8]), False)
     assert arena[32:40].tolist() == [*range(8, 16)]
+
+
+def test_a_days_model_has_the_weights_that_an_engine_reads(tmp_path: Path) -> None:
+    """Of a smoke run models are made otherwise."""
+    shape = Shape(vocab=64, hidden=32, intermediate=48, layers=2, heads=2, kv_heads=1, head_dim=16)
+    write_model(tmp_path / "model", shape)
+    weights = load_file(str(tmp_path / "model" / "model.safetensors"))
+    assert {name: tuple(one.shape) for name, one in weights.items()} == {
+        one.name: one.size for one in tensors_of(shape)
+    }
+    assert {one.dtype for one in weights.values()} == {torch.bfloat16}
+    assert sum(one.nbytes for one in weights.values()) == weight_bytes(shape)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["num_key_value_heads"] == 1

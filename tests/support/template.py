@@ -106,6 +106,15 @@ class Template:
                 env=self._environment,
             )
 
+    def start(self) -> None:
+        """Begin its imports, and do not wait for them."""
+
+        def connect() -> None:
+            with self._one:
+                _ = self._control
+
+        threading.Thread(target=connect, name="template", daemon=True).start()
+
     def fork(self, command: Sequence[str], env: Mapping[str, str], stderr: int) -> Forked:
         """Run ``command``, a module and its arguments, in a fork; stdin and stdout are pipes."""
         (stdin, to_it), (from_it, its), (status, told) = os.pipe(), os.pipe(), os.pipe()
