@@ -322,7 +322,7 @@ def test_a_daemon_that_dies_costs_hits_only(
         join(model, daemon.socket) as cached,
     ):
         run(cached)
-        taken = cached._store._client.take
+        taken = cached._store._scheduler.take
 
         def take_and_kill(name: str) -> Any:
             match = taken(name)
@@ -330,7 +330,7 @@ def test_a_daemon_that_dies_costs_hits_only(
             return match
 
         with monkeypatch.context() as patch:
-            patch.setattr(cached._store._client, "take", take_and_kill)
+            patch.setattr(cached._store._scheduler, "take", take_and_kill)
             np.testing.assert_allclose(logits(cached.generate(PROMPT, **GREEDY)), right, **CLOSE)
         np.testing.assert_array_equal(logits(cached.generate(PROMPT, **GREEDY)), right)
         assert cached.last.loaded == 0

@@ -65,7 +65,7 @@ def test_all_computed_again_is_a_full_prefill(daemon: Daemon, family: str) -> No
         assert (output.argmax(1) == right.argmax(1)).all()
         assert (cached.last.blended, cached.last.recomputed) == (BLENDED, BLENDED)
         exact = prefill(cached.model)
-        begin = cached._begin("a call", RAG, "", cached._selection)
+        begin = cached._begin(RAG, "", cached._selection)
         assert begin is not None
         for ours, theirs in zip(begin.kv, exact, strict=True):
             np.testing.assert_allclose(ours, theirs[:, :, :-1], rtol=1e-5, atol=1e-5)
@@ -86,11 +86,11 @@ def test_k_of_the_first_layer_is_what_a_prefill_computes_there(
     with joined(daemon, family) as cached:
         exact = prefill(cached.model)
         for part in (0, 1):
-            begin = cached._begin("a call", RAG, "", none)
+            begin = cached._begin(RAG, "", none)
             assert begin is not None
             np.testing.assert_allclose(begin.kv[part], exact[part][:, :, :-1], rtol=0, atol=1e-5)
         monkeypatch.setattr(Blender, "move", lambda *_: None)
-        begin = cached._begin("a call", RAG, "", none)
+        begin = cached._begin(RAG, "", none)
         assert begin is not None
         part = int(family == "deepseek")
         off = (begin.kv[part] - exact[part][:, :, :-1]).abs().max()

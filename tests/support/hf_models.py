@@ -93,7 +93,7 @@ def wait_for_answers(patch: pytest.MonkeyPatch) -> None:
     """Else what a busy machine answers late is a miss, as it should be."""
     for name in ("client.segments.SEARCH_S", "client.scheduler.LATE_S"):
         patch.setattr(f"kvass.{name}", 30.0)
-    patch.setattr("kvass.connectors.transformers.kv_store.WAIT_S", 30.0)
+    patch.setattr("kvass.client.pages.ANSWER_S", 30.0)
 
 
 @pytest.fixture(autouse=True)
@@ -123,13 +123,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_late(cached: CachedModel, patch: pytest.MonkeyPatch) -> None:
     """The deadline of each lease that ``cached`` takes from now on is over."""
-    take = cached._store._client.take
+    take = cached._store._scheduler.take
 
     def late(name: str) -> Any:
         match = take(name)
         return match and msgspec.structs.replace(match, deadline_s=0.0)
 
-    patch.setattr(cached._store._client, "take", late)
+    patch.setattr(cached._store._scheduler, "take", late)
 
 
 def join(model: Any, socket: str, **options: Any) -> CachedModel:

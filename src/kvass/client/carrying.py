@@ -162,22 +162,18 @@ def _export_hit(rows: RowClient, writer: Writer, keys: Sequence[bytes], written:
     """Write the rows of the longest hit of ``keys`` that are not ``written``. Returns how long it
     is. Takes a new lease where one runs out."""
     chunks = 0
-    while (given := rows.read(keys, 0, RequestContext(), rows.generation)) is not None:
-        (match, arena), before = given, len(written)
-        try:
-            with arena:
-                short = match.chunks < chunks
-                done = not short and _write_match(rows, writer, match, arena, keys, written)
-        finally:
-            rows.end_read(match)
-        if done:
-            return match.chunks
-        if short or len(written) == before:
+    while True:
+        with rows.read(keys, 0, RequestContext(), rows.generation) as given:
+            if given is None and not chunks:
+                return 0
+            if given is None or given[0].chunks < chunks:
+                break
+            (match, arena), before = given, len(written)
+            if _write_match(rows, writer, match, arena, keys, written):
+                return match.chunks
+        if len(written) == before:
             break
         chunks = match.chunks
-    else:
-        if not chunks:
-            return 0
     raise CarryError("rows left L1, or leases ended, before they were read: the file is not whole")
 
 

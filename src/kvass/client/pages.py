@@ -5,9 +5,9 @@ Laws of this file:
 
 - A call returns within its bound, and other threads use the client meanwhile: no thread keeps the
   lock for longer than ``TURN_S`` and one message.
-- Every lease and every grant that a call returns was handed over, while rank 0 was connected: the
-  caller leaves its arena and settles it as rank 0, by ``end_read`` or ``end_write``. What a call
-  does not return the scheduler has given back. A rank that the daemon knows, but that does not know
+- Every lease and every grant that a call gives was handed over, while rank 0 was connected: a lease
+  is settled as rank 0 at the end of ``read``, a grant by the caller's ``end_write``. What a call
+  does not give the scheduler has given back. A rank that the daemon knows, but that does not know
   this yet, could not settle it, and the rows would be held until the deadline.
 - What was begun in one generation gets nothing of another one.
 """
@@ -17,13 +17,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 import msgspec
 
 from kvass.client.endpoint import TURN_S, Endpoint
-from kvass.client.lookups import Match, Pending
+from kvass.client.lookups import BlockHashes, Match, Pending
 from kvass.client.scheduler import SchedulerClient
 from kvass.client.worker import ArenaLease, WorkerClient
 from kvass.messages import (
@@ -109,6 +110,15 @@ class PageClient:
         connection = self._scheduler.connection
         return 0 if connection is None else connection.welcome.limits.keys_per_message
 
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait for the daemon. Returns whether it is connected."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.connected:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(TURN_S)
+        return True
+
     def close(self) -> None:
         for each in self._every:
             each.close()
@@ -123,12 +133,28 @@ class PageClient:
         match = self._match(keys, first, context, generation, self._given_back)
         return 0 if match is None else match.chunks - match.first
 
+    @contextmanager
     def read(
-        self, keys: Sequence[bytes], first: int, context: RequestContext, generation: int
-    ) -> tuple[Match, ArenaLease] | None:
-        """The rows that ``count`` counts, and the arena in which they are. Leave it, and settle the
-        match with ``end_read``. None: there are none, or they cannot be read now."""
-        return self._match(keys, first, context, generation, self._to_read)
+        self,
+        keys: Sequence[bytes],
+        first: int,
+        context: RequestContext,
+        generation: int,
+        blocks: BlockHashes | None = None,
+    ) -> Iterator[tuple[Match, ArenaLease] | None]:
+        """The rows that ``count`` counts, and the arena in which they are, until the end of the
+        ``with``. ``blocks``: as of ``SchedulerClient.look_up``. None: there are none, or they
+        cannot be read now."""
+        given = self._match(keys, first, context, generation, self._to_read, blocks)
+        if given is None:
+            yield None
+            return
+        match, arena = given
+        try:
+            with arena:
+                yield given
+        finally:
+            self._rank.release(match.boot, match.lease)
 
     def _match(
         self,
@@ -137,16 +163,17 @@ class PageClient:
         context: RequestContext,
         generation: int,
         take: Callable[[Match], R | None],
+        blocks: BlockHashes | None = None,
     ) -> R | None:
         """Look up, and return what ``take`` makes of the match. It is called with the lock held."""
-        name, digests, width = f"{next(self._names)}", b"".join(keys), len(keys[0])
+        name, digests, width = f"{next(self._names)}", b"".join(keys), _width(keys)
         try:
             while True:
                 with self._lock:
                     if generation != self.generation:
                         return None
                     self._scheduler.new_step()
-                    found = self._scheduler.match(name, digests, width, first, context)
+                    found = self._scheduler.match(name, digests, width, first, context, blocks)
                     if not isinstance(found, Pending):
                         match = self._scheduler.take(name)
                         return None if match is None else take(match)
@@ -167,10 +194,6 @@ class PageClient:
             arena.close()
         self._scheduler.release(match.boot, match.lease)
         return None
-
-    def end_read(self, match: Match) -> None:
-        """No byte of the match's rows is read any more."""
-        self._rank.release(match.boot, match.lease)
 
     def present(self, keys: Sequence[bytes], tiers: bool, generation: int) -> list[bool] | None:
         """Which of ``keys`` have a row in L1, or with ``tiers`` in L1 or a tier. No row is promoted
@@ -194,14 +217,15 @@ class PageClient:
         context: RequestContext,
         generation: int,
         groups: int = 1,
+        blocks: bytes = b"",
     ) -> tuple[Granted, ArenaLease | None] | None:
         """Slots for those of ``keys`` from number ``first`` on that have no row, and the arena in
         which they are. Leave it, and settle the grant with ``end_write``. Without an arena nothing
-        was granted. ``groups``: as in ``ReserveItem``. None: there is no answer, or ``generation``
-        is over."""
+        was granted. ``groups``, ``blocks``: as in ``ReserveItem``. None: there is no answer, or
+        ``generation`` is over."""
         name = f"{next(self._names)}"
         fields = msgspec.structs.asdict(context)
-        item = ReserveItem(name, b"".join(keys), first, groups, **fields)
+        item = ReserveItem(name, b"".join(keys), first, groups, blocks, **fields)
         deadline_s = time.monotonic() + ANSWER_S
         with self._lock:
             if generation != self.generation:
@@ -209,7 +233,7 @@ class PageClient:
             self._scheduler.new_step()
             if not self.connected or self._scheduler.silent_s > ANSWER_S:
                 return None
-            reserving = self._scheduler.begin_reserve([item], len(keys[0]))
+            reserving = self._scheduler.begin_reserve([item], _width(keys))
         while reserving is not None:
             with self._lock:
                 self._scheduler.new_step()
@@ -277,3 +301,8 @@ class PageClient:
             if time.monotonic() >= deadline_s or not self._scheduler.connected:
                 return False
             time.sleep(TURN_S)
+
+
+def _width(keys: Sequence[bytes]) -> int:
+    """The bytes of each key; without keys those of a block's hash."""
+    return len(keys[0]) if keys else 32

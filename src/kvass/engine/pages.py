@@ -26,7 +26,6 @@ from typing import Final
 
 import numpy as np
 
-from kvass.client.endpoint import TURN_S
 from kvass.client.pages import PageClient
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.worker import ArenaLease
@@ -130,12 +129,7 @@ class PageStore:
 
     def wait_connected(self, timeout_s: float) -> bool:
         """Wait for the daemon. Without it calls are misses until it comes."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self.connected:
-            if time.monotonic() >= deadline_s:
-                return False
-            time.sleep(TURN_S)
-        return True
+        return self._client.wait_connected(timeout_s)
 
     def close(self) -> None:
         """End the connections. Calls after it are misses. Idempotent."""
@@ -231,16 +225,14 @@ class PageStore:
         generation = self._client.generation
         self._check(keys, pages)
         named, first, count = self._named(keys, before)
-        given = self._client.read(named, first, context, generation) if count else None
-        if given is None:
+        if not count:
             return 0
-        match, arena = given
-        found = match.chunks - match.first
-        try:
-            with arena:
-                self._copy("load", match.slots[0], pages[:found], arena)
-        finally:
-            self._client.end_read(match)
+        with self._client.read(named, first, context, generation) as given:
+            if given is None:
+                return 0
+            match, arena = given
+            found = match.chunks - match.first
+            self._copy("load", match.slots[0], pages[:found], arena)
         if time.monotonic() >= match.deadline_s:
             self._count("late", found)
             return 0

@@ -125,7 +125,6 @@ class CachedModel:
         self._state = state
         self._store, self._boundary = store, boundary
         self._blender, self._selection = blender, selection
-        self._calls = 0
 
     @property
     def counters(self) -> Counter[str]:
@@ -170,11 +169,10 @@ class CachedModel:
         selection = self._selection if blend is None else (parse(blend) if blend else None)
         if selection is not None and self._blender is None:
             raise UsageError("blend was not prepared: give connect a blend, too")
-        self._calls += 1
-        name, usable, begin = f"call {self._calls}", self._unchanged(), None
+        usable, begin = self._unchanged(), None
         self._store.context = context
         if usable:
-            begin = self._boundary.run(None, self._begin, name, input_ids, salt, selection)
+            begin = self._boundary.run(None, self._begin, input_ids, salt, selection)
         begin = begin or Cached([], Reuse(input_ids.shape[1]))
         self.last = begin.reuse
         cache = models.new_cache(self.model)
@@ -184,7 +182,7 @@ class CachedModel:
         if usable and self._unchanged():
             whole = getattr(output, "sequences", output) if store_answer else input_ids
             tokens = whole[0, : cache.get_seq_length()].tolist()[: begin.exact]
-            saved = self._boundary.run(0, self._save, name, tokens, salt, cache, begin)
+            saved = self._boundary.run(0, self._save, tokens, salt, cache, begin)
             self.last = replace(begin.reuse, stored=saved)
         if ends:
             self._boundary.run(None, self._store.end_session)
@@ -206,7 +204,7 @@ class CachedModel:
         """Index a stored document. Returns how many of its tokens a search finds."""
         known = Hashed(ids[0].tolist(), salt)
         self._store.index(known, space, 0)
-        found = self._store.find(f"call {self._calls}", known.tokens, space)
+        found = self._store.find(known.tokens, space)
         return sum(segment.length for segment in found.segments)
 
     def _unchanged(self) -> bool:
@@ -218,17 +216,17 @@ class CachedModel:
             self._boundary.count("changed", "this call runs uncached: %s", why)
         return not why
 
-    def _begin(self, name: str, ids: Any, salt: str, selection: Selection | None) -> Cached | None:
+    def _begin(self, ids: Any, salt: str, selection: Selection | None) -> Cached | None:
         """Load a prompt's prefix and segments, and blend these. None: nothing was loaded."""
         prompt = Hashed(ids[0].tolist(), salt)
-        kv, loaded = self._store.prefix(name, prompt, selection is not None)
+        kv, loaded = self._store.prefix(prompt, selection is not None)
         reuse = Reuse(ids.shape[1], loaded)
         if selection is not None and self._blender is not None:
             space = self._blender.space(salt)
-            segments = self._store.segments(name, prompt, space, loaded, kv)
+            segments = self._store.segments(prompt, space, loaded, kv)
             if segments:
                 self._blender.move(kv, segments)
-                last = prompt.of_blocks(loaded // BLOCK - 1, loaded // BLOCK) if loaded else b""
+                last = prompt.blocks[loaded // BLOCK - 1] if loaded else b""
                 stands = Prompt(ids.shape[1], loaded, segments, last)
                 again = self._blender.recompute(ids, kv, stands, selection)
                 blended = sum(segment.length for segment in segments)
@@ -236,10 +234,10 @@ class CachedModel:
                 return Cached(kv, reuse, exact=segments[0].new_start)
         return Cached([tensor[:, :, :loaded] for tensor in kv], reuse) if loaded else None
 
-    def _save(self, name: str, tokens: list[int], salt: str, cache: Any, begin: Cached) -> int:
+    def _save(self, tokens: list[int], salt: str, cache: Any, begin: Cached) -> int:
         """Store what a call computed and index its chunks. Returns how many tokens were new."""
         known, loaded = Hashed(tokens, salt), begin.reuse.loaded
-        stored = self._store.save(name, known, models.tensors_of(cache), loaded)
+        stored = self._store.save(known, models.tensors_of(cache), loaded)
         if stored and self._blender is not None:
             self._store.index(known, self._blender.space(salt), loaded)
         return stored
