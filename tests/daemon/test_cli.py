@@ -12,6 +12,8 @@ from kvass._version import __version__
 from kvass.cli import bench
 from kvass.cli.bench.lookups import LAYOUT
 from kvass.cli.bench.rig import EngineConnections
+from kvass.cli.doctor import machine
+from kvass.cli.doctor.devices import DeviceReport
 from kvass.cli.main import COMMANDS, main
 from kvass.config import load
 from kvass.testing.daemon import Daemon
@@ -67,6 +69,7 @@ def test_a_command_believes_the_user_that_was_named(
     monkeypatch.setattr(WebServer, "run", serve)
     monkeypatch.setattr(bench, "measure_copies", _connect)
     monkeypatch.setattr(bench, "measure_lookups", _connect)
+    monkeypatch.setattr(machine, "ask_torch", DeviceReport)  # an import of torch takes seconds
     argv = [*argv, "--socket", daemon.socket, *(["--http", "127.0.0.1:0"] * (argv == ["web"]))]
     main(argv)
     assert "--daemon-uid 54321" in "".join([*capsys.readouterr(), *asked]), "the control"

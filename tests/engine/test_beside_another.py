@@ -84,7 +84,7 @@ def test_each_of_two_connectors_serves_what_the_other_lacks(tmp_path: Path, star
         assert engine.store(Prompt(old, 8))[0].cached == 0
         right = engine.one(old)
         assert (right.local, right.external) == (found, 0)
-        engine.close()
+        engine.kill()
         engine = started("offloading first", OFFLOADING, kvass)
         hit = engine.one(old)
         assert (hit.local, hit.external) == (0, found), "after a restart kvass alone has it"
@@ -98,4 +98,3 @@ def test_each_of_two_connectors_serves_what_the_other_lacks(tmp_path: Path, star
     check_same(hit, right)
     assert engine.reset(connector=True)
     assert engine.one(new).cached == 0
-    engine.close()

@@ -3,7 +3,6 @@ differs. The table names what the connector uses, and no more."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,20 +31,16 @@ POOL, SPECS = "v1/core/block_pool.py", "v1/kv_cache_interface.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def read_once() -> Iterator[None]:
-    """Files that are alike in two packages are parsed once, and each class is looked at once."""
-    tops: dict[bytes, contract.Names] = {}
-    members: dict[ast.ClassDef, contract.Names] = {}
-    top_level, members_of = contract._top_level, contract._members
+def parsed_once() -> Iterator[None]:
+    """Files that are alike in two packages are parsed once."""
+    known: dict[bytes, contract.Names] = {}
+    top_level = contract._top_level
 
     def once(file: Path) -> contract.Names:
         text = file.read_bytes() if file.exists() else b""
-        return tops.get(text) or tops.setdefault(text, top_level(file))
+        return known.get(text) or known.setdefault(text, top_level(file))
 
-    def each_once(top: contract.Names, owner: ast.ClassDef) -> contract.Names:
-        return members.get(owner) or members.setdefault(owner, members_of(top, owner))
-
-    with mock.patch.multiple(contract, _top_level=once, _members=each_once):
+    with mock.patch.object(contract, "_top_level", once):
         yield
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
 
 from kvass.errors import TierDown
-from kvass.testing.tier_suite import data_of, eventually, room_for, same
+from kvass.testing.tier_suite import MakeTier, data_of, eventually, room_for, same
 from kvass.tiers import Tier, open_tier
 from kvass.tiers.mooncake import MooncakeTier
+from kvass.tiers.mooncake.client import MooncakeClient
 from kvass.tiers.mooncake.transfer import DIRECT_BYTES
 from tests.support.servers.mooncake import MooncakeServer, Owner
 from tests.tiers.conftest import Start
@@ -24,6 +28,20 @@ LARGE = (1 << 20,)
 
 class TestMooncake(SharedSuite):
     huge = 2 << 20
+
+    @pytest.fixture(scope="class")
+    def client(self, server: MooncakeServer) -> Iterator[Any]:
+        """The library's, whose end takes a second."""
+        with closing(open_tier(f"mooncake:{server.address}?compress=off")) as tier:
+            assert isinstance(tier, MooncakeTier)
+            yield tier._mooncake.client()
+
+    @pytest.fixture
+    def tier(self, make_tier: MakeTier, client: Any) -> Iterator[Tier]:
+        """Those that no test closes share the library's client."""
+        patched = mock.patch.object(MooncakeClient, "client", return_value=client)
+        with patched, closing(make_tier()) as tier:
+            yield tier
 
     @pytest.fixture
     def open_at(self, server: MooncakeServer) -> OpenAt:

@@ -459,7 +459,7 @@ def _members(top: Names, owner: ast.ClassDef) -> Names:
         if isinstance(parent, ast.ClassDef):
             found |= _members(top, parent)
     own = dict(_named(owner.body))
-    for node in ast.walk(own.get("__init__", owner)):
+    for node in ast.walk(own.get("__init__", ast.Pass())):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             found[node.attr] = ast.Pass()
     return found | own
