@@ -218,7 +218,6 @@ class Slots(msgspec.Struct, frozen=True, omit_defaults=True):
         return Slots(self.extents, self.set_[: 2 * rows], self.slot[: 4 * rows])
 
     def last(self, rows: int) -> Slots:
-        """The last ``rows`` rows."""
         begin = len(self) - rows
         return Slots(self.extents, self.set_[2 * begin :], self.slot[4 * begin :])
 
@@ -281,7 +280,6 @@ def printable(text: str) -> str:
 
 
 def is_tenant_name(name: str) -> bool:
-    """Whether ``name`` can be the name of a tenant."""
     return _TENANT.fullmatch(name) is not None
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from bench.blend_quality import first_token, model, quality
 from bench.blend_quality.plot import plot
 
 
+@pytest.mark.slow  # it trains a model; tests/engine/test_blend_quality_command.py needs none
 def test_the_model_answers_and_blend_without_recompute_does_not() -> None:
     small = model.trained()
     scores = quality.measure(small, quality.cases(small, 5, 7))

@@ -114,7 +114,7 @@ def turns(engine: EngineProcess, words: Words, many: int) -> Iterator[list[int]]
         said += [question, words.text(answer.tokens)]
 
 
-@pytest.mark.parametrize("many", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_each_turn_of_a_chat_loads_those_before_it_and_gives_what_computing_gives(
     large: EngineProcess, words: Words, many: int
 ) -> None:

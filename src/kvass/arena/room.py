@@ -56,7 +56,10 @@ def room(root: Path = _ROOT) -> Room:
         _meminfo(root, name) for name in ("MemTotal", "MemAvailable", "Shmem")
     )
     groups = [one for one in _groups(root) if total is None or one.limit < total]
-    left = [(one.left, _safe(one.left), one.left + one.shared) for one in groups]
+    left = [
+        (one.left, max(0, (one.left - _BESIDE) * _TABLES // (_TABLES + 1)), one.left + one.shared)
+        for one in groups
+    ]
     if available is not None:
         left.append((available, int(SAFE_SHARE * available), available + (shared or 0)))
     return Room(
@@ -64,10 +67,6 @@ def room(root: Path = _ROOT) -> Room:
         min((one.limit for one in groups), default=None),
         *(min((one[i] for one in left), default=None) for i in range(3)),
     )
-
-
-def _safe(left: int) -> int:
-    return max(0, (left - _BESIDE) * _TABLES // (_TABLES + 1))
 
 
 def physical_bytes() -> int:

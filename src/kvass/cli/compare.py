@@ -55,7 +55,6 @@ def run(argv: list[str]) -> int:
 
 
 def _connected(fields: Mapping[str, Any]) -> list[str]:
-    """The namespaces of the connected engines."""
     return [engine["namespace"] for engine in fields["engines"] if engine["namespace"]]
 
 

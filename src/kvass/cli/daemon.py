@@ -17,7 +17,6 @@ def add_daemon(parser: Parser) -> None:
 
 
 def parser_of(command: str, about: str) -> Parser:
-    """A parser of a command that asks a daemon."""
     parser = Parser(prog=f"kvass {command}", description=about)
     add_daemon(parser)
     return parser

@@ -221,7 +221,6 @@ class Reader:
         return header
 
     def _choose_key(self, first: codec.Header) -> None:
-        """Find the key with which the file is encrypted."""
         if not first.seal and self._encryption is not None:
             raise CarryError("the file is not encrypted: leave --key-file out")
         if first.seal and self._encryption is None:

@@ -24,7 +24,6 @@ FAILING_ROWS: Final = 16
 
 
 def troubles(fields: Mapping[str, Any]) -> list[str]:
-    """The troubles of the daemon, one line each."""
     found = [*fields.get("problems", [])]
     for engine in fields.get("engines", []):
         if missing := engine["missing_ranks"]:

@@ -52,8 +52,6 @@ OTHER_NODE: Final = "other_node"
 
 
 class Found(NamedTuple):
-    """The answer to a lookup."""
-
     match: Match | Pending | None
     """The match, which is held for the request; None: a miss. ``PENDING``: ask again."""
     why: str = ""
@@ -247,7 +245,6 @@ class Lookups:
             self._of.setdefault(request, RequestLookup()).give_up_s = known.give_up_s
 
     def give_back_all(self) -> None:
-        """``give_back`` for all requests."""
         for request in list(self._of):
             self.give_back(request)
 

@@ -291,7 +291,6 @@ class PageClient:
         return self._confirmed(timeout_s)
 
     def _confirmed(self, timeout_s: float) -> bool:
-        """Wait for the confirmation of all resets."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._lock:

@@ -36,8 +36,6 @@ REPLY_TO: Final[dict[type[m.FromClient], type[m.FromDaemon]]] = {
 
 
 class OpenRequests:
-    """The open requests and unfetched replies of one connection, by ``seq``."""
-
     def __init__(self) -> None:
         self.silent_since_s = 0.0
         """CLOCK_MONOTONIC since when an answer is overdue; 0: none is. Any message ends it."""

@@ -54,7 +54,6 @@ class Results:
         self._tokens_s = tokens_s
 
     def add_to(self, message: HandedOver) -> None:
-        """Send all results with ``message``."""
         if message.boot == self._boot and self._kept:
             message.results, message.prefill_tokens_s = tuple(self._kept), self._tokens_s
             self._kept, self._told_tokens_s = [], self._tokens_s

@@ -79,8 +79,6 @@ class Reserving:
 
 @dataclass(slots=True, frozen=True)
 class Prefetching:
-    """A prefetch for ``request``, sent as ``seq`` on ``connection``."""
-
     request: str
     seq: int
     connection: DaemonConnection

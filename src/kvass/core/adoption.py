@@ -149,12 +149,8 @@ def _classes(
             ns.asked_s = [-math.inf] * len(state.tiers.all)
         made.update({(saved.id, c.spec.group): c for c in ns.classes})
     there = [each for each in classes if (each.namespace, each.spec.group) in made]
-    return {c.id: _payer(state, made[c.namespace, c.spec.group], c.tenant) for c in there}
-
-
-def _payer(state: State, row_class: RowClass, tenant: str) -> RowClass:
-    """The class of whoever pays now for rows for which ``tenant`` paid."""
-    return state.classes.paid_by(row_class, state.tenants.payer(tenant))
+    paid_by, payer = state.classes.paid_by, state.tenants.payer  # of whoever pays for them now
+    return {c.id: paid_by(made[c.namespace, c.spec.group], payer(c.tenant)) for c in there}
 
 
 def _sets(
@@ -189,7 +185,6 @@ class _Found(msgspec.Struct, frozen=True):
 
 
 def _judge(state: State, rows: I64Array) -> _Found:
-    """Judge ``rows``, the rows of all sets."""
     table, sets = state.rows.table, state.classes.sets
     known = np.zeros(len(table), np.bool_)
     known[rows] = True

@@ -40,8 +40,6 @@ class Opened(msgspec.Struct, frozen=True, rename=_WRITTEN):
 
 
 class Received(msgspec.Struct, frozen=True, rename=_WRITTEN):
-    """One decoded message of a connection."""
-
     connection: ConnectionId
     message: FromClient
 

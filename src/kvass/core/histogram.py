@@ -19,7 +19,6 @@ class Histogram(msgspec.Struct):
     sum: float = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count ``value`` ``times`` times."""
         self.counts[bisect_left(BOUNDS, value)] += times
         self.sum += value * times
 

@@ -83,8 +83,6 @@ class CoreConfig(msgspec.Struct, frozen=True):
 
 
 class State:
-    """All state of the core."""
-
     def __init__(self, config: CoreConfig, index: SavedIndex | None = None) -> None:
         self.config = config
         self.index = index
@@ -243,6 +241,5 @@ class State:
 def _followers(
     config: CoreConfig, tables: CoreTables, counters: dict[str, int], ages: Histogram
 ) -> Followers:
-    """The followers of rows that a core of ``config`` has."""
     memory, share = config.limits.segment_index_bytes, config.keep_share
     return Followers(tables, counters, ages, config.seed, memory, share)

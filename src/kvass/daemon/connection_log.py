@@ -30,7 +30,6 @@ class ConnectionLog:
         self._who: dict[ConnectionId, dict[str, Any]] = {}
 
     def opened(self, number: ConnectionId, peer: PeerCredentials) -> None:
-        """Log that ``peer`` connected."""
         self._who[number] = {"session": number, "pid": peer.pid, "uid": peer.uid}
         self._write(logging.DEBUG, number, "connected")
 

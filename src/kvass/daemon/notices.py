@@ -21,12 +21,10 @@ class Notices:
         self._notes: dict[str, str] = {}
 
     def problem(self, subject: str, text: str) -> None:
-        """Log and keep a problem."""
         _log.error("%s", text)
         self._problems[subject] = text
 
     def note(self, subject: str, text: str) -> None:
-        """Log and keep a warning."""
         _log.warning("%s", text)
         self._notes[subject] = text
 

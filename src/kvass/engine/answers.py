@@ -109,7 +109,6 @@ class Answers(Observer):
         self._turns.append(state.turn)
 
     def ended(self, state: RequestState) -> None:
-        """Remember what a request left."""
         request, block, step = state.request, self._block, self._step
         if not block or (prompt := request.prompt_tokens) < block:
             return

@@ -107,7 +107,6 @@ class Asking:
         return self._client.look_up(request.name, hashes, width, first, context, blocks)
 
     def _context(self, state: RequestState, question: Question) -> RequestContext:
-        """The context of the request, with what is known of this lookup."""
         if_absent, absent_chunk = self._explain.if_absent(state, question.chunks)
         return msgspec.structs.replace(
             state.request.context,

@@ -10,7 +10,6 @@ from kvass.messages import Register
 
 
 def scheduler_client(setup: EngineSetup) -> SchedulerClient:
-    """The client of an engine's scheduler."""
     if setup.several_nodes:
         from kvass.engine.nodes import nodes_client
 

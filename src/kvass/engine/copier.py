@@ -147,7 +147,6 @@ class Copier:
     # ------------------------------------------------------------ a step
 
     def load(self, work: StepWork) -> None:
-        """Begin this step's loads."""
         if work.number > self._step_number + 1:
             self._step_failed(self._step_number + 1)
         if work.emptied:

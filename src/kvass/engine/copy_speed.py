@@ -44,7 +44,6 @@ class CopySpeed:
         self._of: dict[int, _Rank] = {}
 
     def reported(self, copied: Mapping[int, Copied]) -> None:
-        """Ranks reported what they copied."""
         for rank, figures in copied.items():
             self._of.setdefault(rank, _Rank()).add(figures)
 
@@ -82,8 +81,6 @@ class CopySpeed:
 
 
 class _Rank:
-    """What one rank has copied."""
-
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=SAMPLES)
         self._small = True

@@ -99,7 +99,6 @@ class EarlyLookups(Observer):
                 free -= self._begun.get(name) is not None
 
     def _first(self) -> Iterable[RequestState]:
-        """The first requests of the queue."""
         if self._setup.by_priority:
             every = self._waiting.values()
             return nsmallest(self._most, every, key=lambda state: state.request.precedence)

@@ -103,7 +103,6 @@ class Explainer(Observer):
     # ------------------------------------------------------------ after a lookup
 
     def unasked(self, state: RequestState, local: int, why: str) -> None:
-        """Note why."""
         self.note(state, local, why)
 
     def answered(self, state: RequestState, answer: Answer, first: bool) -> None:

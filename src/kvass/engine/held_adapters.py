@@ -81,7 +81,6 @@ class HeldAdapters:
             self._forget(number - FORGET_AFTER_STEPS)
 
     def note_unknown(self, number: int) -> None:
-        """Note that from step ``number`` on it is unknown what is held."""
         self._objects.clear()
         for name in self._changes:
             self._note(name, Held(number, UNKNOWN))

@@ -10,8 +10,6 @@ from kvass.types import Slots
 
 
 class HitLimits:
-    """The limits of one engine."""
-
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
 

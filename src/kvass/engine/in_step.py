@@ -135,6 +135,5 @@ class InStep:
         return self._budget_s() - self._spent_s
 
     def _budget_s(self) -> float:
-        """The budget of one step."""
         most_s, step_s = self._setup.sync_load_s, self._times.recent_s
         return min(most_s, STEP_SHARE * step_s) if step_s else most_s

@@ -21,7 +21,6 @@ class LoadMaker:
         self._spans, self._limits, self._in_step = setup.spans, limits, in_step
 
     def failing(self, name: str, state: RequestState | None, table: Table) -> Load:
-        """A load into ``table`` that fails."""
         if state is None or not state.in_step:
             return Load(name)
         return Load(name, in_step=self._in_step.blocks(state, table))

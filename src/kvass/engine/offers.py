@@ -113,8 +113,6 @@ def _keys(offers: Sequence[Offer], width: int) -> int:
 
 
 class OfferMaker:
-    """The maker of the offers of an engine's requests."""
-
     def __init__(self, setup: EngineSetup, adapters: Adapters, pool: BlockPool) -> None:
         self._setup = setup
         self._spans = setup.spans

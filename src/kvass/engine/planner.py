@@ -126,7 +126,6 @@ class Planner:
     # ------------------------------------------------------------ requests
 
     def track(self, request: Request) -> None:
-        """A request begins."""
         self._changes.notice()
         state = self._requests[request.name] = RequestState(request)
         if self._changes.state is OwnCache.STALE:
@@ -236,7 +235,8 @@ class Planner:
         hit, inside, tiers, why = 0, 0, tuple[int, ...](), found.why or question.why
         if isinstance(match := found.match, Match):
             tiers = match.tiers
-            matched = self._hit(match, local, end if most is None else min(end, most))
+            found_end = self._limits.tokens(match.chunks, match.blocks)
+            matched = max(0, min(found_end, end if most is None else min(end, most)) - local)
             room = self.in_step.room(local, matched, match)
             if (hit := self._worth.choose(state, local, matched, room)) < matched:
                 why = CHEAPER
@@ -251,10 +251,6 @@ class Planner:
         for each in self._observers:
             each.answered(state, answer, first)
         return hit
-
-    def _hit(self, found: Match, local: int, end: int) -> int:
-        """How many tokens after the ``local`` ones ``found`` has, up to token ``end``."""
-        return max(0, min(end, self._limits.tokens(found.chunks, found.blocks)) - local)
 
     def allocated(self, name: str, table: Table, external: int) -> None:
         """The engine allocated the blocks of ``table`` for a request. Plan the load of ``external``

@@ -137,7 +137,6 @@ class OfferProgress:
         self.chunks, self.tail = max(self.chunks, chunks), max(self.tail, tail)
 
     def offer_again(self, since: int = 0) -> None:
-        """Offer the chunks from ``since`` on, and the tail, again."""
         self.tail, self.chunks = 0, min(self.chunks, since)
 
     def _move(self, to: StoreState) -> None:
@@ -166,8 +165,6 @@ class Answer:
 
 @dataclass(slots=True)
 class RequestState:
-    """The state of one request of the engine."""
-
     request: Request
     state: LoadState = LoadState.UNANSWERED
     answer: Answer | None = None

@@ -270,7 +270,6 @@ class Shadow:
     # ------------------------------------------------------------ results
 
     def compared(self, results: Iterable[Compared]) -> None:
-        """Take in the results of the ranks."""
         report = self.report
         for result in results:
             self._changed = True

@@ -199,7 +199,6 @@ class StorePlanner:
     # ------------------------------------------------------------ offered
 
     def _offered(self, step: Step, ended: Sequence[EndedRequest]) -> OfferBatch:
-        """The offers of what this step completes and of what ``ended`` requests left."""
         batch = OfferBatch(self._number)
         if ended:
             self._offer_ended(ended, batch)

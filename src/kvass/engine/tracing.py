@@ -94,7 +94,6 @@ class Tracing(Observer):
         self._promotion_began.setdefault(state.request.name, time.time_ns())
 
     def answered(self, state: RequestState, answer: Answer, first: bool) -> None:
-        """Make the spans of the lookup and of its promotion."""
         if not first:
             return
         request, now = state.request, time.time_ns()

@@ -55,15 +55,12 @@ class EngineTraffic:
         self._counts: Counter[str] = Counter()
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add to several counters."""
         self._counts.update(counts)
 
     def count(self, name: str, number: float = 1) -> None:
-        """Add ``number`` to the counter ``name``."""
         self._counts[name] += number  # type: ignore[assignment]  # some are seconds
 
     def looked_up(self, tokens: int, hit: int) -> None:
-        """Count an answered lookup: ``hit`` of ``tokens`` looked-up tokens."""
         self._counts.update(lookups=1, lookup_tokens=tokens, hit_tokens=hit)
 
     def copied(self, done: Done) -> None:

@@ -109,7 +109,6 @@ class Verifier:
         return "done", ""
 
     def _due(self, job: Job) -> list[CopyPlan]:
-        """The plans of ``job`` of which a row is to be verified."""
         self._jobs[job.kind] += 1
         every = self._every
         if self._equal_loads < self._setting.trial_loads:

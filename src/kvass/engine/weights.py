@@ -95,7 +95,6 @@ def name_of(sources: tuple[Source, ...], threads: int = 1, since_ns: int | None 
 
 
 def _content(weights: WeightFiles, threads: int, since_ns: int) -> str:
-    """The digest of the names and contents of the files."""
     files = weights.files()
     if not files:
         raise Indescribable(f"no weight files are in {weights.root}: {NAME_IT}")

@@ -33,7 +33,6 @@ EVERYWHERE: Final = Points()
 
 
 def default_interval(groups: Sequence[GroupLayout]) -> int:
-    """The default interval in tokens."""
     return max([INTERVAL, *(each.rules.sparse_tokens(each.window_tokens) for each in groups)])
 
 

@@ -24,7 +24,7 @@ def with_ends(trace: Trace, share: float, wrong: float, seed: int) -> Trace:
         return trace
     random, sessions = Random(seed), sessions_of(trace)
     says = {session for session in range(1, int(sessions.max()) + 1) if random.random() < share}
-    last = _last_uses(trace)
+    last = {piece: i for i, r in enumerate(trace.requests) for piece in r.pieces.tolist()}
     over = [i for i, r in enumerate(trace.requests) if _ends(r, last, i) and sessions[i] in says]
     on = [i for i, r in enumerate(trace.requests) if len(r.pieces) and not _ends(r, last, i)]
     count = len(over) if wrong >= 1 else round(len(over) * wrong / (1 - wrong))
@@ -49,11 +49,6 @@ def sessions_of(trace: Trace) -> I64Array:
             ends_with[pieces[-1]] = session
         sessions.append(session)
     return np.array(sessions, np.int64)
-
-
-def _last_uses(trace: Trace) -> dict[int, int]:
-    """By piece, the number of the last request that has it."""
-    return {piece: i for i, r in enumerate(trace.requests) for piece in r.pieces.tolist()}
 
 
 def _ends(request: TraceRequest, last: dict[int, int], number: int) -> bool:

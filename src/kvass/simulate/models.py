@@ -39,7 +39,6 @@ class Layers:
 
 
 def _windows(block_tokens: int, window_tokens: int, *pages: int) -> Layers:
-    """A group of layers with windows that have ``pages``."""
     return Layers(0, 0, "sliding_window", window_tokens, block_tokens, pages)
 
 

@@ -100,7 +100,6 @@ def optimal_hits(
 
 
 def _next_uses(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each chunk of each prompt the number of the prompt that uses it next."""
     coming: dict[int, int] = {}
     found = []
     for at in range(len(prompts) - 1, -1, -1):

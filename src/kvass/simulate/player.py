@@ -409,7 +409,6 @@ class Player:
         self.now = end
 
     def _work(self) -> None:
-        """Do all that is due now."""
         while True:
             if self._due and self._due[0][0] <= self.now:
                 self._step(heapq.heappop(self._due)[2])

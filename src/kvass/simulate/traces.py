@@ -99,7 +99,6 @@ class Trace:
 
     @property
     def asking(self) -> list[TraceRequest]:
-        """The requests that look something up."""
         return [request for request in self.requests if request.looks_up]
 
     @property
@@ -117,7 +116,6 @@ class Trace:
         )
 
     def tokens_of(self, engine: int) -> int:
-        """The number of tokens of a piece of this engine."""
         return self.engines[engine].chunk_tokens if self.engines else self.piece_tokens
 
     @property

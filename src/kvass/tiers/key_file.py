@@ -35,7 +35,6 @@ class KeyFile:
         self._keys = self._read()
 
     def keys(self) -> tuple[bytes, ...]:
-        """Return the keys that the file has now."""
         with self._lock:
             if (version := self._version_now()) != self._version:
                 self._version = version

@@ -180,7 +180,6 @@ def _shifted(words: npt.NDArray[Any], k: int) -> npt.NDArray[Any]:
 
 
 def _join(planes: Sequence[Buffer], words: npt.NDArray[Any]) -> None:
-    """Fill words from their planes."""
     words[:] = planes[-1]
     for plane in reversed(planes[:-1]):
         np.left_shift(words, 8, out=words)

@@ -176,7 +176,6 @@ def _used(fields: Mapping[str, Any]) -> Metric:
 
 
 def model_labels(namespaces: list[dict[str, Any]]) -> list[str]:
-    """The label ``model`` of each namespace."""
     names = [ns["model"] or "unnamed" for ns in namespaces]
     shown = list(dict.fromkeys(names))[:MODELS]
     return [name if name in shown else "other" for name in names]
@@ -195,7 +194,6 @@ BY_MODEL: Final = {
 
 
 def _traffic(namespaces: list[dict[str, Any]], tiers: list[str]) -> Iterator[Metric]:
-    """Lookups by model, hit tokens by model and tier, and missed tokens by model and reason."""
     sums: dict[str, Counter[str]] = {name: Counter() for name in BY_MODEL}
     hits: Counter[tuple[str, str]] = Counter()
     misses: Counter[tuple[str, str]] = Counter()

@@ -131,7 +131,6 @@ def _clear(source: Source, fields: dict[str, Any]) -> HttpReply:
 
 
 def _clear_named(source: Source, fields: dict[str, Any]) -> HttpReply:
-    """Clear a model or a tenant."""
     model, tenant = fields.pop("model", None), fields.pop("tenant", None)
     _no_more(fields)
     name = model if tenant is None else tenant

@@ -63,7 +63,6 @@ class _Handler(BaseHTTPRequestHandler):
             pass  # the client is gone
 
     def do_GET(self) -> None:
-        """Answer a read."""
         self._answer(self._read)
 
     def do_POST(self) -> None:

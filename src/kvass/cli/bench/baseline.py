@@ -85,7 +85,6 @@ def write(path: Path, settings: dict[str, str | int], runs: Sequence[Figures]) -
 
 
 def ratio_names(figures: Figures) -> list[str]:
-    """The names of the figures that are compared."""
     return [name for name in figures if "_vs_" in name]
 
 

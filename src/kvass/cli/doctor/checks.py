@@ -129,7 +129,6 @@ def shared_memory(m: Machine) -> Finding:
 
 
 def _reserved_pages(m: Machine) -> Finding:
-    """The huge pages that root has reserved, for ``huge_pages``."""
     page = page_bytes(m.huge_pages)
     there = pool(page, m.root)
     found = f"pages of {m.huge_pages}: {there.total} reserved, {there.free} of them free"

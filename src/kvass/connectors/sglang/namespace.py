@@ -175,7 +175,6 @@ def _plugins() -> Iterator[str]:
 
 
 def _variables(environ: Any) -> dict[str, str]:
-    """The environment variables that go in."""
     return {
         name: value
         for name, value in environ.items()

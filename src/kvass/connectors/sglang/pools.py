@@ -107,7 +107,6 @@ def _name(pool: Any) -> str:
 
 
 def _indices(pages: list[int], page_tokens: int) -> Any:
-    """The host indices of all tokens of ``pages``."""
     import torch
 
     first = torch.tensor(pages, dtype=torch.int64)[:, None] * page_tokens

@@ -246,7 +246,6 @@ class KvassStorage(HiCacheStorage):
         return PoolTransferResult(lengths[-1] if lengths else 0, held, lengths)
 
     def _allowed(self, transfer: Any, keys: list[str]) -> set[int]:
-        """The lengths in pages that the pool of ``transfer`` allows."""
         store = self._store(str(transfer.name))
         if store is None:
             return set()

@@ -53,7 +53,6 @@ def tensors_of(cache: Any) -> KV:
 
 
 def filled(model: Any, kv: KV) -> Any:
-    """A cache with the tensors ``kv``."""
     cache = new_cache(model)
     for layer, keys, values in zip(cache.layers, kv[::2], kv[1::2], strict=True):
         layer.lazy_initialization(keys, values)

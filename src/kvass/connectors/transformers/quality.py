@@ -164,7 +164,6 @@ class Trial:
         self.score(case, line, scores, share, took_s / case.full_s)
 
     def without(self, case: Case, line: QualityLine) -> None:
-        """Score ``case`` without its segments."""
         tokens = case.tokens[: case.opening] + case.tokens[-QUESTION_TOKENS:]
         kv = self._computed(tokens[:-1])
         scores = tuple(self._along(tokens, kv, each) for each in case.answers)

@@ -101,7 +101,6 @@ class StepReport(KVConnectorWorkerMetadata):
     failed_step: int = 0
 
     def aggregate(self, other: StepReport) -> StepReport:
-        """The sum of this report and ``other``."""
         steps = dict(Counter(self.steps) + Counter(other.steps))
         return StepReport(
             steps,

@@ -114,7 +114,6 @@ class BlendPlanner:
             self._requests[request.name] = BlendRequest(request, space, tokens)
 
     def forget(self, name: str) -> None:
-        """Forget a request that ended."""
         self._requests.pop(name, None)
         self._drop_search(name)
 

@@ -302,7 +302,6 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         self._run(self._planner, None, plan, scheduler_output, work)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Pass the workers' reports to the planner."""
         report: StepReport | None = connector_output.kv_connector_worker_meta
         failed = connector_output.failed_recving or ()
         ended = connector_output.finished_recving or ()

@@ -43,7 +43,9 @@ class HashedTexts:
         if not text:
             return
         digest = text_digest(text)
-        known = self._meanings.setdefault(digest, meaning) if self._has_room(digest) else meaning
+        known = self._meanings.get(digest, meaning)
+        if len(self._meanings) < MAX_TEXTS:
+            self._meanings.setdefault(digest, meaning)
         if known not in (meaning, ""):
             self._meanings[digest] = ""
             why = "this vLLM's cache takes %s and %s for one; 0.31 does not"
@@ -53,9 +55,6 @@ class HashedTexts:
         """Whether requests with different content may have the block hashes of ``request``."""
         text, meaning = self._text_and_meaning(request)
         return bool(text) and self._meanings.get(text_digest(text)) != meaning
-
-    def _has_room(self, digest: bytes) -> bool:
-        return digest in self._meanings or len(self._meanings) < MAX_TEXTS
 
     def _text_and_meaning(self, request: Any) -> tuple[str, str]:
         if (lora := request.lora_request) is not None:

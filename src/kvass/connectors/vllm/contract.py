@@ -429,7 +429,8 @@ def describe(top: Names, name: str) -> str | None:
         return None if found is None else _text(found)
     members = _members(top, found) if isinstance(found, ast.ClassDef) else {}
     if member == "abstract":
-        return " " + " ".join(sorted(name for name, node in members.items() if _is_abstract(node)))
+        abstract = (name for name, node in members.items() if _decorated(node, "abstractmethod"))
+        return " " + " ".join(sorted(abstract))
     return _text(members[member]) if member in members else None
 
 
@@ -465,18 +466,14 @@ def _members(top: Names, owner: ast.ClassDef) -> Names:
     return found | own
 
 
-def _is_abstract(node: ast.AST) -> bool:
-    return any("abstractmethod" in ast.unparse(decorator) for decorator in _decorators(node))
-
-
-def _decorators(node: ast.AST) -> list[ast.expr]:
-    return getattr(node, "decorator_list", [])
+def _decorated(node: ast.AST, by: str) -> bool:
+    return any(by in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", []))
 
 
 def _text(node: ast.AST) -> str:
     """A function's parameters or a field's default; "" for any other definition."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        if any("property" in ast.unparse(decorator) for decorator in _decorators(node)):
+        if _decorated(node, "property"):
             return ""
         for part in ast.walk(node.args):
             if isinstance(part, ast.arg):

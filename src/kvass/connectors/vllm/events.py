@@ -97,7 +97,6 @@ class VllmEvents:
         return event, Kept(b"".join(hashes), encoded)
 
     def stored_in_tier(self, kept: Kept) -> Any:
-        """The event that a tier has a row."""
         event = self._decoder.decode(kept.event)
         event.medium = TIER_MEDIUM
         return event

@@ -42,10 +42,6 @@ def _sliding_window(spec: Any) -> int:
     return int(spec.sliding_window + spec.extra_retained_tokens)
 
 
-def _chunked_local(spec: Any) -> int:
-    return int(spec.attention_chunk_size)
-
-
 def _state(spec: Any) -> int:
     if spec.mamba_cache_mode != "align":
         mode = f"mamba_cache_mode {spec.mamba_cache_mode!r}"
@@ -58,7 +54,7 @@ SPECS: Final[dict[str, tuple[GroupKind, Callable[[Any], int]]]] = {
     "MLAAttentionSpec": ("full", _no_window),
     "SlidingWindowSpec": ("sliding_window", _sliding_window),
     "SlidingWindowMLASpec": ("sliding_window", _sliding_window),
-    "ChunkedLocalAttentionSpec": ("chunked_local", _chunked_local),
+    "ChunkedLocalAttentionSpec": ("chunked_local", lambda spec: int(spec.attention_chunk_size)),
     "MambaSpec": ("state", _state),
 }
 """The kind of a cache spec, and what gives ``GroupLayout.window_tokens`` of it, by the name of its
@@ -145,7 +141,6 @@ def _specs(group: Any) -> list[Any]:
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
-    """The cache spec of each layer of a group, by layer name."""
     spec = group.kv_cache_spec
     each = getattr(spec, "kv_cache_specs", {})
     return {name: each.get(name, spec) for name in group.layer_names}

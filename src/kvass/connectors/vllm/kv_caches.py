@@ -119,7 +119,6 @@ def _values_of(
     values: Mapping[str, tuple[Values, ...]],
     regions: Regions,
 ) -> tuple[tuple[Values, ...], ...]:
-    """The values in a page of each plane, from those of each layer (``groups.page_values``)."""
     every = [
         (regions.of(name), *each)
         for tensor in tensors

@@ -23,8 +23,6 @@ from kvass.layout.spans import Table
 
 
 class ShadowConnector(Connector):
-    """vLLM's connector in shadow mode."""
-
     _shadows = True
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

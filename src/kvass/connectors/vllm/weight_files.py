@@ -58,7 +58,7 @@ NOT_COUNTED: Final = ("*tokenizer_config.json",)
 """Tokenizers do not count, because requests are token ids. Mistral's ``tekken.json`` does count: it
 also has the settings for the preprocessing of images."""
 TOKENIZER: Final = ("*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py")
-"""Files of a tokenizer. They count only for some models (``_reads_text``)."""
+"""Files of a tokenizer. They count only for some models (DeepSeek-V4.1's engrams)."""
 NOT_COUNTED_FOLDERS: Final = ("original", "metal", "onnx", "openvino")
 """Folders with the same weights for other programs."""
 NOT_COUNTED_WITH_SAFETENSORS: Final = (
@@ -194,16 +194,11 @@ def _other_files(model: Any, folder: Path, since_ns: int) -> Iterator[Source]:
     if path := model.hf_config_path:
         revision = getattr(model, "_hf_config_revision", None) or model.revision
         yield LocalFiles(hub.folder(path, revision, model.hf_config), SMALL_FILES)
-    if _reads_text(model):
+    if getattr(model.hf_text_config, "engram_layer_ids", None):  # similar texts are equal to it
         yield LocalFiles(hub.folder(model.tokenizer, model.revision, model.hf_config), TOKENIZER)
     for repo in sorted({*_code_elsewhere(model, folder)}):
         if hub.has(repo):  # else nothing was loaded from there
             yield LocalFiles(hub.folder(repo, model.code_revision, None), ("*.py",))
-
-
-def _reads_text(model: Any) -> bool:
-    """Whether the model treats tokens with similar texts as equal (DeepSeek-V4.1's engrams)."""
-    return bool(getattr(model.hf_text_config, "engram_layer_ids", None))
 
 
 def _code_elsewhere(model: Any, folder: Path) -> Iterator[str]:

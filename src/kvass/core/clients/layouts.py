@@ -26,8 +26,6 @@ ENTRY_BYTES: Final = 256
 
 
 class Layouts:
-    """The layouts of all engines, by their digest."""
-
     def __init__(self) -> None:
         self.bytes = 0
         self._raw: dict[bytes, bytes] = {}

@@ -126,13 +126,10 @@ class EngineLog:
         return True
 
     def last(self, request: str) -> LookupEntry | None:
-        """The last entry of a request."""
         return next((e for e in reversed(self.entries) if e.request == request), None)
 
 
 class LookupLog:
-    """The logs of all engines, by the instance's id."""
-
     def __init__(self) -> None:
         self.engines: dict[str, EngineLog] = {}
 

@@ -219,7 +219,6 @@ def layout_digest(layout: RankLayout | None) -> bytes:
 
 
 def worker_of(msg: Register, layout: RankLayout, digest: bytes) -> Worker:
-    """The ``Worker`` of a rank that registers."""
     return Worker(
         shard=msg.shard,
         writer=msg.writer,
@@ -274,9 +273,9 @@ _ENGINE_TYPE: Final = "the engine type"
 def differences(ours: Register, theirs: Register) -> tuple[str, ...]:
     """The fields in which two ``Register`` differ, for display. Both values are shown if they are
     short. Engines of two types (vLLM, transformers) have other fields, so only that is said."""
-    types = [_engine_type(terms) for terms in (theirs, ours)]
+    types = [one.identity.get("engine", "").partition(" ")[0] for one in (theirs, ours)]
     if all(types) and types[0] != types[1]:
-        return (f"{_ENGINE_TYPE}: {types[0]}, not {types[1]}",)
+        return (f"{_ENGINE_TYPE}: {types[0][:_SHOWN_CHARS]}, not {types[1][:_SHOWN_CHARS]}",)
     old, new = (
         terms.identity | {name: str(getattr(terms, name)) for name in _TERMS[1:]}
         for terms in (ours, theirs)
@@ -296,11 +295,6 @@ def distance(found: tuple[str, ...]) -> int:
     """How unlike two ``Register`` are, by their ``differences``. Another type of engine is the
     most."""
     return _SHOWN_FIELDS + 1 if found[0].startswith(_ENGINE_TYPE) else len(found)
-
-
-def _engine_type(terms: Register) -> str:
-    """``vllm`` of ``vllm 0.33``; empty if the identity does not say."""
-    return terms.identity.get("engine", "").partition(" ")[0][:_SHOWN_CHARS]
 
 
 def _shape(worker: Worker) -> list[tuple[str, int, int]]:

@@ -89,7 +89,6 @@ def _group(known: ShadowGroup, new: ShadowGroup, old: ShadowGroup) -> ShadowGrou
 
 
 def _sums(names: tuple[str, ...], known: Any, new: Any, old: Any) -> dict[str, Any]:
-    """By name, what is known and what came to it."""
     return {
         name: min(MOST, getattr(known, name) + max(0, getattr(new, name) - getattr(old, name)))
         for name in names

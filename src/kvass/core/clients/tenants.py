@@ -78,7 +78,6 @@ class Tenants:
         return tenant if tenant is not None and tenant.listed else self.default
 
     def named(self, number: int) -> str:
-        """The name of the tenant with that id."""
         return next(t.name for t in self.all.values() if t.id == number)
 
     def _add(self, name: str) -> Tenant:

@@ -31,7 +31,6 @@ def own_rank(connection: ClientConnection, rank: int) -> int:
 
 
 def instance_of(state: State, connection: ClientConnection) -> Instance:
-    """The instance of a connection that has registered."""
     if connection.registered is None:
         raise Refused("not_registered", "send Register first")
     return state.instances[connection.registered.instance]

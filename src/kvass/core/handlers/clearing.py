@@ -154,7 +154,6 @@ def empty_tier(state: State, connection: ClientConnection, msg: EmptyTier) -> No
 
 
 def set_quota(state: State, connection: ClientConnection, msg: SetQuota) -> QuotaSet:
-    """Change a tenant's quota, or remove it."""
     if connection.registered is not None or not connection.own:
         raise Refused("forbidden", "quotas are changed by the daemon's own user, not by an engine")
     if msg.remove:

@@ -42,7 +42,6 @@ def lost(state: State, connection: ClientConnection) -> None:
 
 
 def sweep(state: State) -> None:
-    """Forget the workers that can no longer write."""
     if state.index is None:
         return
     if state.lost_workers:
@@ -101,7 +100,6 @@ def resting(state: State) -> dict[str, Any]:
 
 
 def ended(state: State, event: FormerEnded) -> None:
-    """The process of a former worker has ended."""
     assert state.index is not None, "there was no former life"
     state.settlement.process_ended(former_connection(event.number))
     state.index.processes.former_ended(event.number)

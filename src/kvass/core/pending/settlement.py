@@ -360,7 +360,6 @@ class Settlement:
                 self._losses.popleft()
 
     def _end_for(self, loss: Loss, an_id: int) -> None:
-        """Apply a loss to one lease or reservation."""
         lease, reservation = self.leases.all.get(an_id), self.reservations.all.get(an_id)
         if loss.rank == SCHEDULER:
             if lease is not None and not lease.handed_over:

@@ -155,7 +155,6 @@ class BlockIndex:
         return needless
 
     def remove(self, rows: I64Array) -> None:
-        """Remove those of ``rows`` that are in the index."""
         rows = rows[self._table.entry[rows] < NOTED]
         if len(rows):
             self.index.remove(rows)

@@ -49,8 +49,6 @@ _NOTHING: Final[U32Array] = np.zeros((0, SLOTS), np.uint32)
 
 
 class Keyed(Protocol):
-    """A table that has the key of each row."""
-
     def keys_of(self, rows: I64Array) -> U64Array: ...
 
 
@@ -104,7 +102,6 @@ class KeyIndex:
             advise(self._memory, mmap.MADV_HUGEPAGE)
 
     def find(self, keys: U64Array) -> I64Array:
-        """The row of each key, or ``ABSENT``."""
         rows = self._find(keys)
         if self._old is not None:
             absent = rows == ABSENT
@@ -173,7 +170,6 @@ class KeyIndex:
             self._move(MOVED + len(rows) // 2)
 
     def remove(self, rows: I64Array) -> None:
-        """Remove ``rows``, all of which are in the index."""
         keys = self._table.keys_of(rows)
         if self._old is not None:
             there = self._old.find(keys) == rows

@@ -40,8 +40,6 @@ _LISTED: Final = ~np.isin(range(len(STATE_NAMES)), (FREE, QUARANTINED, FAILED))
 
 
 class RowStates:
-    """The states, pins and uses of the rows of all ``classes``."""
-
     def __init__(self, classes: RowClasses) -> None:
         self.classes, self.table, self.uses = classes, classes.table, classes.uses
         self.pinned = 0

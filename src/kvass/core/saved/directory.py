@@ -62,8 +62,6 @@ class SavedClass(msgspec.Struct, frozen=True, tag="class", array_like=True):
 
 
 class SavedSet(msgspec.Struct, frozen=True, tag="set", array_like=True):
-    """An extent set, and the class whose rows it has."""
-
     id: int
     row_class: int
     slots: int

@@ -44,7 +44,6 @@ class FormerProcess(msgspec.Struct, frozen=True):
 
 
 def who(instance: str, rank: int) -> int:
-    """A number for a rank of an instance."""
     text = f"{rank}/{instance}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 

@@ -49,7 +49,6 @@ def _unpin(state: State, promotion: Promotion, parts: tuple[ClassRows, ...]) -> 
 
 
 def _unpin_hit(state: State, promotion: Promotion) -> None:
-    """Unpin the hit of a promotion."""
     pinned, awaited = promotion.pinned, promotion.awaits
     promotion.hit, promotion.awaits = NO_HIT._replace(chunks=promotion.first), set()
     _unpin(state, promotion, pinned)
@@ -126,7 +125,6 @@ def _note(state: State, promotion: Promotion) -> tuple[str, tuple[int, ...]]:
 
 
 def _ending(state: State, promotion: Promotion) -> Ending:
-    """What ended the match of a promotion."""
     why, view, tiers = promotion.why, promotion.view(state.rows), state.tiers.used
     if why == "cleared":
         return Ending(why, cause="cleared", left_s=state.now)

@@ -122,7 +122,6 @@ def empty(state: State, clearing: Clearing, tiers: list[TierState]) -> None:
 
 
 def records(ns: Namespace, tier: int, row_class: RowClass, keys: U64Array) -> Records:
-    """The names of the records of ``keys`` of a class in a tier."""
     epoch = ns.tier_epochs[tier]
     assert epoch is not None, "a tier was asked under no epoch"
     return Records(ns.digest, epoch, row_class.spec.group, keys)

@@ -206,7 +206,6 @@ def _store(state: State, tier: TierState, row_class: RowClass, rows: I64Array, t
 
 
 def stored(state: State, event: Stored) -> None:
-    """A tier has finished a store, or was down."""
     op = state.tiers.end(event.op, Flushing)
     tier, rows = state.tiers.all[op.tier], op.part.rows
     tier.storing_bytes -= op.size_bytes

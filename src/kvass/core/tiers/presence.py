@@ -52,7 +52,6 @@ def ask(state: State, looking: Looking) -> bool:
 
 
 def probed(state: State, event: Probed) -> None:
-    """A tier answered which of the rows it has."""
     looking, at, found_bytes = state.tiers.end(event.op, Looking), 0, 0
     for c, there in zip(looking.classes, looking.there, strict=True):
         lacks = np.flatnonzero(~there)

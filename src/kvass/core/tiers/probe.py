@@ -113,7 +113,6 @@ def _ask(state: State, promotion: Promotion, tier: int, wanted: list[I64Array]) 
 
 
 def probed(state: State, event: Probed) -> None:
-    """A tier answered which rows it has."""
     op = state.tiers.end(event.op, Probing)
     promotion = state.promotions.all.get(op.promotion)
     if promotion is None:

@@ -240,7 +240,6 @@ class TierProcess:
         self._fail_slotless()
 
     def _fail_slotless(self) -> None:
-        """Fail the open requests that use no slots."""
         for effect in list(self._open_requests.values()):
             if how(effect).slots == "none":
                 del self._open_requests[effect.op]

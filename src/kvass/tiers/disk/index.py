@@ -73,8 +73,6 @@ class SegmentSlots:
 
 
 class DiskSlot(NamedTuple):
-    """A slot: its segment, and its index there."""
-
     segment: SegmentSlots
     slot: int
 
@@ -123,18 +121,8 @@ class Owner:
     def class_of(self, slot_bytes: int) -> _SizeClass:
         return self.classes.setdefault(slot_bytes, _SizeClass())
 
-    def has_reserved(self, size: int) -> bool:
-        """Whether ``size`` more bytes fit into what is reserved for this owner."""
-        return self.spent + size <= self.reserved
-
-    def can_lose(self, segment: SegmentSlots) -> bool:
-        """Whether this owner keeps its reserved bytes without ``segment``, which is its own."""
-        return self.spent - segment.file.bytes >= self.reserved
-
 
 class DiskIndex:
-    """The index of one tier: all its segments and owners."""
-
     def __init__(self, capacity: int, first_stamp: int, quotas: Iterable[Quota] = ()) -> None:
         """``capacity``: bytes on disk. ``first_stamp``: larger than all sequence numbers that were
         used before. A clock may say anything, so it has a bound."""
@@ -222,7 +210,8 @@ class DiskIndex:
         - None.
         """
         size_class, size = owner.class_of(slot_bytes), disk_bytes(slot_bytes, 1)
-        if owner.has_reserved(size) and (other := _oldest(self._of_others(owner, size), _NEVER)):
+        reserved = owner.spent + size <= owner.reserved
+        if reserved and (other := _oldest(self._of_others(owner, size), _NEVER)):
             self.drop(other)
             return other
         if place := self._next_victim(size_class):
@@ -354,12 +343,12 @@ class DiskIndex:
 
     def _of_others(self, owner: Owner, size: int) -> list[SegmentSlots]:
         """Return the segments of other owners that may be dropped so that ``owner`` gets ``size``
-        more bytes."""
+        more bytes. Each keeps what is reserved for it."""
         if owner.spent + size > owner.cap:
             return []
         others = [o for o in self.owners.values() if o is not owner]
         each = [s for o in others for c in o.classes.values() for s in c.segments]
-        return [s for s in each if s.owner.can_lose(s)]
+        return [s for s in each if s.owner.spent - s.file.bytes >= s.owner.reserved]
 
 
 def _oldest(segments: list[SegmentSlots], stamp: int) -> SegmentSlots | None:

@@ -21,14 +21,9 @@ _NOTES: Final = "notes"
 _CHECK: Final = struct.Struct("<Q")
 
 
-def read_note(folder: Folder, name: str) -> bytes | None:
-    """Return the last value that ``write_note`` wrote, or None. Raises ``OSError``."""
-    return _notes(folder).get(name)
-
-
 def write_note(folder: Folder, name: str, value: bytes) -> None:
     """Write a note durably: it survives a power loss. Not thread-safe. Raises ``OSError``."""
-    notes = _notes(folder)
+    notes = read_notes(folder)
     notes.pop(name, None)  # so that it becomes the last
     notes[name] = value
     while len(raw := msgspec.msgpack.encode(notes)) > NOTES_BYTES - _CHECK.size:
@@ -36,8 +31,9 @@ def write_note(folder: Folder, name: str, value: bytes) -> None:
     folder.replace(_NOTES, _CHECK.pack(xxhash.xxh3_64_intdigest(raw)) + raw)
 
 
-def _notes(folder: Folder) -> dict[str, bytes]:
-    """Return all notes, the least recently set first. Empty if the file is absent or damaged."""
+def read_notes(folder: Folder) -> dict[str, bytes]:
+    """Return all notes, the least recently set first. Empty if the file is absent or damaged.
+    Raises ``OSError``."""
     try:
         with os.fdopen(folder.open(_NOTES, os.O_RDONLY), "rb") as file:
             raw = file.read(NOTES_BYTES)

@@ -34,7 +34,7 @@ from kvass.folder import Folder
 from kvass.tiers.base import Shards
 from kvass.tiers.codec import Header, Seal, encode_header, payload_checksum
 from kvass.tiers.disk.index import DiskIndex, DiskSlot, Owner, SegmentSlots, fingerprint
-from kvass.tiers.disk.notes import read_note, write_note
+from kvass.tiers.disk.notes import read_notes, write_note
 from kvass.tiers.disk.reading import SlotReader, ThreadMemory
 from kvass.tiers.disk.sealing import SealedWriter
 from kvass.tiers.disk.segment import (
@@ -204,7 +204,7 @@ class DiskTier(RecordTier):
     def _get_note(self, name: str) -> bytes | None:
         """Return a note; None if it is absent, or if the file of the notes is damaged."""
         self._check_folder()
-        return read_note(self._folder, name)
+        return read_notes(self._folder).get(name)
 
     def _put_note(self, name: str, value: bytes) -> None:
         """Set a note. Unlike records, notes are synced to the disk."""
