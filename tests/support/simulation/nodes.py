@@ -158,7 +158,8 @@ class RigChannel:
         return -1
 
     def close(self) -> None:
-        if self.machine.channels.pop(self.number, None) is not None:
+        if self.machine.channels.get(self.number) is self:  # else it is of an earlier life
+            del self.machine.channels[self.number]
             self.closed = True
             self.machine.step(Lost(self.number))
 
