@@ -255,7 +255,7 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
 def test_each_rule_is_needed(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTANTS[mutant])
     wrong = 0
-    for seed in range(60):
+    for seed in sorted(range(60), key=lambda seed: seed not in (6, 9)):  # these notice the rarest
         wrong += play(seed, tmp_path / str(seed))[1]
         if wrong:
             return
