@@ -18,7 +18,6 @@ ELSEWHERE = {"sglang": "skipped"}
 """Its servers take minutes on a CPU, and ``make test`` does not install it."""
 
 
-@pytest.mark.slow  # a rare path: the runner is in tests/bench/test_gpu_day.py
 def test_all_stages_run_on_a_cpu(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     forks = side_by_side.folder(request.config) / "vllm.sock"
     out = tmp_path / "day.json"
