@@ -9,12 +9,12 @@ import pytest
 
 from kvass.core.clients import session_prompts
 from kvass.core.clients.session_prompts import ENTRY_BYTES, SessionPrompts
+from tests.core.test_release_cost import bytecodes
 
 
 def test_any_history_is_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_prompts, "MOST_BYTES", 12 * ENTRY_BYTES)
     monkeypatch.setattr(session_prompts, "PROMPT_BYTES", 512)
-    monkeypatch.setattr(session_prompts, "_STALE", 8)
     random, prompts, taken = Random(1), SessionPrompts(), 0
     for now in range(2000):
         tag, payer, namespace = random.randrange(1, 30), random.randrange(3), random.randrange(2)
@@ -31,7 +31,7 @@ def test_any_history_is_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         assert prompts.bytes == sum(p.size_bytes for p in every) <= session_prompts.MOST_BYTES
         assert all(p.keys.nbytes <= 512 and p.keys.base is None for p in every)
         assert prompts.next_due == min((p.due for p in every if p.due is not None), default=None)
-        assert all(len(heap) <= 4 * 12 + 8 + 1 for heap in prompts._due)
+        assert sum(map(len, prompts._due)) == sum(p.due is not None for p in every)
     assert taken > 100
 
 
@@ -45,3 +45,18 @@ def test_what_is_to_be_fetched_rests_and_what_is_to_be_let_go_does_not() -> None
     assert prompts.next_due == 5.0
     order = [prompts.take_due(now) for now in (4.0, 5.0, 5.9, 6.0, 6.0)]
     assert [prompt and prompt.tag for prompt in order] == [None, 3, None, 2, 1]
+
+
+def test_many_that_are_not_due_any_more_cost_the_next_call_nothing() -> None:
+    keys, costs = np.zeros((1, 4), np.uint64), list[int]()
+    for many in (1, 3_000):
+        prompts = SessionPrompts()
+        for tag in [*range(many), many]:
+            prompts.wake_at(prompts.remember(tag, 0, 0, "", keys), 1.0 + (tag == many))
+        for tag in range(many):
+            prompts.remember(tag, 0, 0, "", keys)
+        with bytecodes() as count:
+            assert prompts.next_due == 2.0
+            assert prompts.take_due(2.0) is not None
+        costs.append(count[0])
+    assert costs[0] == costs[1]

@@ -18,13 +18,12 @@ survives a restart.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
 from math import inf
 from typing import Final
 
 import msgspec
 
+from kvass.core.agenda import Agenda
 from kvass.types import U64Array
 
 MOST_BYTES: Final = 32 << 20
@@ -34,7 +33,6 @@ ENTRY_BYTES: Final = 1024
 """Memory of a prompt without its keys."""
 SOON_S: Final = 0.5
 """A session that is fetched, and did not say when it comes back, does so in this time."""
-_STALE: Final = 1024
 _Due = tuple[float, int, int, int]
 """When, payer, tag, namespace."""
 
@@ -46,9 +44,10 @@ class SessionPrompt(msgspec.Struct, eq=False):
 
     ``since_s``: when the first of its prompts came. ``ready_s``: when all its rows were seen to be
     READY. ``fetch_s``: when to fetch them. ``due``: when to let them go, to fetch them, or to go on
-    with that; None: nobody said. ``until``: when that is given up. ``early_s``: how long before the
-    session comes back it is fetched, about. ``had``: how many chunks L1 had when the last part
-    began to load; -1: none did. ``gap_s``: how long the last part had to wait."""
+    with that; None: nobody said. ``fetches``: it is due to be fetched. ``until``: when that is
+    given up. ``early_s``: how long before the session comes back it is fetched, about. ``had``: how
+    many chunks L1 had when the last part began to load; -1: none did. ``gap_s``: how long the last
+    part had to wait."""
 
     tag: int
     namespace: int
@@ -60,6 +59,7 @@ class SessionPrompt(msgspec.Struct, eq=False):
     ready_s: float = inf
     fetch_s: float = 0.0
     due: float | None = None
+    fetches: bool = False
     early_s: float = SOON_S
     until: float = 0.0
     had: int = -1
@@ -80,8 +80,8 @@ class SessionPrompts:
         self._of: dict[int, dict[int, dict[int, SessionPrompt]]] = {}
         """By payer, then by tag, then by namespace. What was used longest ago is first."""
         self._bytes_of: dict[int, int] = {}
-        self._due: tuple[list[_Due], list[_Due]] = [], []
-        """Two heaps: of those to let go, and of those to fetch. Some are not due any more."""
+        self._due: tuple[Agenda[_Due], Agenda[_Due]] = Agenda(), Agenda()
+        """Those to let go, and those to fetch."""
 
     def __len__(self) -> int:
         return self._prompts
@@ -108,49 +108,39 @@ class SessionPrompts:
             self._count(payer, keys.nbytes - old.nbytes)
             prompt.keys = keys.copy()  # not a view of a whole message
         prompt.epoch, prompt.had, prompt.until, prompt.early_s = epoch, -1, 0.0, SOON_S
-        prompt.ready_s, prompt.due = inf, None
+        prompt.ready_s = inf
+        self.wake_at(prompt, None)
         while self.bytes > MOST_BYTES:
             self._drop_one()
         return prompt
 
     def wake_at(self, prompt: SessionPrompt, due: float | None) -> None:
         """Have ``prompt`` be due at ``due``, and at no other time."""
-        prompt.due = due
+        if prompt.due is not None:
+            self._due[prompt.fetches].remove(_entry(prompt, prompt.due))
+        prompt.due, prompt.fetches = due, due is not None and due >= prompt.fetch_s
         if due is not None:
-            heap = self._due[due >= prompt.fetch_s]
-            heapq.heappush(heap, (due, prompt.payer, prompt.tag, prompt.namespace))
-            if len(heap) > 4 * len(self) + _STALE:
-                heap[:] = [each for each in heap if self._prompt(each) is not None]
-                heapq.heapify(heap)
+            self._due[prompt.fetches].add(_entry(prompt, due))
 
     @property
     def next_due(self) -> float | None:
         """When the next prompt is due; ``None`` if none is."""
-        return min(self._next(), default=(None, None))[0]
+        return min(due)[0] if (due := self._next()) else None
 
     def take_due(self, now: float) -> SessionPrompt | None:
         """The prompt that has been due longest. It is not due any more."""
-        when, number = min(self._next(), default=(inf, 0))
-        if when > now:
+        if not (due := self._next()) or min(due)[0] > now:
             return None
-        prompt = self._prompt(heapq.heappop(self._due[number]))
-        assert prompt is not None, "a prompt that is due was forgotten"
-        prompt.due = None
+        _, _, (_, payer, tag, namespace) = min(due)
+        prompt = self._of[payer][tag][namespace]
+        assert prompt.due is not None, "a prompt that was forgotten is due"
+        self.wake_at(prompt, None)
         return prompt
 
-    def _next(self) -> Iterator[tuple[float, int]]:
-        """When the first of each heap is due, and the number of the heap."""
-        for number, heap in enumerate(self._due):
-            while heap and self._prompt(heap[0]) is None:
-                heapq.heappop(heap)
-            if heap:
-                yield max(heap[0][0], self.rests_until * number), number
-
-    def _prompt(self, due: _Due) -> SessionPrompt | None:
-        """The prompt of an entry of the heap; None if the entry is stale."""
-        when, payer, tag, namespace = due
-        prompt = self._of.get(payer, {}).get(tag, {}).get(namespace)
-        return prompt if prompt is not None and prompt.due == when else None
+    def _next(self) -> list[tuple[float, int, _Due]]:
+        """When the first of those to let go is due, and of those to fetch."""
+        firsts = [(number, due.first) for number, due in enumerate(self._due)]
+        return [(max(f[0], self.rests_until * i), i, f) for i, f in firsts if f is not None]
 
     def _count(self, payer: int, size: int) -> None:
         self.bytes += size
@@ -161,9 +151,14 @@ class SessionPrompts:
         self._drop(next(iter(next(iter(self._of[most].values())).values())))
 
     def _drop(self, prompt: SessionPrompt) -> None:
+        self.wake_at(prompt, None)
         mine = self._of[prompt.payer][prompt.tag]
         del mine[prompt.namespace]
         if not mine:
             del self._of[prompt.payer][prompt.tag]
         self._prompts -= 1
         self._count(prompt.payer, -prompt.size_bytes)
+
+
+def _entry(prompt: SessionPrompt, due: float) -> _Due:
+    return due, prompt.payer, prompt.tag, prompt.namespace

@@ -6,14 +6,12 @@ a release or a commit (law 2).
 
 from __future__ import annotations
 
-import heapq
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
+from kvass.core.agenda import Agenda
 from kvass.core.rows.row_table import ClassRows
-
-_STALE: Final = 1024
 
 
 class Entry(msgspec.Struct, kw_only=True):
@@ -68,7 +66,9 @@ class Ledger(Generic[E]):
         self.bytes_of: dict[str, int] = {}
         """By instance, the sum of its entries' ``size_bytes`` (law 12)."""
         self._of: dict[str, dict[int, E]] = {}
-        self._due: list[tuple[float, int]] = []
+        self._due = Agenda[tuple[float, int]]()
+        self._times: dict[int, tuple[float, ...]] = {}
+        """By number, when each entry is due."""
 
     def of(self, instance: str) -> dict[int, E]:
         """The open entries of an instance, by number."""
@@ -84,6 +84,8 @@ class Ledger(Generic[E]):
     def drop(self, entry: E) -> None:
         """Close an open entry. Its bytes no longer count."""
         del self.all[entry.id]
+        for when in self._times.pop(entry.id, ()):
+            self._due.remove((when, entry.id))
         mine = self._of[entry.instance]
         del mine[entry.id]
         self.bytes_of[entry.instance] -= entry.size_bytes
@@ -92,19 +94,18 @@ class Ledger(Generic[E]):
 
     def wake_at(self, when: float, entry: E) -> None:
         """Make ``entry`` due at ``when``. An entry may be due at several times."""
-        heapq.heappush(self._due, (when, entry.id))
-        if len(self._due) > 4 * len(self.all) + _STALE:  # most ended before they were due
-            self._due = [due for due in self._due if due[1] in self.all]
-            heapq.heapify(self._due)
+        if when not in (times := self._times.get(entry.id, ())):
+            self._times[entry.id] = (*times, when)
+            self._due.add((when, entry.id))
 
     def due(self, now: float, most: int) -> list[E]:
         """At most ``most`` entries that are due. The times at which they were due are forgotten, so
         an entry is due again only at another time of ``wake_at``."""
-        if not self._due or self._due[0][0] > now:
-            return []
         found = dict[int, E]()
-        while len(found) < most and (when := self.next_due) is not None and when <= now:
-            number = heapq.heappop(self._due)[1]
+        while len(found) < most and (first := self._due.first) is not None and first[0] <= now:
+            when, number = first
+            self._due.remove(first)
+            self._times[number] = tuple([t for t in self._times[number] if t != when])
             found[number] = self.all[number]
         return list(found.values())
 
@@ -116,9 +117,7 @@ class Ledger(Generic[E]):
     @property
     def next_due(self) -> float | None:
         """When the next entry is due; ``None`` if there is none."""
-        while self._due and self._due[0][1] not in self.all:
-            heapq.heappop(self._due)
-        return self._due[0][0] if self._due else None
+        return None if (first := self._due.first) is None else first[0]
 
 
 def soonest(first: float | None, second: float | None) -> float | None:
