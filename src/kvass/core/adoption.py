@@ -132,7 +132,7 @@ def _classes(
         specs = [one.spec for _, one in sorted(groups.get(saved.id, {}).items())]
         if not specs or [s.group for s in specs] != [*range(len(specs))]:
             continue
-        number = state.namespaces.new_id(saved.digest)
+        number, _ = state.namespaces.new_id(saved.digest)
         ns = Namespace(
             id=number,
             digest=saved.digest,

@@ -144,7 +144,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
     )
     compared = [(differences(ns.terms, terms), ns.digest) for ns in same]
     differs_in, like = min(compared, key=lambda one: distance(one[0]), default=((), b""))
-    number = state.namespaces.new_id(digest)
+    number, epoch = state.namespaces.new_id(digest)
     made = Namespace(
         id=number,
         digest=digest,
@@ -156,6 +156,7 @@ def _namespace_for(state: State, instance: Instance) -> int:
         model=model,
         like=like,
         differs_in=differs_in,
+        epoch=epoch,
         traffic=Traffic(from_tiers=[0] * len(state.tiers.all)),
     )
     state.namespaces.add(made)
@@ -204,11 +205,12 @@ def _latest_first(state: State, idle: list[Namespace]) -> list[Namespace]:
 
 
 def _drop(state: State, gone: list[Namespace]) -> None:
+    before = [ns.epoch for ns in gone]
     for ns in gone:
         ns.epoch += 1
     promote.cancel(state, gone)  # a tier may not have said yet what it holds
-    for ns in gone:
-        state.namespaces.remove(ns)
+    for ns, epoch in zip(gone, before, strict=True):
+        state.namespaces.remove(ns, epoch)
     state.followers.saving.remove("namespace", (ns.id for ns in gone))
     classes = [c for ns in gone for c in ns.classes]
     state.classes.remove([ns.id for ns in gone], classes, "forgotten")
