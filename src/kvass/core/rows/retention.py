@@ -97,9 +97,16 @@ class Retention(Listener):
         self.drop(told.rows)
 
     def gone(self, told: ClassesGone) -> None:
-        if self.any and self.in_sets()[told.sets].any():
-            rows = self._retained()
-            self.drop(rows[np.isin(self._table.set_of[rows], told.sets)])
+        """The rows of removed classes count no more. ``reclaimed`` drops them."""
+        if self.any:
+            counts, payers = self.in_sets()[told.sets], self._sets.tenant[told.sets]
+            self._pay(payers, counts * self._sizes(told.sets), -1)
+            self.in_sets()[told.sets] = 0
+
+    def reclaimed(self, rows: I64Array) -> None:
+        if self.any:
+            self._fit()
+            self._for_s[rows] = 0
 
     def drop(self, rows: I64Array) -> None:
         """``rows`` are not retained any more."""
@@ -123,7 +130,7 @@ class Retention(Listener):
         """Look at the next ``_LOOK`` rows, and drop at most ``_SLICE`` whose time is over."""
         part = slice(self._next, self._next + _LOOK)
         over = (self._for_s[part] > 0) & (self._until[part] <= now)
-        rows = self._next + np.flatnonzero(over)
+        rows = self._counted(self._next + np.flatnonzero(over))
         end = int(rows[_SLICE]) if len(rows) > _SLICE else part.stop
         if len(rows):
             self._drop(rows[:_SLICE])
@@ -139,30 +146,35 @@ class Retention(Listener):
         first."""
         for tenant in [t for t in self._tenants.all.values() if t.kept_bytes]:
             if (excess := tenant.kept_bytes - self.cap(tenant)) > 0:
-                rows = self._retained()
-                rows = rows[self._payers(rows) == tenant.id]
+                rows = self._counted(np.flatnonzero(self._for_s))
+                rows = rows[self._sets.tenant[self._table.set_of[rows]] == tenant.id]
                 rows = rows[np.argsort(self._until[rows], kind="stable")]
-                self.drop(rows[np.cumsum(self._sizes(rows)) - self._sizes(rows) < excess])
+                sizes = self._sizes(self._table.set_of[rows])
+                self._drop(rows[np.cumsum(sizes) - sizes < excess])
 
     # ------------------------------------------------------------ counting
 
-    def _retained(self) -> I64Array:
-        return np.flatnonzero(self._for_s)
+    def _counted(self, rows: I64Array) -> I64Array:
+        """Those of ``rows`` whose classes were not removed."""
+        counted: I64Array = rows[self._sets.owner[self._table.set_of[rows]] >= 0]
+        return counted
 
-    def _payers(self, rows: I64Array) -> I64Array:
-        payers: I64Array = self._sets.tenant[self._table.set_of[rows]]
-        return payers
-
-    def _sizes(self, rows: I64Array) -> I64Array:
-        sets = self._table.set_of[rows]
+    def _sizes(self, sets: I64Array) -> I64Array:
+        """The size of a row of each of ``sets``."""
         sizes: I64Array = self._sets.bytes[sets] // self._sets.slots[sets]
         return sizes
 
     def _count(self, rows: I64Array, sign: int) -> None:
         """Count ``rows``, which begin (1) or end (-1) to be retained."""
-        np.add.at(self.in_sets(), self._table.set_of[rows].astype(np.int64), sign)
-        sums = np.bincount(self._payers(rows), self._sizes(rows)).astype(np.int64)
-        for tenant in self._tenants.all.values() if len(rows) else ():
+        counts = np.bincount(self._table.set_of[rows], minlength=len(self.in_sets()))
+        self.in_sets()[:] += sign * counts
+        sets = np.flatnonzero(counts)
+        self._pay(self._sets.tenant[sets], counts[sets] * self._sizes(sets), sign)
+
+    def _pay(self, payers: I64Array, sizes: I64Array, sign: int) -> None:
+        """Retained rows of ``sizes`` begin (1) or end (-1) to count for ``payers``."""
+        sums = np.bincount(payers, sizes).astype(np.int64)
+        for tenant in self._tenants.all.values() if len(payers) else ():
             if tenant.id < len(sums):
                 tenant.kept_bytes += sign * int(sums[tenant.id])
 
