@@ -46,8 +46,9 @@ class SessionPrompt(msgspec.Struct, eq=False):
     READY. ``fetch_s``: when to fetch them. ``due``: when to let them go, to fetch them, or to go on
     with that; None: nobody said. ``fetches``: it is due to be fetched. ``until``: when that is
     given up. ``early_s``: how long before the session comes back it is fetched, about. ``had``: how
-    many chunks L1 had when the last part began to load; -1: none did. ``gap_s``: how long the last
-    part had to wait."""
+    many chunks L1 had when the last part began to load; -1: none did. ``needs_bytes``: how much
+    room the next part needs, as far as it is known. ``gap_s``: how long the last part had to wait.
+    """
 
     tag: int
     namespace: int
@@ -63,6 +64,7 @@ class SessionPrompt(msgspec.Struct, eq=False):
     early_s: float = SOON_S
     until: float = 0.0
     had: int = -1
+    needs_bytes: int = 1
     gap_s: float = 0.0
 
     @property
@@ -80,8 +82,15 @@ class SessionPrompts:
         self._of: dict[int, dict[int, dict[int, SessionPrompt]]] = {}
         """By payer, then by tag, then by namespace. What was used longest ago is first."""
         self._bytes_of: dict[int, int] = {}
-        self._due: tuple[Agenda[_Due], Agenda[_Due]] = Agenda(), Agenda()
-        """Those to let go, and those to fetch."""
+        self._let_go = Agenda[_Due]()
+        self._fetch: dict[int, Agenda[_Due]] = {}
+        """By payer, those to fetch."""
+        self._turns: dict[int, float] = {}
+        """By payer, when the last of them began."""
+        self._next_of: dict[int, _Due] = {}
+        """By payer, the first of them. The time is that of the payer's last turn, if it is later."""
+        self._firsts = Agenda[_Due]()
+        """The same, in order: so payers take turns."""
 
     def __len__(self) -> int:
         return self._prompts
@@ -108,7 +117,7 @@ class SessionPrompts:
             self._count(payer, keys.nbytes - old.nbytes)
             prompt.keys = keys.copy()  # not a view of a whole message
         prompt.epoch, prompt.had, prompt.until, prompt.early_s = epoch, -1, 0.0, SOON_S
-        prompt.ready_s = inf
+        prompt.ready_s, prompt.needs_bytes = inf, 1
         self.wake_at(prompt, None)
         while self.bytes > MOST_BYTES:
             self._drop_one()
@@ -117,10 +126,17 @@ class SessionPrompts:
     def wake_at(self, prompt: SessionPrompt, due: float | None) -> None:
         """Have ``prompt`` be due at ``due``, and at no other time."""
         if prompt.due is not None:
-            self._due[prompt.fetches].remove(_entry(prompt, prompt.due))
+            self._agenda(prompt).remove(_entry(prompt, prompt.due))
+            self._line_up(prompt.payer)
         prompt.due, prompt.fetches = due, due is not None and due >= prompt.fetch_s
         if due is not None:
-            self._due[prompt.fetches].add(_entry(prompt, due))
+            self._agenda(prompt).add(_entry(prompt, due))
+            self._line_up(prompt.payer)
+
+    def begun(self, payer: int, now: float) -> None:
+        """A fetch of a payer begins: those of others that are due come before its next one."""
+        self._turns[payer] = now
+        self._line_up(payer)
 
     @property
     def next_due(self) -> float | None:
@@ -128,7 +144,8 @@ class SessionPrompts:
         return min(due)[0] if (due := self._next()) else None
 
     def take_due(self, now: float) -> SessionPrompt | None:
-        """The prompt that has been due longest. It is not due any more."""
+        """The prompt that has been due longest, of those to fetch by the turns of their payers. It
+        is not due any more."""
         if not (due := self._next()) or min(due)[0] > now:
             return None
         _, _, (_, payer, tag, namespace) = min(due)
@@ -139,8 +156,21 @@ class SessionPrompts:
 
     def _next(self) -> list[tuple[float, int, _Due]]:
         """When the first of those to let go is due, and of those to fetch."""
-        firsts = [(number, due.first) for number, due in enumerate(self._due)]
+        firsts = (0, self._let_go.first), (1, self._firsts.first)
         return [(max(f[0], self.rests_until * i), i, f) for i, f in firsts if f is not None]
+
+    def _agenda(self, prompt: SessionPrompt) -> Agenda[_Due]:
+        if not prompt.fetches:
+            return self._let_go
+        return self._fetch.setdefault(prompt.payer, Agenda())
+
+    def _line_up(self, payer: int) -> None:
+        """Have the first of a payer's prompts that are to be fetched wait for its turn."""
+        if (before := self._next_of.pop(payer, None)) is not None:
+            self._firsts.remove(before)
+        if payer in self._fetch and (first := self._fetch[payer].first) is not None:
+            self._next_of[payer] = max(first[0], self._turns.get(payer, 0.0)), *first[1:]
+            self._firsts.add(self._next_of[payer])
 
     def _count(self, payer: int, size: int) -> None:
         self.bytes += size

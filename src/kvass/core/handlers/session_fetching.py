@@ -140,6 +140,7 @@ def ask_session(state: State, connection: ClientConnection, msg: AskSession) -> 
             raise Refused("limit", f"{MOST_OPEN} fetches go on: ask later")
         for prompt in prompts:
             prompt.had, prompt.until, prompt.early_s, prompt.fetch_s = -1, 0.0, SOON_S, state.now
+            prompt.needs_bytes = 1
             _fetch(state, prompt)
     ns = state.namespaces[prompts[-1].namespace]
     keys = prompts[-1].keys[: most_keys(state, ns)]
@@ -178,14 +179,18 @@ def _fetch(state: State, prompt: SessionPrompt) -> None:
     every, most = _fetches(state), int(state.config.arena_bytes * AHEAD_SHARE)
     asking = [p for p in every if p.state is not PromotionState.LOADING]
     soon = sum(_size(p.namespace, len(p.keys) - p.first) for p in asking)
-    room, lacks = most - state.loading_bytes - soon, 0
-    if len(every) < MOST_OPEN and room > 0:
+    room = most - state.loading_bytes - soon
+    turn = len(every) < MOST_OPEN and room >= prompt.needs_bytes
+    if turn:
         view = PrefixView(state.rows, ns, prompt.keys[: most_keys(state, ns)], 0)
         chunks = view.longest(view.there())
         if not (lacks := _size(ns, len(view.keys) - chunks)):
             view.use(chunks)  # else what was let go would still go first
             return
-    if not 0 < min(lacks, most // 2) <= room:
+        prompt.needs_bytes = min(
+            lacks, most // 2
+        )  # who waits for room looks again when it is there
+    if not turn or prompt.needs_bytes > room:
         state.sessions.rests_until = state.now + REST_S
         state.sessions.wake_at(prompt, prompt.fetch_s)  # before those that are to be fetched later
         return
@@ -199,7 +204,8 @@ def _load(state: State, prompt: SessionPrompt, view: PrefixView, chunks: int) ->
     """Begin to load the next part of a prompt, of which L1 has ``chunks`` chunks."""
     state.counters["session_fetches"] += prompt.had < 0
     prompt.gap_s = AGAIN_S if chunks > prompt.had else 2 * prompt.gap_s
-    prompt.had = chunks
+    prompt.had, prompt.needs_bytes = chunks, 1
+    state.sessions.begun(prompt.payer, state.now)
     view.use(chunks)  # so that none of them is evicted for the load; they are not pinned for it
     rest = PrefixView(state.rows, view.ns, view.keys, chunks)
     asker = Asker(NOBODY, 0, _OWNER, _name(prompt))
