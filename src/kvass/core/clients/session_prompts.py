@@ -88,7 +88,7 @@ class SessionPrompts:
         self._turns: dict[int, float] = {}
         """By payer, when the last of them began."""
         self._next_of: dict[int, _Due] = {}
-        """By payer, the first of them. The time is that of the payer's last turn, if it is later."""
+        """By payer, the first of them, with the time of the payer's last turn if that is later."""
         self._firsts = Agenda[_Due]()
         """The same, in order: so payers take turns."""
 

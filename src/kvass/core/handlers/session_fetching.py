@@ -187,9 +187,7 @@ def _fetch(state: State, prompt: SessionPrompt) -> None:
         if not (lacks := _size(ns, len(view.keys) - chunks)):
             view.use(chunks)  # else what was let go would still go first
             return
-        prompt.needs_bytes = min(
-            lacks, most // 2
-        )  # who waits for room looks again when it is there
+        prompt.needs_bytes = min(lacks, most // 2)  # it looks again when there is so much
     if not turn or prompt.needs_bytes > room:
         state.sessions.rests_until = state.now + REST_S
         state.sessions.wake_at(prompt, prompt.fetch_s)  # before those that are to be fetched later

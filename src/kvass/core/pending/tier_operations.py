@@ -37,7 +37,8 @@ class Looking(Op, eq=False):
     ``connection``. ``answer``: that to an ``AskSession``; None: it is for a ``Present``.
 
     ``epoch``: ``Namespace.epoch`` when it was asked. ``classes``: those that the question is about.
-    ``there``: for each of them, which of ``keys`` L1 or a tier has, as far as they were asked.
+    ``there``: for each of them, which of ``keys`` L1 or a tier has, as far as they were asked. The
+    tier was asked for those from ``begin`` to ``upto``, and before that for those before.
     """
 
     connection: int
@@ -48,6 +49,8 @@ class Looking(Op, eq=False):
     keys: U64Array
     there: list[BoolArray]
     answer: SessionIs | None = None
+    begin: int = 0
+    upto: int = 0
 
 
 class Loading(Op, eq=False):

@@ -1,7 +1,7 @@
 """Presence: which rows L1 or a tier has, key by key. Nothing is pinned, loaded or marked as used.
 
-One tier is asked at a time, in their order, for the rows that L1 and the tiers before it lack. A
-row that L1 is loading, or that is being written, is not there yet.
+One tier is asked at a time, in their order, for the rows that L1 and the tiers before it lack, and
+for ``KEYS`` keys at a time. A row that L1 is loading, or that is being written, is not there yet.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from kvass.core.state import State
 from kvass.core.tiers import epochs
 from kvass.errors import Refused
 from kvass.messages import Presence, Present, Promoting, SessionIs
-from kvass.types import U64Array
+from kvass.types import I64Array, U64Array
 
 MOST_OPEN: Final = 64
 """The most questions that wait for tiers at a time (law 12); each takes 0.5 MiB at most."""
 MOST_OF_A_CONNECTION: Final = 8
+KEYS: Final = 2048
+"""How many keys of a prompt one question to a tier names at most. So questions of lookups, which
+the same threads of the tier answer, wait for a part of a long prompt only."""
 
 
 def begin(
@@ -54,12 +57,13 @@ def ask(state: State, looking: Looking) -> bool:
 def probed(state: State, event: Probed) -> None:
     looking, at, found_bytes = state.tiers.end(event.op, Looking), 0, 0
     for c, there in zip(looking.classes, looking.there, strict=True):
-        lacks = np.flatnonzero(~there)
+        lacks = _lacking(looking, there)
         there[lacks] = event.held[at : at + len(lacks)]
         at += len(lacks)
         found_bytes += int(there[lacks].sum()) * c.spec.row_bytes
     if looking.answer is not None:
-        looking.answer.tier_bytes[state.tiers.all[looking.tier].name] = found_bytes
+        name, of_tier = state.tiers.all[looking.tier].name, looking.answer.tier_bytes
+        of_tier[name] = of_tier.get(name, 0) + found_bytes
     connection = state.connections.get(looking.connection)
     if connection is None or connection.ending:
         return
@@ -76,24 +80,36 @@ def probed(state: State, event: Probed) -> None:
 
 
 def _ask_next(state: State, looking: Looking) -> bool:
-    """Ask the next tier for what is lacking. Returns False if none is left, or nothing lacks."""
-    ns, last = looking.namespace, looking.tier
-    place = 0 if last < 0 else state.tiers.all[last].place
-    lacking = [~there for there in looking.there]
-    usable = epochs.usable(state, ns)
-    later = [tier for tier in usable if state.tiers.all[tier].place > place]
-    if not later or not any(lacks.any() for lacks in lacking):
-        return False
-    if last < 0:
+    """Ask for the next keys that are lacking, or the next tier for the first ones. Returns False if
+    no tier is left, or nothing lacks."""
+    first = looking.tier < 0
+    usable = epochs.usable(state, looking.namespace)
+    while True:
+        if looking.tier not in usable or looking.upto == len(looking.keys):
+            place = 0 if looking.tier < 0 else state.tiers.all[looking.tier].place
+            later = [tier for tier in usable if state.tiers.all[tier].place > place]
+            if not later:
+                return False
+            looking.tier, looking.upto = later[0], 0
+        looking.begin, looking.upto = looking.upto, min(looking.upto + KEYS, len(looking.keys))
+        lacking = [_lacking(looking, there) for there in looking.there]
+        if any(map(len, lacking)):
+            break
+    if first:
         _check_room(state, looking.connection)
-    looking.tier = later[0]
     batches = tuple(
-        epochs.records(ns, looking.tier, c, looking.keys[lacks])
+        epochs.records(looking.namespace, looking.tier, c, looking.keys[lacks])
         for c, lacks in zip(looking.classes, lacking, strict=True)
     )
     op = state.tiers.begin(looking)
     state.out.append(TierProbe(looking.tier, op, batches))
     return True
+
+
+def _lacking(looking: Looking, there: BoolArray) -> I64Array:
+    """Of the keys from ``begin`` to ``upto``, those that are not ``there``."""
+    lacking: I64Array = np.flatnonzero(~there[looking.begin : looking.upto]) + looking.begin
+    return lacking
 
 
 def _check_room(state: State, connection: int) -> None:
