@@ -262,7 +262,8 @@ class Prefetch(Message, tag="prefetch"):
     ``first``: rows of the chunks before it are not needed. ``tenant`` pays for the rows. Lookups
     come first: nothing of it is loaded while one waits for the same tier. Without digests it ends
     those of the same asker and request, which are answered. Only daemons with the feature
-    ``AHEAD`` do what these four sentences say.
+    ``AHEAD`` do what these four sentences say. ``session``: as of a lookup; 0: it is not known, or
+    the engine is older than this field.
     """
 
     request: Name
@@ -272,6 +273,7 @@ class Prefetch(Message, tag="prefetch"):
     budget_ms: Seconds = 0.0
     first: Int32 = 0
     tenant: Name = ""
+    session: SessionTag = 0
 
 
 class Prefetched(Message, tag="prefetched"):

@@ -38,6 +38,7 @@ from kvass.messages import (
     Register,
     Registered,
     Release,
+    RequestContext,
     Reserve,
     ReserveItem,
     Welcome,
@@ -744,7 +745,7 @@ def test_a_grant_that_comes_after_the_reserve_was_given_up_is_given_back() -> No
 
 def test_the_others_promote_what_the_own_daemon_then_has() -> None:
     world = World()
-    ahead = world.client.prefetch("r", KEYS, WIDTH, 1, "someone", 60.0)
+    ahead = world.client.prefetch("r", KEYS, WIDTH, 1, RequestContext(tenant="someone"), 60.0)
     assert ahead is not None
     assert not world.client.prefetched(ahead)
     assert world.step() == ([], []), "perhaps the own daemon lacks it"

@@ -143,14 +143,16 @@ def test_promoting_for_what_was_not_asked_ends_the_connection(
 @pytest.mark.alone
 def test_a_prefetch_waits_for_nothing(tiers: ScriptedDaemon, scheduler: SchedulerClient) -> None:
     began = time.monotonic()
-    sent = scheduler.prefetch("r", DIGESTS, WIDTH, 1, "red", budget_s=12.0)
+    context = RequestContext(tenant="red", session=7)
+    sent = scheduler.prefetch("r", DIGESTS, WIDTH, 1, context, budget_s=12.0)
     assert sent is not None
     assert not scheduler.prefetched(sent)
     scheduler.end_prefetch(sent)
     assert time.monotonic() - began < 1
     asked, ended = tiers.got(Prefetch, 2)
     assert (asked.request, asked.digests, asked.width) == ("r", DIGESTS, WIDTH)
-    assert (asked.budget_ms, asked.first, asked.tenant) == (12_000, 1, "red")
+    assert (asked.budget_ms, asked.first) == (12_000, 1)
+    assert (asked.tenant, asked.session) == ("red", 7)
     assert (ended.request, ended.digests) == ("r", b"")
     tiers.push(Pong(seq=1))  # of nobody's: the session ends, and nothing else
     assert eventually(lambda: scheduler.counters["lost"] > 0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvass.engine.early_lookups import AT_ONCE
+from kvass.types import session_tag
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import CHUNK, SchedulerHarness, make_configs, rig
 
@@ -92,7 +93,7 @@ def test_what_is_asked_early_is_what_is_looked_up() -> None:
     client, world = rig(batched=STEP, options={"kvass.early_lookups": 20})
     client.promotes_ahead = True
     world.add("long", range(2000, 2900), max_tokens=1)
-    world.add("plain", range(100))
+    world.add("plain", range(100), params={"kvass.session": "s"})
     world.add("salted", range(100), salt="pepper")
     world.add("some", range(4000, 4100), params={"kvass.max_load_tokens": 40})
     world.add("none", range(100), params={"kvass.max_load_tokens": 0})
@@ -100,6 +101,7 @@ def test_what_is_asked_early_is_what_is_looked_up() -> None:
     world.add("short", range(CHUNK - 1))
     world.step()
     early = {name: (hashes, first) for name, hashes, first in client.prefetches}
+    assert client.contexts["plain"].session == session_tag("s")
     assert {name: (len(hashes), first) for name, (hashes, first) in early.items()} == {
         "plain": (3, 0),
         "salted": (3, 0),

@@ -127,6 +127,9 @@ VALUES: Final[dict[str, m.FromClient | m.FromDaemon]] = {
     "prefetch.ahead": m.Prefetch(
         seq=3, request="r-1", digests=_DIGESTS, width=16, first=2, tenant="team-a"
     ),
+    "prefetch.session": m.Prefetch(
+        seq=3, request="r-1", digests=_DIGESTS, width=16, session=4_000_000_000
+    ),
     "promoting": m.Promoting(seq=3),
     "prefetched": m.Prefetched(seq=3, chunks=4),
     "matched.spare": m.Matched(

@@ -63,7 +63,7 @@ class _Asked:
 class _PrefetchingAll(Prefetching):
     """A prefetch of the own node, which the others do after it. ``asked``: for what."""
 
-    asked: tuple[bytes, int, int, str, float]
+    asked: tuple[bytes, int, int, RequestContext, float]
 
 
 class NodesClient(SchedulerClient):
@@ -353,22 +353,22 @@ class NodesClient(SchedulerClient):
         digests: bytes,
         width: int,
         first: int = 0,
-        tenant: str = "",
+        context: RequestContext = NO_CONTEXT,
         budget_s: float = 60.0,
     ) -> Prefetching | None:
-        own = super().prefetch(request, digests, width, first, tenant, budget_s)
+        own = super().prefetch(request, digests, width, first, context, budget_s)
         if own is None or not self._others:
             return own
-        asked = digests, width, first, tenant, budget_s
+        asked = digests, width, first, context, budget_s
         return _PrefetchingAll(request, own.seq, own.connection, asked)
 
     def _promoted(self, one: Prefetching, chunks: int) -> None:
         if not isinstance(one, _PrefetchingAll):
             return
-        digests, width, first, tenant, budget_s = one.asked
+        digests, width, first, context, budget_s = one.asked
         keys = digests[: chunks * width]  # more than the own daemon has is no hit
         for node in self._others if chunks > first else ():
-            ahead = node.prefetch(one.request, keys, width, first, tenant, budget_s)
+            ahead = node.prefetch(one.request, keys, width, first, context, budget_s)
             if ahead is not None:
                 node.leave_prefetch(ahead)
 

@@ -257,7 +257,7 @@ class SchedulerClient(Endpoint):
         digests: bytes,
         width: int,
         first: int = 0,
-        tenant: str = "",
+        context: RequestContext = NO_CONTEXT,
         budget_s: float = 60.0,
     ) -> Prefetching | None:
         """Promote a prompt's rows from chunk ``first`` on ahead of use. Holds no lease. Arguments:
@@ -274,7 +274,8 @@ class SchedulerClient(Endpoint):
             width=width,
             budget_ms=bounded(budget_s * 1000),
             first=first,
-            tenant=tenant,
+            tenant=context.tenant,
+            session=context.session,
         )
         seq = self.submit(message)
         return Prefetching(request, seq, connection) if seq else None

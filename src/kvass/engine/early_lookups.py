@@ -116,8 +116,8 @@ class EarlyLookups(Observer):
         if not isinstance(question, str) and question.chunks > first:
             salt = b"" if question.named is None else question.named.salt
             digests, width = state.digests(question.chunks, salt)
-            tenant = state.request.context.tenant
-            self._begun[name] = self._client.prefetch(name, digests, width, first, tenant)
+            context = state.request.context
+            self._begun[name] = self._client.prefetch(name, digests, width, first, context)
 
     def _own_tokens(self, request: Request) -> int:
         """How many tokens the engine's own cache has: to the chunk, and for a request that waits

@@ -158,10 +158,11 @@ class FakeClient:
         return self.held[request]
 
     def prefetch(
-        self, request: str, digests: bytes, width: int, first: int, tenant: str
+        self, request: str, digests: bytes, width: int, first: int, context: RequestContext
     ) -> Prefetching:
         """Note what is asked for."""
         self.prefetches.append((request, split(digests, width), first))
+        self.contexts[request] = context
         return Prefetching(request, len(self.prefetches), cast(Any, None))
 
     def prefetched(self, one: Prefetching) -> bool:

@@ -196,12 +196,14 @@ def prefetch(state: State, connection: ClientConnection, msg: Prefetch) -> Prefe
     if msg.first > most:
         return Prefetched(chunks=msg.first)
     keys = keys[:most]
+    if msg.session:
+        state.followers.tags.resume(msg.session)
     view = PrefixView(state.rows, ns, keys, msg.first)
     chunks = view.use(view.longest(view.there())).chunks
     if state.tiers.used and ns.tier_epochs and chunks < len(keys):
         wait_s = min(msg.budget_ms / 1000 or PREFETCH_S, MAX_WAIT_S)
-        payer = RequestContext(tenant=msg.tenant)
-        promotion = _promotion(state, connection, msg, view, wait_s, context=payer)
+        context = RequestContext(tenant=msg.tenant, session=msg.session)
+        promotion = _promotion(state, connection, msg, view, wait_s, context=context)
         if promotion.deadline > state.now and promote.begin(state, promotion, writing=False):
             return None
     return Prefetched(chunks=chunks)

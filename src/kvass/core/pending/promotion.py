@@ -99,7 +99,7 @@ class Promotion(Entry, kw_only=True):
     ``readers``: the ranks that will read the hit; a prefetch has none. ``begun``: when it began.
     ``epoch``: ``Namespace.epoch`` at that time. ``first``, ``spare``, ``rest``, ``start``: see
     ``prefix.PrefixView``. ``why``: why the hit is shorter than the prompt (``metrics.MISSES``).
-    ``context``: of the lookup's request; of a prefetch only the tenant is known.
+    ``context``: of the lookup's request; of a prefetch the tenant and the session are known.
     ``homes``: per class and chunk, the number of the tier that has the row, or ``NOT_ASKED``,
     ``DUPLICATE`` or ``IN_NO_TIER``. ``probed_tier``: the tier that was asked last, for the chunks
     before ``probed_upto``. ``hit``: the rows that are pinned for it, READY or LOADING.

@@ -57,11 +57,13 @@ class SessionTags(Listener):
             self._tags[told.rows] = told.session
 
     def used(self, told: Used) -> None:
-        """A request of a session uses rows. Those of other sessions lose their tag."""
-        if told.session is None or not self.any:
+        """A request of a session uses rows. Those of other sessions lose their tag. What no request
+        uses stays among those that are evicted first."""
+        if not self.any:
             return
-        self._tags[told.rows[self.of(told.rows) != told.session]] = NO_SESSION
-        if self.has_ended(told.session):
+        if told.session is not None:
+            self._tags[told.rows[self.of(told.rows) != told.session]] = NO_SESSION
+        if told.session is None or self.has_ended(told.session):
             over = np.unique(told.rows[self.ended(told.rows)])
             told.row_class.order.evict_first(over)
 
