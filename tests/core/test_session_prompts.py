@@ -31,8 +31,8 @@ def test_any_history_is_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         assert prompts.bytes == sum(p.size_bytes for p in every) <= session_prompts.MOST_BYTES
         assert all(p.keys.nbytes <= 512 and p.keys.base is None for p in every)
         assert prompts.next_due == min((p.due for p in every if p.due is not None), default=None)
-        due = [prompts._let_go, *prompts._fetch.values()]
-        assert sum(map(len, due)) == sum(p.due is not None for p in every)
+        agendas = [prompts._let_go, *prompts._fetch.values()]
+        assert sum(map(len, agendas)) == sum(p.due is not None for p in every)
     assert taken > 100
 
 

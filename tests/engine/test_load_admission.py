@@ -81,3 +81,13 @@ def test_in_a_window_a_request_needs_blocks_for_the_tokens_of_a_step(
 
 def test_an_engine_that_counts_right_decides_itself() -> None:
     assert admits(0, [one(0, 1000)], None)
+
+
+def test_of_a_ring_each_request_has_one_block_whatever_it_computes() -> None:
+    """The new one needs 20 blocks for its hit, 5 for the rest and one for its ring."""
+    ring = (GroupLayout("sliding_window", 16, (), (), 1), FULL[0])
+    rings = Admission(step_tokens=48, draft_tokens=0, rings=frozenset({0}))
+    for computed, lacks in ((384, 1), (0, 25)):
+        waiting = [one(computed, 400)]
+        assert admits(20 + 5 + 1 + lacks, waiting, rings, ring)
+        assert not admits(20 + 5 + lacks, waiting, rings, ring)

@@ -250,6 +250,14 @@ def test_after_a_failure_loads_are_asynchronous_for_a_while() -> None:
     assert begins_in_step(world, "trusted")
 
 
+def test_a_load_of_another_connector_ends_no_trial() -> None:
+    _, world = ready()
+    world.add("another's", PROMPT)
+    world.planner.in_step._trial = 2
+    world.planner.reported({}, (), ("another's", "nobody's"))
+    assert world.planner.in_step._trial == 2
+
+
 def test_inside_a_multi_connector() -> None:
     client = FakeClient()
     world = SchedulerHarness(client, configs=make_multi_configs(FIXED))

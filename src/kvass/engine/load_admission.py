@@ -45,7 +45,10 @@ class LoadAdmission:
         end, needed = new.answer.end, 0
         left = [(one.computed_tokens, one.known_tokens) for one in waiting]
         left.append((end, new.request.known_tokens))
-        for group in self._setup.groups:
+        for number, group in enumerate(self._setup.groups):
+            if number in admission.rings:
+                needed += 1  # the others have theirs
+                continue
             needed += len(group.blocks(group.needs(end), end))
             needed += sum(_to_compute(group, *one, admission) for one in left)
         return needed <= self._pool.free_blocks

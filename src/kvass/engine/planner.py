@@ -36,7 +36,7 @@ from kvass.engine.load_admission import LoadAdmission
 from kvass.engine.loads import LoadMaker
 from kvass.engine.observers import Observer
 from kvass.engine.protocols import BlockPool, Request, Step
-from kvass.engine.request_state import Answer, RequestState
+from kvass.engine.request_state import Answer, LoadState, RequestState
 from kvass.engine.results import LookupResults
 from kvass.engine.row_events import EventMaker, RowEvents
 from kvass.engine.setup import EngineSetup
@@ -411,8 +411,13 @@ class Planner:
         failed, loaded = set(failed), set(loaded)
         if self._head_of_line is not None:
             self._head_of_line.loaded(name for name in loaded if name in self._requests)
-        self.in_step.ended(len(loaded - failed), failed=False)
+        self.in_step.ended(sum(map(self._is_loading, loaded - failed)), failed=False)
         self._ended(failed, loaded)
+
+    def _is_loading(self, name: str) -> bool:
+        """Whether a load of this planner goes on for a request, not one of another connector."""
+        state = self._requests.get(name)
+        return state is not None and state.state is LoadState.LOADING
 
     def loaded_in_step(self, loads: Mapping[str, bool], failed_step: int) -> None:
         """Take in the ends of loads inside steps: whether they ended well on all ranks.

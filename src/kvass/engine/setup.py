@@ -43,10 +43,11 @@ class Admission:
     """What ``load_admission.py`` must know of an engine. ``step_tokens``: the most tokens that it
     computes before it frees blocks that are no longer in a window. ``draft_tokens``: how many
     tokens, drafts among them, a request needs room for when it begins to decode; 0 if it has no
-    drafts."""
+    drafts. ``rings``: the groups of which each request has one block from its beginning on."""
 
     step_tokens: int
     draft_tokens: int
+    rings: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> VllmSetup | Inert:
         window_interval=_window_interval(options, vllm_config, layouts),
         fixed_weights=options.fixed_weights,
         one_queue=_has_one_queue(layouts),
-        admission=_admission(vllm_config, layouts),
+        admission=_admission(vllm_config, layouts, groups.rings(kv_cache_config)),
         early_lookups=options.early_lookups,
         tier_events_s=options.tier_events,
         by_priority=vllm_config.scheduler_config.policy == "priority",
@@ -197,18 +197,22 @@ def _has_one_queue(layouts: tuple[GroupLayout, ...]) -> bool:
     return release(vllm.__version__) < (0, 31) or any(not one.rules.whole for one in layouts)
 
 
-def _admission(vllm_config: Any, layouts: tuple[GroupLayout, ...]) -> Admission | None:
+def _admission(
+    vllm_config: Any, layouts: tuple[GroupLayout, ...], rings: frozenset[int]
+) -> Admission | None:
     """``EngineSetup.admission``. Before 0.31 vLLM counts no blocks for drafts. In all versions it
     counts too few for windows: from the most blocks that a request may hold in a window it
     subtracts its block table, in which blocks before the window have empty places."""
     drafts = vllm_config.num_speculative_tokens
     uncounted = drafts and release(vllm.__version__) < (0, 31)
-    if not uncounted and not any(one.rules.windowed for one in layouts):
+    windowed = {number for number, one in enumerate(layouts) if one.rules.windowed}
+    if not uncounted and not windowed - rings:
         return None
     return Admission(
         step_tokens=vllm_config.max_in_flight_tokens,
         # as vLLM counts since 0.31: the last token, drafts that are verified, and the next ones
         draft_tokens=1 + 2 * drafts if drafts else 0,
+        rings=rings,
     )
 
 

@@ -225,6 +225,8 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         does without kvass: ``bad_blocks.py`` knows one layer group only."""
 
         def take_back(failed: set[int]) -> None:
+            # Not behind the boundary: if it raises, the engine ends, and else would answer from
+            # blocks that nobody filled.
             preempted = bad_blocks.take_back(scheduler, failed)
             self._boundary.count(
                 "steps_taken_back",

@@ -98,10 +98,19 @@ def read_groups(
     return tuple(found)
 
 
+def rings(kv_cache_config: Any) -> frozenset[int]:
+    """The groups whose layers have circular buffers: one block each request."""
+    every = enumerate(kv_cache_config.kv_cache_groups)
+    return frozenset(number for number, group in every if all(map(_circular, _specs(group))))
+
+
+def _circular(spec: Any) -> bool:
+    return type(spec).__name__ == "CircularBufferSpec"
+
+
 def _rebuilt(spec: Any) -> bool:
     """Whether vLLM has what a hit needs of a group that is not prefix-cacheable."""
-    circular = type(spec).__name__ == "CircularBufferSpec"
-    return circular or getattr(spec, "prefix_replay_tokens", 0) > 0
+    return _circular(spec) or getattr(spec, "prefix_replay_tokens", 0) > 0
 
 
 def _shape(number: int, spec: Any) -> tuple[GroupKind, int]:
