@@ -30,8 +30,8 @@ class Joined(Rows):
 
         monkeypatch.setattr(self.row_class.order, "evict_first", joins)
 
-    def use(self, rows: I64Array) -> None:
-        self.rows.touch(self.row_class, rows)
+    def use(self, rows: I64Array, session: int | None = None) -> None:
+        self.rows.touch(self.row_class, rows, session)
 
     def end(self) -> SessionEnd:
         self.followers.tags.end(7, self.classes.tenants.default.id)
@@ -81,7 +81,7 @@ def test_what_is_used_or_freed_meanwhile_does_not_join(joined: Joined) -> None:
     while not joined.slices:
         end.go_on(joined.rows, joined.followers.tags)
     last = joined.all[np.argsort(joined.rows.table.stamp[joined.all])][-10:]
-    joined.use(last[:5])
+    joined.use(last[:5], session=8)
     joined.rows.free(last[5:], "capacity")
     while not end.go_on(joined.rows, joined.followers.tags):
         pass
