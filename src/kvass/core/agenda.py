@@ -2,6 +2,8 @@
 
 Law of this file: what is taken off is gone at once. So what one call does takes no longer if much
 was put on and taken off before, and hardly longer if there is more (0.1 ms with a million).
+
+``sortedcontainers`` has such a list. It would be a dependency of the core for these 40 lines.
 """
 
 from __future__ import annotations
