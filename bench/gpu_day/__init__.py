@@ -15,8 +15,8 @@ from stage to stage. It is killed, and begun anew, when a stage takes longer tha
 fails. Stages that fit no more, or whose packages are missing, are skipped, and a line says so. If
 vLLM's model runner V2 runs no engine, V1 runs all. With less memory models are smaller
 (``sizes.py``). Each figure is in ``--out`` as soon as it is there, also when the machine goes back
-in the middle. A second run adds to the same file. A page begins with what the figures decide, by
-rules that were written before (``decisions.py``).
+in the middle. A second run adds to the same file, with the same sizes if they still fit. A page
+begins with what the figures decide, by rules that were written before (``decisions.py``).
 
 A figure that is ``false`` is a fault: the stage is ``wrong``, and so is the exit status. What the
 names of figures mean stands at the top of each stage's file; times are medians over rounds.

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from bench.gpu_day.carry import CARRY, lacking, what_to_carry
-from bench.gpu_day.day import BAD, Day, facts, page, read_day
+from bench.gpu_day.day import BAD, MEASURED, Day, facts, page, read_day
 from bench.gpu_day.sizes import fitting, found_room, place
 from bench.gpu_day.stages import Stage, table
 from bench.gpu_day.worker import Worker, ended_well
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [one for one in first if not args.only or one.name in args.only]
     day = Day(args.out)
     room = found_room()
-    sizes = None if args.smoke else fitting(room)
     try:
+        sizes = None if args.smoke else fitting(room, day.read().get("sizes", ""))
         about = {"runner": args.runner and f"V{1 + int(args.runner)} for all"}
         about["sizes"] = "tiny" if sizes is None else sizes.said
         day.about(facts(args.smoke) | about)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.smoke and (lacks := lacking()):
         say(f"with what is here, which is not {', '.join(lacks)}")
     minutes = args.minutes or (SMOKE_MINUTES if args.smoke else 9.0)
-    within = args.within or place(room, tempfile.gettempdir())
+    within = args.within or place(room, sizes, tempfile.gettempdir())
     with tempfile.TemporaryDirectory(dir=within, prefix="kvass-day-") as folder:
         config = {"table": args.table, "out": str(args.out), "folder": folder}
         config["sizes"] = msgspec.to_builtins(sizes)
@@ -81,14 +81,15 @@ def run(stages: Sequence[Stage], day: Day, minutes: float, config: dict[str, Any
     """The stages that fit. Whatever becomes of one, the others run."""
     until_s = time.monotonic() + 60 * minutes
     worker: Worker | None = None
-    ran = dict[tuple[str, str], Stage]()  # by what they run, and with which runner
+    ran = dict[tuple[str, str], Stage]()  # to their end: by what they run, and with which runner
     with Path(config["out"]).with_suffix(".log").open("ab") as log:
         for stage in stages:
             left_s, limit_s = until_s - time.monotonic(), 60 * stage.minutes
             if config["smoke"]:
                 limit_s = max(0.0, left_s)  # a stage's minutes are those of a GPU
             why = _why_not(stage, left_s, limit_s)
-            twin = ran.get((stage.runs, config["runner"] or stage.runner))
+            runner = config["runner"] or stage.runner
+            twin = ran.get((stage.runs, runner))
             if twin is not None and twin.runner != stage.runner:
                 why = f"{twin.name} had the same runner"
             if why:
@@ -109,19 +110,19 @@ def run(stages: Sequence[Stage], day: Day, minutes: float, config: dict[str, Any
                 worker.kill()
                 worker = None
                 day.end(stage.name, state, why, time.monotonic() - began_s)
-            if not config["runner"] and _v2_runs_nothing(day, stage, state):
+            refused = "v2_refused" in day.read()["stages"][stage.name]["figures"]
+            if not config["runner"] and (refused or _v2_hung(day, stage, state)):
                 say("vLLM's model runner V2 ran no engine: V1 runs from now on")
                 config = config | {"runner": "0"}
-            ran[stage.runs, config["runner"] or stage.runner] = stage
+            if state in MEASURED:
+                ran[stage.runs, "0" if refused else runner] = stage  # refused: V1 ran it at once
         if worker is not None:
             worker.close()
 
 
-def _v2_runs_nothing(day: Day, stage: Stage, state: str) -> bool:
-    """Whether V2 was refused, or was cut before its first engine was up."""
+def _v2_hung(day: Day, stage: Stage, state: str) -> bool:
+    """Whether V2 was cut before its first engine was up."""
     figures = [one.get("figures", {}) for one in day.read()["stages"].values()]
-    if any("v2_refused" in one for one in figures):
-        return True
     hung = state == "cut" and stage.runner == "1" and "vllm" in stage.needs
     return hung and not any(one.get("runner") == "V2" for one in figures)
 

@@ -96,7 +96,8 @@ def _needs() -> list[str]:
         f"{MOST * large:.0f} GiB of free GPU memory for {MOST} engines of the large model, "
         f"{2 * small:.0f} for two of the small one, {few:.1f} for copies alone",
         f"{most / GIB:.0f} GiB of host memory, {least / GIB:.0f} for an L1 of {L1[-1] >> 30} GiB",
-        f"{model_bytes() / GIB:.1f} GiB for models: in /dev/shm, else where temporary files are",
+        f"{model_bytes() / GIB:.1f} GiB for models: in /dev/shm, if as much host memory is "
+        "left; else where temporary files are",
         f"a C compiler ({', '.join(COMPILERS)}, or $CC) and Python's headers, for Triton",
         "an NVIDIA driver and nvidia-smi; on AMD free memory is not looked at",
     ]

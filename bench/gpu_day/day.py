@@ -23,7 +23,8 @@ from kvass.errors import ConfigError
 
 BAD: Final = ("running", "failed", "cut", "wrong")
 """``running`` is a stage during which the machine went back."""
-
+MEASURED: Final = ("done", "wrong")
+"""It has all its figures."""
 
 NAMED: Final = re.compile(r"(^|[\s.])\w*[Ee]rror\b.*: ?\S|: error:")
 

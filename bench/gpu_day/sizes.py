@@ -1,7 +1,8 @@
 """How much of it a day does, and what that needs: of the GPU, of the host, of ``/dev/shm``.
 
 A machine with less gets smaller models, fewer engines at once and less host memory. What was chosen
-is a fact of the day (``Sizes.said``): figures of other sizes are another column of the page.
+is a fact of the day (``Sizes.said``): figures of other sizes are another column of the page. A
+later call keeps it, as long as it fits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import math
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,10 +111,11 @@ class Sizes(msgspec.Struct, frozen=True):
 
     @property
     def said(self) -> str:
-        """In a few words."""
+        """In a few words, which tell all choices apart."""
         weights = weight_bytes(self.shape) / 2e9
         return (
             f"{self.most} engines of {weights:.1f} B weights, L1 of {self.host_bytes / GIB:.3g} GiB"
+            f", copies of {self.tokens} tokens"
         )
 
 
@@ -135,7 +139,7 @@ SMOKE: Final = Sizes(
     usual=513,
     crowd=4,
     crowds=(577,),
-    small=(64,),
+    small=(512,),
     short_lengths=(257,),
     decoders=2,
     answer=24,
@@ -145,6 +149,7 @@ SMOKE: Final = Sizes(
 )
 
 
+@cache
 def weight_bytes(shape: Shape) -> int:
     """In bfloat16."""
     return 2 * sum(math.prod(one.size) for one in tensors_of(shape))
@@ -160,31 +165,38 @@ def model_bytes() -> int:
     return weight_bytes(LARGE) + weight_bytes(SHORT)
 
 
-def fitting(room: Room) -> Sizes:
-    """The sizes for a machine. With less room than one small engine takes ``most`` is 0."""
-    most, shape, cache = MOST, *CACHES[0]
-    for shape, cache in CACHES if room.gpu is not None else ():
-        need = engine_bytes(shape, cache)
-        need = max(need, engine_bytes(SHORT, cache))
-        most = min(MOST, (room.gpu or 0) // need)
-        if most >= 2:
-            break
-    most = min(most, max(0, room.host - POOLS * L1[-1]) // ENGINE_HOST)
-    fit = [size for size in L1 if POOLS * size <= room.host - most * ENGINE_HOST]
-    enough = room.gpu is None or room.gpu >= FULL_COPIES
-    return Sizes(
-        shape=shape,
-        args=ARGS | {"kv_cache_memory_bytes": cache},
-        most=most,
-        host_bytes=fit[0] if fit else L1[-1],
-        tokens=FULL_TOKENS if enough else FEW_TOKENS,
-    )
+def fitting(room: Room, said: str = "") -> Sizes:
+    """The sizes for a machine: those that an earlier call ``said``, if they fit. With less room
+    than one small engine takes ``most`` is 0."""
+    fit = [one for one in _choices() if fits(one, room)] or [*_choices()][-1:]
+    return next((one for one in fit if one.said == said), fit[0])
+
+
+def fits(sizes: Sizes, room: Room) -> bool:
+    """Whether a machine has enough for these sizes, with models on its disk."""
+    cache_bytes = sizes.args["kv_cache_memory_bytes"]
+    engine = max(engine_bytes(one, cache_bytes) for one in (sizes.shape, sizes.short_shape))
+    gpu = max(sizes.most * engine, FULL_COPIES if sizes.tokens == FULL_TOKENS else 0)
+    host = POOLS * sizes.host_bytes + sizes.most * ENGINE_HOST
+    return (room.gpu is None or gpu <= room.gpu) and host <= room.host
+
+
+def _choices() -> Iterator[Sizes]:
+    """From the best to the least. The large model is worth it for two engines."""
+    for (shape, cache_bytes), least in zip(CACHES, (2, 0), strict=True):
+        args = ARGS | {"kv_cache_memory_bytes": cache_bytes}
+        for most in range(MOST, least - 1, -1):
+            for host_bytes in L1:
+                for tokens in (FULL_TOKENS, FEW_TOKENS):
+                    yield Sizes(
+                        shape=shape, args=args, most=most, host_bytes=host_bytes, tokens=tokens
+                    )
 
 
 def found_room() -> Room:
     """What this machine has."""
     shm = Path("/dev/shm")
-    return Room(_gpu(), _host(), shutil.disk_usage(shm).free if shm.is_dir() else 0)
+    return Room(_gpu(), host_bytes(), shutil.disk_usage(shm).free if shm.is_dir() else 0)
 
 
 def _gpu() -> int | None:
@@ -196,20 +208,30 @@ def _gpu() -> int | None:
         return None
 
 
-def _host() -> int:
-    """What the kernel can give; in a container that has a limit no more than that."""
+def host_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """What the kernel can give; in a container that has a limit no more than that. Pages of files
+    can be given: a container counts them as used."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(one.split()[1]) << 10 for one in lines if one.startswith("MemAvailable"))
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for folder, limit, used, files in (
+        (group, "memory.max", "memory.current", ("active_file", "inactive_file")),
+        (
+            group / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            ("total_active_file", "total_inactive_file"),
+        ),
     ):
-        group = Path("/sys/fs/cgroup")
         with suppress(OSError, ValueError):  # no such file, or "max"
-            free = min(free, int((group / limit).read_text()) - int((group / used).read_text()))
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free = min(free, left + sum(int(stat.get(one, 0)) for one in files))
     return free
 
 
-def place(room: Room, temporary: str) -> str:
-    """Where models and sockets go: into memory, if there is room for the models there."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) and room.shm > model_bytes() else temporary
+def place(room: Room, sizes: Sizes | None, temporary: str) -> str:
+    """Where models and sockets go: into memory, if there is room for the models there, and
+    ``sizes`` fit beside them. None: tiny ones."""
+    beside = msgspec.structs.replace(room, host=room.host - model_bytes())
+    there = os.access("/dev/shm", os.W_OK) and room.shm > model_bytes()
+    return "/dev/shm" if there and (sizes is None or fits(sizes, beside)) else temporary

@@ -25,6 +25,8 @@ from bench.gpu_day.sizes import (
     Room,
     engine_bytes,
     fitting,
+    host_bytes,
+    model_bytes,
     place,
 )
 from bench.gpu_day.stages import STAGES
@@ -96,8 +98,8 @@ def test_an_engine_that_dies_costs_its_stage_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["refused", "v2_hangs"])
 def test_where_v2_runs_no_engine_v1_runs_all(first: str, tmp_path: Path) -> None:
-    """It is refused, or it hangs; and no stage is run twice with one runner."""
-    _, stages = run(tmp_path / "day.json", first, "then", "then_v1")
+    """It is refused, or it hangs; and no stage comes to its end twice with one runner."""
+    _, stages = run(tmp_path / "day.json", first, "then", "then_v1", f"{first}_v1")
     assert stages["then"]["state"] == "done"
     assert stages["then"]["figures"] == {"ran": "V1"}
     assert stages["then_v1"]["state"] == "skipped"
@@ -105,6 +107,22 @@ def test_where_v2_runs_no_engine_v1_runs_all(first: str, tmp_path: Path) -> None
     figures = stages[first]["figures"]
     ended = stages[first]["state"], figures.get("ran"), "v2_refused" in figures
     assert ended == {"refused": ("done", "V1", True), "v2_hangs": ("cut", None, False)}[first]
+    again = stages[f"{first}_v1"]["state"], stages[f"{first}_v1"]["why"]
+    ran_already = "skipped", "refused had the same runner"
+    assert again == {"refused": ran_already, "v2_hangs": ("done", "")}[first]
+
+
+def test_what_v2_ran_is_run_with_v1_too_although_an_earlier_call_was_refused(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "day.json"
+    run(out, "refused")
+    _, stages = run(out, "then", "then_v1")
+    assert {name: one["figures"].get("ran") for name, one in stages.items()} == {
+        "refused": "V1",
+        "then": "V2",
+        "then_v1": "V1",
+    }
 
 
 def test_without_vllm_the_stages_that_need_it_are_skipped(
@@ -242,6 +260,11 @@ def day_of_stages(staged_store: float, tpot: float = 10.0, **more: Any) -> dict[
     return {"short": stage_of(**short), "staged": stage_of(**engine)}
 
 
+def without(stages: dict[str, Any], stage: str, figure: str) -> dict[str, Any]:
+    del stages[stage]["figures"][figure]
+    return stages
+
+
 @pytest.mark.parametrize(
     ("stages", "says"),
     [
@@ -255,6 +278,21 @@ def day_of_stages(staged_store: float, tpot: float = 10.0, **more: Any) -> dict[
         (day_of_stages(0.95, **{"513_same_tokens": False}), "off: bytes or tokens differ"),
         (day_of_stages(0.95, stage_log=""), "did not say"),
         ({**day_of_stages(0.95), "staged": {}}, "unknown: stage `staged` has no figures"),
+        (
+            {**day_of_stages(0.95), "staged": stage_of("cut", stage_log="a stage")},
+            "unknown: stage `staged` is cut; llama: store 0.16 -> 0.95",
+        ),
+        (
+            {**day_of_stages(0.95), "staged": stage_of("cut", **{"513_same_tokens": False})},
+            "off: bytes or tokens differ",
+        ),
+        (
+            {**day_of_stages(0.95), "staged": stage_of(stage_log="a stage")},
+            "unknown: stage `staged` lacks N_short_staged_vs_short",
+        ),
+        (without(day_of_stages(0.95), "staged", "short_tpot_stored_ms"), "`staged` lacks short_t"),
+        (without(day_of_stages(0.95), "short", "bytes_equal"), "`short` lacks bytes_equal"),
+        (day_of_stages(0.95) | {"short": stage_of("running", bytes_equal=True)}, "is running"),
         ({}, "unknown: stage `short` has no figures"),
     ],
 )
@@ -275,8 +313,32 @@ def test_small_hits_are_decided_by_the_shortest_and_the_longest() -> None:
     assert decisions({"in_step": stage_of(**figures)})[question].startswith("on: 32 idle: 1.20")
     slower = figures | {"small_512_decoding_in_step_vs_computed": 1.01}
     assert decisions({"in_step": stage_of(**slower)})[question].startswith("off: ")
+    differs = figures | {"small_128_same_tokens": False}
+    assert decisions({"in_step": stage_of("wrong", **differs)})[question] == "off: tokens differ"
     ignored = figures | {"small_128_idle_in_step_vs_computed": 2.0}
     assert decisions({"in_step": stage_of(**ignored)})[question].startswith("on: ")
+
+
+@pytest.mark.parametrize("state", ["cut", "done"])
+def test_small_hits_are_not_decided_by_the_shortest_alone(state: str) -> None:
+    figures: dict[str, Any] = {
+        f"small_32_{beside}_{name}_vs_computed": ratio
+        for beside in ("idle", "decoding")
+        for name, ratio in (("plain", 1.2), ("in_step", 0.9))
+    }
+    answer = decisions({"in_step": stage_of(state, **figures)})
+    why = {"cut": "is cut", "done": "lacks small_512_idle_plain_vs_computed"}[state]
+    assert answer["small hits inside the step on a GPU"] == f"unknown: stage `in_step` {why}"
+
+
+def test_a_stage_that_was_cut_decides_nothing() -> None:
+    figures = {"gil_wait_ms": 1.0, "gil_idle_4_vs_1": 1.0, "gil_busy_4_vs_1": 1.1}
+    answers = {
+        state: decisions({"gil": stage_of(state, **figures)})["fewer calls for a load"]
+        for state in ("done", "failed")
+    }
+    assert answers["done"].startswith("longer first batches")
+    assert answers["failed"] == "unknown: stage `gil` is failed"
 
 
 def test_what_to_carry_is_listed_and_must_fit(
@@ -323,5 +385,58 @@ def test_a_machine_with_less_does_less(
 
 
 def test_models_go_into_memory_if_they_fit() -> None:
-    assert place(FULL, "/tmp") == "/dev/shm"
-    assert place(replace(FULL, shm=64 << 20), "/tmp") == "/tmp", "as in a container by default"
+    tiny = replace(FULL, shm=64 << 20)
+    assert place(FULL, fitting(FULL), "/tmp") == "/dev/shm"
+    assert place(tiny, fitting(tiny), "/tmp") == "/tmp", "as in a container by default"
+    assert place(FULL, None, "/tmp") == "/dev/shm"
+
+
+@pytest.mark.parametrize("host", [32, 65, 71, 72, 73])
+def test_models_in_memory_are_host_memory(host: int) -> None:
+    """A day is not larger than what they leave of it."""
+    room = replace(FULL, host=host * GIB)
+    sizes = fitting(room)
+    needed = POOLS * sizes.host_bytes + sizes.most * ENGINE_HOST
+    models = model_bytes() if place(room, sizes, "/tmp") == "/dev/shm" else 0
+    assert needed + models <= room.host
+    assert (models > 0) == (host >= 72), "64 GiB for the day, and 7.4 for models"
+
+
+def test_what_an_earlier_call_chose_is_kept_while_it_fits() -> None:
+    less = replace(FULL, gpu=40 * GIB, host=50 * GIB)
+    chosen = fitting(less)
+    assert (chosen.most, chosen.host_bytes) == (2, 8 * GIB)
+    assert fitting(FULL, chosen.said) == chosen, "more is free now"
+    assert fitting(less, fitting(FULL).said) == chosen, "less is free now"
+    assert fitting(FULL, "tiny") == fitting(FULL)
+    few = fitting(replace(FULL, gpu=4 * GIB))
+    assert fitting(FULL, few.said) == few, "also the tokens of its copies"
+
+
+def test_a_second_call_measures_while_free_memory_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "day.json"
+    for host, name, status in ((60, "first", 0), (120, "second", 0), (36, "third", 2)):
+        room = replace(FULL, host=host * GIB, shm=0)
+        monkeypatch.setattr(gpu_day, "found_room", lambda room=room: room)
+        assert gpu_day.main(["--table", TABLE, "--out", str(out), "--only", name]) == status
+    assert sorted(Day(out).states()) == ["first", "second"]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_s_pages_of_files_are_free(version: int, tmp_path: Path) -> None:
+    """What engines read of models, and what a killed call left of them."""
+    folder, prefix = (tmp_path / "memory", "total_") if version == 1 else (tmp_path, "")
+    folder.mkdir(exist_ok=True)
+    limit, used = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        2: ("memory.max", "memory.current"),
+    }[version]
+    (folder / limit).write_text(f"{100 << 20}\n")
+    (folder / used).write_text(f"{90 << 20}\n")
+    files = f"{prefix}inactive_file {40 << 20}\n{prefix}active_file {20 << 20}\n"
+    (folder / "memory.stat").write_text(f"{prefix}inactive_anon {25 << 20}\n{files}")
+    assert host_bytes(tmp_path) == 70 << 20
+    (folder / limit).write_text("max\n")
+    assert host_bytes(tmp_path) > 70 << 20

@@ -33,8 +33,8 @@ def test_all_stages_run_on_a_cpu(tmp_path: Path, request: pytest.FixtureRequest)
     assert {hits[f"513_{kind}_found"] for kind in SMOKE.kinds} == {512}, "all kinds start here"
     assert "513_blocks_vs_native" in hits
     assert ("v2_refused" in hits) == (hits["runner"] == "V1"), "V2 is tried, and V1 follows"
-    assert figures["in_step"]["small_64_idle_in_step_steps"] == 1, "the mover of a device waited"
-    assert figures["in_step"]["small_64_idle_plain_vs_computed"] > 0
+    assert figures["in_step"]["small_512_idle_in_step_steps"] == 1, "the mover of a device waited"
+    assert figures["in_step"]["small_512_idle_plain_vs_computed"] > 0
     assert "stores of 32 KiB pieces" in figures["staged"]["stage_log"]
     assert figures["twins"]["states_loaded"] > 0
     assert figures["shadow"]["flip_jobs"] > 0
