@@ -88,6 +88,7 @@ STAGES = (
     stage("v2_hangs", "v2_hangs", 2 / 60, "vllm"),
     stage("then", "says_runner"),
     stage("then_v1", "says_runner")._replace(runner="0"),
+    stage("fails_v1", "fail")._replace(runner="0"),
     stage("refused_v1", "v1_only")._replace(runner="0"),
     stage("v2_hangs_v1", "v2_hangs", 1.0, "vllm")._replace(runner="0"),
 )

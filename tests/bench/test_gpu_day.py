@@ -125,6 +125,14 @@ def test_what_v2_ran_is_run_with_v1_too_although_an_earlier_call_was_refused(
     }
 
 
+def test_a_stage_that_failed_is_no_reason_to_skip_its_twin(tmp_path: Path) -> None:
+    """Also if one runner runs all: the first one may have lost its figures to anything."""
+    out = tmp_path / "day.json"
+    flags = ["--runner", "0", "--only", "fails", "--only", "fails_v1"]
+    assert gpu_day.main(["--table", TABLE, "--out", str(out), *flags]) == 1
+    assert Day(out).states() == {"fails": "failed", "fails_v1": "failed"}
+
+
 def test_without_vllm_the_stages_that_need_it_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
