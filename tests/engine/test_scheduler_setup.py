@@ -202,9 +202,25 @@ def two_machines(config: Any, caches: Any) -> None:
     config.kv_transfer_config.kv_connector_extra_config["kvass.blend"] = "all"
 
 
+QUALIFIED = "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher"
+
+
 def launched_elsewhere(config: Any, caches: Any) -> None:
     config.parallel_config.distributed_executor_backend = "external_launcher"
-    config.parallel_config.world_size = 2
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = 2
+
+
+def launched_by_name(config: Any, caches: Any) -> None:
+    launched_elsewhere(config, caches)
+    config.parallel_config.distributed_executor_backend = QUALIFIED
+
+
+def launched_by_subclass(config: Any, caches: Any) -> None:
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    launched_elsewhere(config, caches)
+    kind = type("Mine", (ExecutorWithExternalLauncher,), {})
+    config.parallel_config.distributed_executor_backend = kind
 
 
 def experts_returned(config: Any, caches: Any) -> None:
@@ -231,6 +247,8 @@ def unreadable(config: Any, caches: Any) -> None:
         (too_many_ranks, "129 ranks"),
         (two_machines, "several machines"),
         (launched_elsewhere, "external_launcher with several ranks"),
+        (launched_by_name, "external_launcher with several ranks"),
+        (launched_by_subclass, "external_launcher with several ranks"),
         (experts_returned, "--enable-return-routed-experts is not supported"),
         (unreadable, "reading the engine's configuration failed"),
     ],
@@ -269,6 +287,18 @@ def test_one_worker_of_several_says_that_it_is_inert(caplog: pytest.LogCaptureFi
     off = [r.getMessage() for r in caplog.records if "kvass is off" in r.getMessage()]
     assert len(off) == 1
     assert "not causal" in off[0]
+
+
+@pytest.mark.parametrize("backend", ["external_launcher", QUALIFIED])
+def test_data_parallel_engines_of_one_rank_each_are_served_however_launched(backend: str) -> None:
+    """vLLM counts the workers of all of them in ``world_size``, and numbers them on end."""
+    config, caches = make_configs()
+    parallel = config.parallel_config
+    parallel.distributed_executor_backend, parallel.data_parallel_size = backend, 2
+    parallel.world_size = 2
+    parallel.rank = 1
+    assert read_setup(config, caches).strategy.ranks == 1
+    assert configuration.worker_rank(config) == 0
 
 
 @pytest.mark.parametrize("kind", ["LAST", "ALL"])

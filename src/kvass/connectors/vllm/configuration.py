@@ -331,7 +331,7 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         yield "prefill context parallelism is not supported"
     if ranks > MAX_RANKS:
         yield f"an engine of {ranks} ranks is not supported; at most {MAX_RANKS}"
-    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+    if ranks > 1 and _launched_elsewhere(vllm_config):
         # Each rank has a scheduler of its own, and all of them must decide alike. A hit does not.
         yield "external_launcher with several ranks is not supported: each has its own scheduler"
     alone = [name for name in ALONE if asks_for(vllm_config, name)]
@@ -368,6 +368,17 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         yield f"a model of this kind ({model.attn_type}{pooled}) is not supported: {never}"
 
 
+def _launched_elsewhere(vllm_config: Any) -> bool:
+    """Whether ``torchrun`` or the like launches each rank, with a scheduler of its own."""
+    backend = vllm_config.parallel_config.distributed_executor_backend
+    if not isinstance(backend, type) and "." not in str(backend):  # a short name of vLLM's
+        return bool(backend == "external_launcher")
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    return issubclass(Executor.get_class(vllm_config), ExecutorWithExternalLauncher)
+
+
 def _pooling_of(pooler: Any) -> str:
     """The pooling type that makes this model's prefixes uncacheable. vLLM sets both types, one of
     them to a default that it does not use. Of the types for single tokens only STEP prevents
@@ -378,5 +389,7 @@ def _pooling_of(pooler: Any) -> str:
 
 
 def worker_rank(vllm_config: Any) -> int:
-    """The rank of this worker process in its engine."""
-    return int(vllm_config.parallel_config.rank)
+    """The rank of this worker process in its engine. ``external_launcher`` numbers the workers of
+    all data-parallel ranks on end."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size))

@@ -139,10 +139,12 @@ v1/engine/core_client.py
     InprocClient
     InprocClient.dp_engines_running(self)
 v1/executor/abstract.py
+    Executor.get_class(vllm_config)
     Executor.shutdown(self)
     Executor.collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False)
 v1/executor/uniproc_executor.py
     UniProcExecutor
+    ExecutorWithExternalLauncher
 v1/executor/multiproc_executor.py
     MultiprocExecutor
 v1/core/kv_cache_manager.py
