@@ -12,12 +12,15 @@ from kvass.core.clients.session_prompts import ENTRY_BYTES, SessionPrompts
 from tests.core.test_release_cost import bytecodes
 
 
-def test_any_history_is_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("payers", [3, 12])
+def test_any_history_is_counted_and_bounded(payers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twelve payers one may have most with its only prompt."""
     monkeypatch.setattr(session_prompts, "MOST_BYTES", 12 * ENTRY_BYTES)
     monkeypatch.setattr(session_prompts, "PROMPT_BYTES", 512)
     random, prompts, taken = Random(1), SessionPrompts(), 0
     for now in range(2000):
-        tag, payer, namespace = random.randrange(1, 30), random.randrange(3), random.randrange(2)
+        tag, payer = random.randrange(1, 30), random.randrange(payers)
+        namespace = random.randrange(2)
         keys = np.arange(4 * random.randint(1, 40), dtype=np.uint64).reshape(-1, 4)
         due = random.choice([None, now + random.randrange(50)])
         prompt = prompts.remember(tag, namespace, payer, "", keys + random.randrange(2))
@@ -26,7 +29,7 @@ def test_any_history_is_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         while (taken_one := prompts.take_due(now)) is not None:
             assert taken_one.due is None
             taken += 1
-        every = [p for payer in range(3) for tag in range(30) for p in prompts.of(tag, payer)]
+        every = [p for payer in range(payers) for tag in range(30) for p in prompts.of(tag, payer)]
         assert len(every) == len(prompts) <= 12
         assert prompts.bytes == sum(p.size_bytes for p in every) <= session_prompts.MOST_BYTES
         assert all(p.keys.nbytes <= 512 and p.keys.base is None for p in every)

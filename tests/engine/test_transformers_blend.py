@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from kvass.blend.plan import none
-from kvass.connectors.transformers import CachedModel, connect
+from kvass.connectors.transformers import CachedModel, connect, kv_store
 from kvass.connectors.transformers.blending import Blender
 from kvass.connectors.transformers.model import new_cache, tensors_of
 from kvass.errors import UsageError
@@ -162,6 +163,24 @@ def test_a_lease_that_lapsed_before_the_segments_were_read(
     )
     assert cached.last.blended == 0
     assert cached.counters["load_late"] >= 1
+
+
+def test_a_search_that_ctrl_c_ended_answers_no_later_one(
+    cached: CachedModel, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ctrl_c(_: float) -> None:
+        raise KeyboardInterrupt
+
+    store, space = cached._store, Blender(cached.model).space("")
+    mine, other = (ids[0].numpy().astype("<u4") for ids in (RAG, prompt(RAG.shape[1] + 1, 15)))
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_store, "time", SimpleNamespace(sleep=ctrl_c))
+        daemon.suspend()
+        with pytest.raises(KeyboardInterrupt):
+            store.find(mine, space)
+        daemon.resume()
+    assert not store.find(other, space).segments
+    assert store.find(mine, space).segments, "control"
 
 
 def test_a_selector_that_fails_costs_the_blend_only(cached: CachedModel) -> None:

@@ -129,13 +129,16 @@ class KVStore(PageClient):
 
     def find(self, tokens: U32Array, space: bytes, first: int = 0) -> Segments:
         """Indexed chunks that stand in ``tokens`` from token ``first`` on."""
-        text = tokens.tobytes()
-        while True:
-            self._scheduler.new_step()
-            found = self._segments.find_segments("", space, text, WIDTH, first)
-            if not isinstance(found, Pending):
-                return found
-            time.sleep(TURN_S)
+        name, text = f"{next(self._names)}", tokens.tobytes()  # no other call gets its answer
+        try:
+            while True:
+                self._scheduler.new_step()
+                found = self._segments.find_segments(name, space, text, WIDTH, first)
+                if not isinstance(found, Pending):
+                    return found
+                time.sleep(TURN_S)
+        finally:
+            self._segments.abandon(name)
 
     def _load(
         self, given: tuple[Match, ArenaLease], places: list[tuple[int, int, int]], kv: KV

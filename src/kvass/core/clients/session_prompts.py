@@ -47,7 +47,8 @@ class SessionPrompt(msgspec.Struct, eq=False):
     with that; None: nobody said. ``fetches``: it is due to be fetched. ``until``: when that is
     given up. ``early_s``: how long before the session comes back it is fetched, about. ``had``: how
     many chunks L1 had when the last part began to load; -1: none did. ``needs_bytes``: how much
-    room the next part needs, as far as it is known. ``gap_s``: how long the last part had to wait.
+    room the next part needs, as was seen when it was looked up. ``looks_s``: when it is looked up
+    again. ``gap_s``: how long the last part had to wait.
     """
 
     tag: int
@@ -64,7 +65,8 @@ class SessionPrompt(msgspec.Struct, eq=False):
     early_s: float = SOON_S
     until: float = 0.0
     had: int = -1
-    needs_bytes: int = 1
+    needs_bytes: int = 0
+    looks_s: float = 0.0
     gap_s: float = 0.0
 
     @property
@@ -86,7 +88,7 @@ class SessionPrompts:
         self._fetch: dict[int, Agenda[_Due]] = {}
         """By payer, those to fetch."""
         self._turns: dict[int, float] = {}
-        """By payer, when the last of them began."""
+        """By payer, when its last turn was."""
         self._next_of: dict[int, _Due] = {}
         """By payer, the first of them, with the time of the payer's last turn if that is later."""
         self._firsts = Agenda[_Due]()
@@ -102,7 +104,9 @@ class SessionPrompts:
     def remember(
         self, tag: int, namespace: int, payer: int, tenant: str, keys: U64Array, epoch: int = 0
     ) -> SessionPrompt:
-        """A request of the session has the chunks ``keys``, one at least. Nothing of it is due."""
+        """A request of the session has the chunks ``keys``, one at least. Nothing of it is due.
+
+        If its payer has most, and nothing else, it may be forgotten at once."""
         sessions = self._of.setdefault(payer, {})
         mine = sessions[tag] = sessions.pop(tag, {})
         prompt = mine.pop(namespace, None)
@@ -117,14 +121,18 @@ class SessionPrompts:
             self._count(payer, keys.nbytes - old.nbytes)
             prompt.keys = keys.copy()  # not a view of a whole message
         prompt.epoch, prompt.had, prompt.until, prompt.early_s = epoch, -1, 0.0, SOON_S
-        prompt.ready_s, prompt.needs_bytes = inf, 1
+        prompt.ready_s, prompt.looks_s = inf, 0.0
         self.wake_at(prompt, None)
         while self.bytes > MOST_BYTES:
             self._drop_one()
         return prompt
 
     def wake_at(self, prompt: SessionPrompt, due: float | None) -> None:
-        """Have ``prompt`` be due at ``due``, and at no other time."""
+        """Have ``prompt`` be due at ``due``, and at no other time. One that was forgotten is never
+        due."""
+        sessions = self._of.get(prompt.payer, {})
+        if sessions.get(prompt.tag, {}).get(prompt.namespace) is not prompt:
+            return
         if prompt.due is not None:
             self._agenda(prompt).remove(_entry(prompt, prompt.due))
             self._line_up(prompt.payer)
@@ -133,8 +141,9 @@ class SessionPrompts:
             self._agenda(prompt).add(_entry(prompt, due))
             self._line_up(prompt.payer)
 
-    def begun(self, payer: int, now: float) -> None:
-        """A fetch of a payer begins: those of others that are due come before its next one."""
+    def had_turn(self, payer: int, now: float) -> None:
+        """A fetch of a payer begins, or finds no room: those of others that are due come before its
+        next one."""
         self._turns[payer] = now
         self._line_up(payer)
 

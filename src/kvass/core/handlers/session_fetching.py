@@ -35,6 +35,10 @@ AGAIN_S: Final = 0.25
 """How long a part of a prompt waits for its turn, and twice as long each time that none came."""
 REST_S: Final = 0.01
 """If one finds no room, the next one looks so much later: many that wait take little time."""
+LOOK_S: Final = 1.0
+"""How long it waits for the room that it needs before it is looked up again. Then the next payer
+has a turn, whose fetch may need less room. No more often: else one with many small fetches would
+take all the room before there is enough for a big one."""
 LET_GO_S: Final = 0.05
 """How long after a session was last heard of its rows are let go, and twice as long each time that
 they are not in the tiers yet."""
@@ -140,7 +144,7 @@ def ask_session(state: State, connection: ClientConnection, msg: AskSession) -> 
             raise Refused("limit", f"{MOST_OPEN} fetches go on: ask later")
         for prompt in prompts:
             prompt.had, prompt.until, prompt.early_s, prompt.fetch_s = -1, 0.0, SOON_S, state.now
-            prompt.needs_bytes = 1
+            prompt.looks_s = 0.0
             _fetch(state, prompt)
     ns = state.namespaces[prompts[-1].namespace]
     keys = prompts[-1].keys[: most_keys(state, ns)]
@@ -180,17 +184,21 @@ def _fetch(state: State, prompt: SessionPrompt) -> None:
     asking = [p for p in every if p.state is not PromotionState.LOADING]
     soon = sum(_size(p.namespace, len(p.keys) - p.first) for p in asking)
     room = most - state.loading_bytes - soon
-    turn = len(every) < MOST_OPEN and room >= prompt.needs_bytes
-    if turn:
+    turn = len(every) < MOST_OPEN and room > 0
+    looks = state.now >= prompt.looks_s or (turn and room >= prompt.needs_bytes)
+    if looks:
         view = PrefixView(state.rows, ns, prompt.keys[: most_keys(state, ns)], 0)
         chunks = view.longest(view.there())
         if not (lacks := _size(ns, len(view.keys) - chunks)):
             view.use(chunks)  # else what was let go would still go first
             return
         prompt.needs_bytes = min(lacks, most // 2)  # it looks again when there is so much
+        prompt.looks_s = state.now + LOOK_S
     if not turn or prompt.needs_bytes > room:
         state.sessions.rests_until = state.now + REST_S
         state.sessions.wake_at(prompt, prompt.fetch_s)  # before those that are to be fetched later
+        if turn and looks:
+            state.sessions.had_turn(prompt.payer, state.now)
         return
     if not any(p.request == _name(prompt) and p.namespace is ns for p in every):
         _load(state, prompt, view, chunks)
@@ -202,8 +210,8 @@ def _load(state: State, prompt: SessionPrompt, view: PrefixView, chunks: int) ->
     """Begin to load the next part of a prompt, of which L1 has ``chunks`` chunks."""
     state.counters["session_fetches"] += prompt.had < 0
     prompt.gap_s = AGAIN_S if chunks > prompt.had else 2 * prompt.gap_s
-    prompt.had, prompt.needs_bytes = chunks, 1
-    state.sessions.begun(prompt.payer, state.now)
+    prompt.had, prompt.looks_s = chunks, 0.0
+    state.sessions.had_turn(prompt.payer, state.now)
     view.use(chunks)  # so that none of them is evicted for the load; they are not pinned for it
     rest = PrefixView(state.rows, view.ns, view.keys, chunks)
     asker = Asker(NOBODY, 0, _OWNER, _name(prompt))
