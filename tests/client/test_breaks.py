@@ -1,5 +1,5 @@
-"""Breaks of what serves engines over several nodes, made by hand (``breaks.txt``); the test that
-each one names must notice it."""
+"""Breaks of clients, most of them of engines over several nodes, made by hand (``breaks.txt``);
+the test that each one names must notice it."""
 
 from __future__ import annotations
 

@@ -237,6 +237,32 @@ def test_a_rank_that_does_not_know_yet_that_it_is_known_leaves_nothing_held(
     assert a.store.get(KEYS, FIRST) == 16
 
 
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_who_is_interrupted_leaves_nothing_held(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, daemon: Daemon, call: str
+) -> None:
+    """Ctrl-C while the daemon is slow."""
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    a = make()
+    a.store.put(KEYS[:8], FIRST[:8])
+    daemon.suspend()
+    try:
+        with monkeypatch.context() as patch:
+            interrupted = SimpleNamespace(monotonic=time.monotonic, sleep=interrupt)
+            patch.setattr("kvass.client.pages.time", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(a.store, call)(KEYS, FIRST)
+    finally:
+        daemon.resume()
+    stored = [Put.HELD] * 8 + [Put.STORED] * 8
+    assert eventually(lambda: a.store.put(KEYS, FIRST) == stored), "a grant is aborted as it comes"
+    daemon.wait_until(5, leases=0, reservations=0, pins=0)
+    assert a.store.get(KEYS, FIRST) == 16
+
+
 def test_more_keys_than_a_message_has_are_asked_in_parts(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

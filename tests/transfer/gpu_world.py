@@ -409,6 +409,10 @@ class World:
             free = KERNEL_TABLES if fake.tables is None else len(fake.tables.free)
             if free < KERNEL_TABLES and not self.mover._useless:
                 raise WrongError("a kernel's table leaks")
+        for batch in fake.copied:
+            most = self.mover._lanes[batch.kind].how.bytes
+            if batch.way == "pageable" and 4 * int(batch.bytes[:-1].sum()) >= most:
+                raise WrongError("a call that may block was given as much as one that does not")
         if fake.violations:
             raise WrongError(fake.violations[0])
 

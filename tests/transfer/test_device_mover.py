@@ -122,6 +122,15 @@ def test_what_has_no_memory_yet_is_not_pinned(
     assert caplog.records == []
 
 
+def test_a_call_that_may_block_is_given_less(new_rig: Callable[..., DeviceRig]) -> None:
+    """Where memory cannot be pinned: the driver's locks are held for as long as it blocks."""
+    for populated, calls in ((0, [4, 4, 4, 4]), (64 * SLOT, [16])):
+        rig = new_rig(batch_bytes=16 * SLOT)
+        rig.submit("store", *range(1, 33, 2), populated=populated)
+        assert [outcome for _, outcome in rig.ends()] == ["done"]
+        assert [len(batch.bytes) for batch in rig.fake.copied] == calls
+
+
 def test_a_store_to_memory_that_cannot_be_had_fails_before_it_writes(
     new_rig: Callable[..., DeviceRig],
 ) -> None:

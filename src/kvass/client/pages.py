@@ -234,16 +234,22 @@ class PageClient:
             if not self.connected or self._scheduler.silent_s > ANSWER_S:
                 return None
             reserving = self._scheduler.begin_reserve([item], _width(keys))
-        while reserving is not None:
-            with self._lock:
-                self._scheduler.new_step()
-                granted = self._scheduler.granted(reserving)
-                if not isinstance(granted, Pending):
-                    return self._to_write(granted) if isinstance(granted, Granted) else None
-                if time.monotonic() >= deadline_s:
+        try:
+            while reserving is not None:
+                with self._lock:
+                    self._scheduler.new_step()
+                    granted = self._scheduler.granted(reserving)
+                    if not isinstance(granted, Pending):
+                        return self._to_write(granted) if isinstance(granted, Granted) else None
+                    if time.monotonic() >= deadline_s:
+                        self._scheduler.give_up(reserving)
+                        return None
+                time.sleep(TURN_S / 4)
+        except BaseException:  # Ctrl-C
+            if reserving is not None:
+                with self._lock:
                     self._scheduler.give_up(reserving)
-                    return None
-            time.sleep(TURN_S / 4)
+            raise
         return None
 
     def _to_write(self, granted: Granted) -> tuple[Granted, ArenaLease | None] | None:

@@ -29,14 +29,17 @@ KERNEL_BELOW: Final[dict[Kind, int]] = {"store": 0, "load": 28 << 10}
 (``THRESHOLD_BYTES``), found on an H100."""
 KERNEL_UNIT: Final = 8
 """The kernel copies words of this many bytes. Runs that are no multiple of it are copied by DMA."""
+PAGEABLE_PART: Final = 4
+"""A batch of pageable memory has this part of the bytes of others: the call that gives it may block
+with the driver's locks held, and then the engine's own calls wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HowToCopy:
     """How the copies of one kind are made. Runs shorter than ``kernel_below`` are copied by a
     kernel, unless they are staged (``batch.Staging``), which no fewer than ``fewest_staged`` are. A
-    batch has about ``bytes`` bytes and at most ``runs`` runs. ``pins``: whether memory may be
-    pinned."""
+    batch has about ``bytes`` bytes (see ``PAGEABLE_PART``) and at most ``runs`` runs. ``pins``:
+    whether memory may be pinned."""
 
     kernel_below: int
     staging: Staging | None
@@ -74,7 +77,7 @@ def job_batches(
         for way, some in choose(runs, fast, how):
             ends = (some.host + pinned.address).view(np.uint64), some.device.view(np.uint64)
             target, source = ends if job.kind == "store" else ends[::-1]
-            most = how.bytes
+            most = how.bytes if way != "pageable" else -(-how.bytes // PAGEABLE_PART)
             if way == "staged" and how.staging is not None:
                 most = min(most, how.staging.stages[0].bytes - int(some.count.max()))
             for part in batches(some.count, most, how.runs):
