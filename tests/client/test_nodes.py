@@ -17,7 +17,7 @@ from kvass.client.lookups import PENDING, Match
 from kvass.client.nodes import NodesClient
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.reached import APART_STEPS, SETTLED_S, RankNews
-from kvass.client.steps import FromAgent, Relay, StepClient, ToAgent
+from kvass.client.steps import ANSWERED_S, FromAgent, Relay, StepClient, ToAgent
 from kvass.engine.boundary import Boundary
 from kvass.engine.node_rank import NodeRank
 from kvass.engine.nodes import NodesWork, NodeWork, SharedWork
@@ -35,6 +35,7 @@ from kvass.messages import (
     Lookup,
     Matched,
     Prefetched,
+    Promoting,
     Register,
     Registered,
     Release,
@@ -417,6 +418,42 @@ def test_an_answer_of_an_older_question_does_not_count() -> None:
     match = world.look_up().match
     assert isinstance(match, Match)
     assert match.chunks == 2
+
+
+def test_steps_go_on_until_what_nobody_waits_for_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a step fetches what a node lent, and this engine has no other request."""
+    for answers in (True, False):
+        world = World()
+        (question,) = world.ask(own=5)
+        world.answer(0, Promoting(seq=question.seq))
+        assert world.look_up().match is PENDING
+        world.client.give_back("r")
+        for _ in range(3):
+            world.client.new_step()
+            world.client.outgoing()
+            world.client.step_ended()
+            assert world.client.owes
+        if answers:
+            world.answer(0, lent := world.matched(question, 5, 1))
+            assert world.step()[1] == [Release(boot=boot(1), lease=lent.lease)]
+        else:  # its daemon is stopped
+            later = time.monotonic() + question.budget_ms / 1000 + 2 * ANSWERED_S
+            monkeypatch.setattr(time, "monotonic", lambda at=later: at)
+        assert not world.client.owes
+
+
+def test_no_step_is_made_for_a_prefetch_that_goes_on() -> None:
+    world = World()
+    node = world.others[0]
+    ahead = node.prefetch("r", KEYS, WIDTH)
+    assert ahead is not None
+    node.leave_prefetch(ahead)
+    assert node.owes
+    world.step()
+    world.answer(0)
+    assert not node.owes
 
 
 def relay() -> tuple[Relay, ListChannel]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -42,12 +42,17 @@ from kvass.messages import (
     FromDaemon,
     Granted,
     HandedOver,
+    Lookup,
     Matched,
     Promoting,
     Register,
     Release,
+    Reserve,
     Welcome,
 )
+
+ANSWERED_S: Final = 1.0
+"""How long after its budget the answer to a lookup that nobody waits for is fetched."""
 
 Settling = Release | Abort
 """What gives back a lease or a reservation that no rank was told of."""
@@ -224,6 +229,8 @@ class StepChannel:
         self._arrived: list[FromDaemon] = []
         self._asked_s: dict[int, float] = {}
         """When each open request was sent, by ``seq``."""
+        self._due_s: dict[int, float] = {}
+        """By when each open request must be answered whose answer may lend something."""
 
     def send(self, message: AnyMessage) -> None:
         if isinstance(message, Release | Abort):
@@ -240,6 +247,9 @@ class StepChannel:
         if message.seq:
             self._asked_s[message.seq] = time.monotonic()
             self._under_way.add(message.seq)
+        if isinstance(message, Lookup | Reserve):
+            budget_s = message.budget_ms / 1000 if isinstance(message, Lookup) else 0.0
+            self._due_s[message.seq] = time.monotonic() + budget_s + ANSWERED_S
         self.sent.append(message)  # type: ignore[arg-type]  # a client sends nothing else
 
     def receive(self, timeout_s: float) -> list[FromDaemon]:
@@ -256,7 +266,13 @@ class StepChannel:
                 self._arrived.append(_relayed(answer, read_s - asked_s))
             if not isinstance(answer, Promoting):  # the answer itself comes later
                 self._asked_s.pop(answer.seq, None)
+                self._due_s.pop(answer.seq, None)
                 self._under_way.discard(answer.seq)
+
+    def may_lend(self, seqs: Iterable[int]) -> bool:
+        """Whether an answer to one of ``seqs`` is to come that may lend something."""
+        now_s = time.monotonic()
+        return any(self._due_s.get(seq, 0.0) > now_s for seq in seqs)
 
     def fileno(self) -> int:
         return -1
@@ -316,11 +332,18 @@ class StepClient(SchedulerClient):
 
     @property
     def owes(self) -> bool:
-        """Whether there is something that a step should bring to the node, or is bringing."""
-        channel = self._channel
-        sent = channel is not None and (channel.sent or channel.settled)
-        told = self._told is self.registration
-        return bool(sent or self._settled or self._steps or not told)
+        """Whether there is something that a step should bring to the node, or is bringing, or
+        something lent that only a step brings back."""
+        with self.lock:
+            connection, channel = self.connection, self._channel
+            sent = channel is not None and (channel.sent or channel.settled)
+            lent = (
+                connection is not None
+                and channel is not None
+                and channel.may_lend(connection.requests.abandoned)
+            )
+            told = self._told is self.registration
+            return bool(sent or lent or self._settled or self._steps or not told)
 
     @property
     def _channel(self) -> StepChannel | None:
