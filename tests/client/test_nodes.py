@@ -17,6 +17,7 @@ from kvass.client.lookups import PENDING, Match
 from kvass.client.nodes import NodesClient
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.reached import APART_STEPS, SETTLED_S, RankNews
+from kvass.client.reconnecting import CLOSE_S
 from kvass.client.steps import ANSWERED_S, FromAgent, Relay, StepClient, ToAgent
 from kvass.engine.boundary import Boundary
 from kvass.engine.node_rank import NodeRank
@@ -496,6 +497,21 @@ def test_an_agent_that_cannot_hand_over_returns_no_answer() -> None:
     news = agent.take()
     assert news is not None
     assert (news.epoch, news.answers) == (0, [])
+
+
+@pytest.mark.parametrize(("connected", "waits"), [(True, CLOSE_S), (False, 0.0)])
+def test_a_step_that_ends_an_agent_waits_for_no_handshake(connected: bool, waits: float) -> None:
+    agent, _ = relay()
+    waited: list[float] = []
+    thread: Any = SimpleNamespace(join=waited.append)
+    agent._thread = thread
+    if not connected:  # its daemon is stopped, and the thread waits for the welcome
+        with agent.lock:
+            assert agent.connection is not None
+            agent.lose(agent.connection, Unavailable("it is gone"))
+    agent.close()
+    assert agent.closed
+    assert waited == [waits]
 
 
 # ---------------------------------------------------------------- lost reports

@@ -191,12 +191,16 @@ class Reconnecting(ABC):
         """End the connection. The daemon cancels what was not handed over. Idempotent.
 
         The socket stays open until each ``ArenaLease`` of the connection is closed."""
+        self._close(CLOSE_S)
+
+    def _close(self, most_s: float) -> None:
+        """``close``, which waits for the thread for at most ``most_s``."""
         with self.lock:
             self.closed = True
             self.wake()
             self.lock.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_S)
+            self._thread.join(most_s)
 
     def leave(self, connection: DaemonConnection) -> None:
         """End one use of ``connection``. The last user closes it."""
