@@ -793,6 +793,26 @@ def test_a_grant_that_comes_after_the_reserve_was_given_up_is_given_back() -> No
     assert world.step()[1] == [Abort(boot=boot(1), reservation=8)]
 
 
+def test_a_grant_says_that_nodes_were_made_anew_since_the_last_one() -> None:
+    """Stores that such a step dropped are offered again, as after the restart of a daemon."""
+    world, boots = World(), list[bytes]()
+    for _ in range(2):
+        reserving, own, (other,) = reserve(world)
+        world.own.answers.append(granted(own, 0, 7, [0]))
+        world.answer(0, granted(other, 1, 8, [0]))
+        answer = world.client.granted(reserving)
+        assert isinstance(answer, Granted)
+        boots.append(answer.boot)
+        world.tell(0, FromAgent(9, 0, "it was ended"))
+        world.connect(0)
+        world.client.new_step()
+        world.connect_own()
+        world.step()
+        world.connect(0)
+    assert world.client.form == 3
+    assert boots[0] != boots[1]
+
+
 # ---------------------------------------------------------------- ahead of use
 
 
@@ -804,9 +824,45 @@ def test_the_others_promote_what_the_own_daemon_then_has() -> None:
     assert world.step() == ([], []), "perhaps the own daemon lacks it"
     world.own.answers.append(Prefetched(seq=ahead.seq, chunks=5))
     world.client.new_step()
-    assert world.client.prefetched(ahead)
+    assert not world.client.prefetched(ahead)
     (other,) = world.step()[0]
     assert (other.digests, other.first, other.tenant) == (KEYS[: 5 * WIDTH], 1, "someone")
+    assert not world.client.prefetched(ahead), "a request's turn ends when all nodes have it"
+    world.answer(0, Prefetched(seq=other.seq, chunks=5))
+    assert world.client.prefetched(ahead)
+    world.client.end_prefetch(ahead)
+    assert not [m for m in world.step()[0] if m.digests]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_the_others_promote_ends_with_its_request(ends: bool) -> None:
+    """Also once the own daemon has answered."""
+    world = World()
+    ahead = world.client.prefetch("r", KEYS, WIDTH, 1)
+    assert ahead is not None
+    world.own.answers.append(Prefetched(seq=ahead.seq, chunks=5))
+    world.client.new_step()
+    world.client.prefetched(ahead)
+    (begun,) = world.step()[0]
+    if ends:
+        world.client.end_prefetch(ahead)
+    else:
+        world.client.leave_prefetch(ahead)
+    told = world.step()[0]
+    assert [(one.request, one.digests) for one in told] == [(begun.request, b"")] * ends
+    world.answer(0, Prefetched(seq=begun.seq, chunks=5))
+    assert world.client.prefetched(ahead)
+
+
+def test_a_node_that_is_gone_promotes_nothing_more() -> None:
+    world = World()
+    ahead = world.client.prefetch("r", KEYS, WIDTH, 1)
+    assert ahead is not None
+    world.own.answers.append(Prefetched(seq=ahead.seq, chunks=5))
+    world.client.new_step()
+    assert not world.client.prefetched(ahead)
+    world.client._others = ()
+    assert world.client.prefetched(ahead)
 
 
 @pytest.mark.parametrize("has", [0, 1])

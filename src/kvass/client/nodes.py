@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final
 
@@ -61,9 +61,11 @@ class _Asked:
 
 @dataclass(slots=True, frozen=True)
 class _PrefetchingAll(Prefetching):
-    """A prefetch of the own node, which the others do after it. ``asked``: for what."""
+    """A prefetch of the own node, which the others do after it. ``asked``: for what. ``begun``:
+    those of the others."""
 
     asked: tuple[bytes, int, int, RequestContext, float]
+    begun: list[tuple[StepClient, Prefetching]] = field(default_factory=list)
 
 
 class NodesClient(SchedulerClient):
@@ -186,12 +188,14 @@ class NodesClient(SchedulerClient):
 
     @property
     def _boot_of_all(self) -> bytes:
-        """What stands for the boots of all daemons; empty: one of them is not there."""
+        """What stands for the boots of all daemons, and for these nodes: where nodes are made anew,
+        stores are lost as with a daemon. Empty: one of them is not there."""
         connections = [self.connection, *(node.connection for node in self._others)]
         boots = [one.boot for one in connections if one is not None]
         if len(boots) < len(connections):
             return b""
-        return blake2b(b"".join(boots), digest_size=BOOT_BYTES).digest()
+        made = self.form.to_bytes(8, "little")
+        return blake2b(b"".join((made, *boots)), digest_size=BOOT_BYTES).digest()
 
     @property
     def answering(self) -> bool:
@@ -370,13 +374,26 @@ class NodesClient(SchedulerClient):
         for node in self._others if chunks > first else ():
             ahead = node.prefetch(one.request, keys, width, first, context, budget_s)
             if ahead is not None:
-                node.leave_prefetch(ahead)
+                one.begun.append((node, ahead))
+
+    def _begun(self, one: Prefetching) -> list[tuple[StepClient, Prefetching]]:
+        """What the other nodes that are still there do of a prefetch."""
+        begun = one.begun if isinstance(one, _PrefetchingAll) else []
+        return [(node, ahead) for node, ahead in begun if node in self._others]
+
+    def prefetched(self, one: Prefetching) -> bool:
+        own = super().prefetched(one)
+        return own and all(node.prefetched(ahead) for node, ahead in self._begun(one))
+
+    def leave_prefetch(self, one: Prefetching) -> None:
+        super().leave_prefetch(one)
+        for node, ahead in self._begun(one):
+            node.leave_prefetch(ahead)
 
     def end_prefetch(self, one: Prefetching) -> None:
         super().end_prefetch(one)
-        for node in self._others:
-            if node.connection is not None:
-                node.end_prefetch(Prefetching(one.request, 0, node.connection))
+        for node, ahead in self._begun(one):
+            node.end_prefetch(ahead)
 
     def end_session(self, context: RequestContext) -> bool:
         told = [node.end_session(context) for node in self._others]
