@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,10 @@ from kvass.client.connection import DaemonConnection
 from kvass.client.lookups import PENDING, Match
 from kvass.client.nodes import NodesClient
 from kvass.client.parallel import ParallelStrategy
-from kvass.client.reached import APART_STEPS, SETTLED_S, RankNews
+from kvass.client.reached import APART_STEPS, SETTLED_S, SETTLED_STEPS, RankNews, Reached
 from kvass.client.reconnecting import CLOSE_S
 from kvass.client.steps import ANSWERED_S, FromAgent, Relay, StepClient, ToAgent
+from kvass.client.worker import WorkerClient
 from kvass.engine.boundary import Boundary
 from kvass.engine.node_rank import NodeRank
 from kvass.engine.nodes import NodesWork, NodeWork, SharedWork
@@ -46,6 +48,7 @@ from kvass.messages import (
     Welcome,
 )
 from kvass.types import Slots
+from tests.core.rig import layout
 
 CHUNK = 256
 WIDTH = 32
@@ -145,12 +148,27 @@ class World:
     def others(self) -> tuple[StepClient, ...]:
         return self.client.others
 
-    def connect_own(self) -> None:
+    def connect_own(self, life: int = 0) -> None:
         self.own = ListChannel()
         connection = DaemonConnection(self.own, "own")
-        connection.welcome = Welcome(boot=boot(0))
+        connection.welcome = Welcome(boot=boot(0, life))
         connection.registration = self.client.registration
         self.client._connected(connection)
+
+    def restart_own(self) -> None:
+        """The scheduler's daemon is restarted."""
+        connection = self.client.connection
+        assert connection is not None
+        with self.client.lock:
+            self.client.lose(connection, Unavailable("it was killed"))
+        self.connect_own(life=1)
+
+    def run_steps(self, count: int = SETTLED_STEPS + 1) -> None:
+        """Steps that bring nothing."""
+        for _ in range(count):
+            self.client.new_step()
+            while self.client._ended < self.client._step:
+                self.client.step_ended()
 
     def connect(self, number: int = 0, life: int = 0) -> None:
         """The agent of a node has connected."""
@@ -208,6 +226,12 @@ class World:
         match = self.look_up().match
         assert isinstance(match, Match)
         return match
+
+
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine makes no step for longer than nodes stay as they are."""
+    later = time.monotonic() + 2 * SETTLED_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
 
 
 # ---------------------------------------------------------------- which nodes there are
@@ -272,11 +296,59 @@ def test_a_daemon_that_is_restarted_makes_no_new_nodes(monkeypatch: pytest.Monke
     world.client.new_step()
     assert world.client.form == 1
     world.client.reported({1: RankNews(boot(2))})
-    later = time.monotonic() + 2 * SETTLED_S
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    world.client.new_step()
+    idle(monkeypatch)
+    world.run_steps()
     assert world.client.nodes == ((0,), (1,), (2,))
     assert world.client.form == 2
+
+
+def test_ranks_that_report_late_because_the_engine_was_idle_make_no_new_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody reports while there is no step."""
+    world = World(3, daemons=1)
+    world.restart_own()
+    world.client.reported({0: RankNews(boot(0, 1))})
+    idle(monkeypatch)
+    world.client.new_step()
+    world.client.new_step()  # it begins before the first one has ended
+    for rank in (1, 2):
+        world.client.reported({rank: RankNews(boot(0, 1))})
+        world.client.step_ended()
+        assert (world.client.nodes, world.client.form) == (((0, 1, 2),), 1)
+    idle(monkeypatch)
+    world.run_steps()
+    assert (world.client.nodes, world.client.form) == (((0, 1, 2),), 1)
+
+
+def test_an_agent_that_was_lost_makes_no_other_nodes_while_ranks_may_still_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(3, where=(0, 0, 1))
+    world.restart_own()
+    world.client.reported({0: RankNews(boot(0, 1))})
+    world.tell(0, FromAgent(9, 0, "it was ended"))
+    world.connect()
+    assert world.others[0].astray
+    idle(monkeypatch)
+    world.client.new_step()
+    assert (world.client.nodes, world.client.form) == (((0, 1), (2,)), 1)
+    world.client.reported({1: RankNews(boot(0, 1))})
+    world.client.new_step()
+    assert (world.client.nodes, world.client.form) == (((0, 1), (2,)), 2)
+
+
+def test_ranks_that_reach_one_daemon_again_are_no_node_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    world.client.reported({1: RankNews(boot(0))})
+    idle(monkeypatch)
+    world.run_steps()
+    assert world.client.nodes == ((0, 1),)
+    own = world.client.registration
+    assert own is not None
+    assert (own.instance, own.identity) == ("engine", {"model": "tiny"})
 
 
 # ---------------------------------------------------------------- hits
@@ -577,7 +649,7 @@ def test_an_agent_whose_report_was_lost_connects_anew() -> None:
 
 def test_a_rank_reports_its_daemon_until_the_scheduler_knows_it() -> None:
     """Also before nodes are known: the report of any step may be lost."""
-    client: Any = SimpleNamespace(connection=SimpleNamespace(boot=boot(1)), refusal="no")
+    client: Any = SimpleNamespace(connection=SimpleNamespace(boot=boot(1)), why_absent="no")
     copier: Any = SimpleNamespace(client=client, strategy=ParallelStrategy(tp=2, rank=1))
     rank = NodeRank(copier, Boundary())
     rank._form, rank._moved = 1, client
@@ -618,9 +690,10 @@ def test_an_agent_is_told_how_to_register_until_it_has() -> None:
 def test_what_is_known_of_ranks_is_what_they_reported_last() -> None:
     world = World()
     assert [world.client.reached.known(rank) for rank in (0, 1)] == [(boot(0), ""), (boot(1), "")]
-    world.client.reported({1: RankNews(refusal="other weights")})
+    world.client.reported({1: RankNews(failure="other weights")})
+    assert world.client.reached.known(1) == (boot(1), "other weights")
     world.client.reported({1: RankNews(boot(1, 1))})
-    assert world.client.reached.known(1) == (boot(1, 1), "other weights")
+    assert world.client.reached.known(1) == (boot(1, 1), "")
 
 
 def test_what_an_agent_says_after_a_lost_report_does_not_count() -> None:
@@ -942,17 +1015,55 @@ def test_it_is_said_if_no_rank_uses_the_schedulers_daemon(
     if not known:
         world.client.nodes = ()
     world.client.reported({0: RankNews(boot(7)), 1: RankNews(boot(7))})
-    later = time.monotonic() + 2 * SETTLED_S
-    monkeypatch.setattr(time, "monotonic", lambda: later)
+    idle(monkeypatch)
     for _ in range(APART_STEPS):
-        world.client.new_step()
+        world.run_steps(1)
         assert not caplog.text
-    world.client.new_step()
+    world.run_steps(1)
     assert shown() == "no rank uses the daemon of the scheduler"
     world.client.reported({0: RankNews(boot(0))})
     world.client.new_step()
     assert shown() == ""
     assert "no rank uses the daemon of the scheduler" in caplog.text
+
+
+def test_it_is_said_which_ranks_have_reported_no_daemon(caplog: pytest.LogCaptureFixture) -> None:
+    """One has none, and another one knows nothing of several machines."""
+    world = World(3)
+    world.client.reached, world.client.nodes = Reached(3), ()
+
+    def shown() -> str:
+        return world.client._reset.registration.uncached
+
+    world.client.reported({0: RankNews(boot(0)), 1: RankNews(failure="no daemon there")})
+    assert shown() == "rank 1: no daemon there"
+    world.run_steps(APART_STEPS)
+    assert shown() == "rank 1: no daemon there"
+    world.run_steps(1)
+    silent = "rank 2: it has not reported which daemon it reaches"
+    assert shown() == f"rank 1: no daemon there; {silent}"
+    assert silent in caplog.text
+    world.client.reported({1: RankNews(boot(1))})
+    assert shown() == silent
+    world.client.reported({2: RankNews(boot(2))})
+    world.run_steps(1)
+    assert shown() == ""
+    assert len(world.client.nodes) == 3
+
+
+def test_a_rank_that_never_had_a_daemon_says_why(tmp_path: Path) -> None:
+    terms = ParallelStrategy(tp=2, rank=1).register("engine", {}, CHUNK, layout(1))
+    client = WorkerClient(str(tmp_path / "kvass.sock"), terms)
+    rank = NodeRank(SimpleNamespace(client=client), Boundary())  # type: ignore[arg-type]
+    assert rank.news() is None
+    with pytest.raises(Unavailable) as failed:
+        client.connect(5)
+    news = rank.news()
+    assert news is not None
+    assert news.failure == str(failed.value)
+    client.counters["connects"] = 1
+    assert rank.news() is None, "its node lost its daemon, which others say"
+    client.close()
 
 
 def test_all_nodes_move_to_one_generation() -> None:

@@ -27,6 +27,7 @@ import msgspec
 from kvass.client.connection import BOOT_BYTES
 from kvass.client.lookups import OTHER_NODE, PENDING, BlockHashes, Found, Match, Pending
 from kvass.client.node_parts import Lent, ReservingAll, together
+from kvass.client.parallel import NODE
 from kvass.client.reached import RankNews, Reached
 from kvass.client.reset import GENERATION_BYTES
 from kvass.client.scheduler import (
@@ -146,10 +147,9 @@ class NodesClient(SchedulerClient):
         """Make the nodes, once it is known which ranks reach one daemon."""
         connection = self.connection
         nodes = () if connection is None else self.reached.nodes(connection.boot)
-        anew = any(node.astray for node in self._others)
-        if not nodes or (nodes == self.nodes and not anew):
+        if not nodes or (nodes == self.nodes and not any(node.astray for node in self._others)):
             return
-        if self.nodes and not anew and not self.reached.settled:
+        if self.nodes not in ((), nodes) and not self.reached.settled:
             return
         there = [node for node in self._others if node.connection is not None]
         if super().resetting or any(node.resetting for node in there):  # its present client owes it
@@ -173,7 +173,7 @@ class NodesClient(SchedulerClient):
             generation=ours.generation,
             uncached=self._uncached,
         )
-        name = terms.identity["node"].partition(":")[0]
+        name = terms.identity[NODE].partition(":")[0]
         node = StepClient(name, terms, readers=readers, spare=self._spare)
         if self._was_cleared:
             node.clear(0.0)
@@ -214,6 +214,7 @@ class NodesClient(SchedulerClient):
         for node in self._others:
             node.new_step()
         self._was_cleared &= not self.nodes or self.resetting
+        self.reached.stepped(self._step, self._ended)
         self._make_nodes()
         self._tell()
 

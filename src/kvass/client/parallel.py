@@ -13,12 +13,16 @@ ranks of the engine they are (``ParallelStrategy.on``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import msgspec
 
 from kvass.errors import UsageError
 from kvass.messages import Register
 from kvass.types import MAX_RANKS, SCHEDULER, RankLayout
+
+NODE: Final = "node"
+"""The field of an identity that says which ranks a node has."""
 
 
 class ParallelStrategy(msgspec.Struct, frozen=True):
@@ -137,7 +141,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         if self.node:
             more = self.daemons - 1
             instance = f"{instance}, {self.node_name}, {more} more daemon{'s' * (more > 1)}"
-            identity = {**identity, "node": self._node_text}
+            identity = {**identity, NODE: self._node_text}
         return Register(
             instance=instance,
             identity=dict(identity),
@@ -166,3 +170,9 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     def _node_text(self) -> str:
         """What a node's rows depend on, beside the engine's identity."""
         return f"{self.node_name}: tp {self.tp}, pp {self.pp}, replicas {self.replicas}"
+
+
+def without_node(identity: Mapping[str, str]) -> dict[str, str]:
+    """``identity`` without what ``register`` adds of a node, for a process that registers as a part
+    of another node, or of none."""
+    return {name: text for name, text in identity.items() if name != NODE}

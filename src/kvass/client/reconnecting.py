@@ -111,11 +111,14 @@ class Reconnecting(ABC):
         return self.connection is not None
 
     @property
-    def refusal(self) -> str:
-        """Why the daemon refuses the registration, if another attempt would not help; else
-        empty."""
+    def why_absent(self) -> str:
+        """Why there is no connection, if there never was one, or if another attempt would not help
+        because the daemon refuses the registration; else empty."""
         failure = self._failure
-        return str(failure) if isinstance(failure, Refused) and _lasting(failure) else ""
+        if failure is None:
+            return ""
+        refused = isinstance(failure, Refused) and _lasting(failure)
+        return str(failure) if refused or not self.counters["connects"] else ""
 
     @abstractmethod
     def _read(self) -> None:

@@ -32,6 +32,7 @@ from kvass.client.lookups import (
     Match,
     Pending,
 )
+from kvass.client.parallel import without_node
 from kvass.client.reset import NamespaceReset
 from kvass.client.results import Results
 from kvass.client.step_budget import StepBudget
@@ -136,7 +137,7 @@ class SchedulerClient(Endpoint):
         before = self._reset.registration
         moved = msgspec.structs.replace(
             registration,
-            identity={**before.identity, **registration.identity},
+            identity=without_node(before.identity) | registration.identity,
             generation=before.generation,
             uncached=before.uncached,
         )

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from kvass.client.parallel import ParallelStrategy
+from kvass.client.parallel import ParallelStrategy, without_node
 from kvass.client.reached import RankNews
 from kvass.client.steps import Relay, ToAgent
 from kvass.client.worker import WorkerClient
@@ -88,14 +88,14 @@ class NodeRank:
 
     def news(self) -> RankNews | None:
         """What the scheduler is to know of this rank's daemon and does not; None: nothing."""
-        client, (known, refused) = self._copier.client, self._known
+        client, (known, said) = self._copier.client, self._known
         connection = None if client is None else client.connection
         boot = b"" if connection is None or connection.boot == known else connection.boot
-        refusal = "" if client is None else client.refusal
+        failure = "" if client is None else client.why_absent
         agent = None
         if self._relay is not None:
             agent = self._relay.take(ANSWER_S if self._waits else 0.0)
-        news = RankNews(boot, self._form, agent, None if refusal == refused else refusal)
+        news = RankNews(boot, self._form, agent, None if failure == said else failure)
         return news if news != RankNews(form=self._form) else None
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ def _register(client: WorkerClient, strategy: ParallelStrategy, shared: NodesWor
     what is lent, so it ends even if nothing else changes."""
     before = client.registration
     assert before is not None
-    identity = {name: text for name, text in before.identity.items() if name != "node"}
+    identity = without_node(before.identity)
     terms = strategy.register(
         shared.instance, identity, before.chunk_tokens, before.layout, model=before.model
     )
