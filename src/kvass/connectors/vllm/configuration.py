@@ -392,4 +392,5 @@ def worker_rank(vllm_config: Any) -> int:
     """The rank of this worker process in its engine. ``external_launcher`` numbers the workers of
     all data-parallel ranks on end."""
     parallel = vllm_config.parallel_config
-    return int(parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size))
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return int(parallel.rank % ranks if _launched_elsewhere(vllm_config) else parallel.rank)
