@@ -235,21 +235,18 @@ class PageClient:
                 return None
             reserving = self._scheduler.begin_reserve([item], _width(keys))
         try:
-            while reserving is not None:
+            while reserving is not None and time.monotonic() < deadline_s:
                 with self._lock:
                     self._scheduler.new_step()
                     granted = self._scheduler.granted(reserving)
                     if not isinstance(granted, Pending):
+                        reserving = None
                         return self._to_write(granted) if isinstance(granted, Granted) else None
-                    if time.monotonic() >= deadline_s:
-                        self._scheduler.give_up(reserving)
-                        return None
                 time.sleep(TURN_S / 4)
-        except BaseException:  # Ctrl-C
-            if reserving is not None:
+        finally:
+            if reserving is not None:  # it is late, or the call was interrupted (Ctrl-C)
                 with self._lock:
                     self._scheduler.give_up(reserving)
-            raise
         return None
 
     def _to_write(self, granted: Granted) -> tuple[Granted, ArenaLease | None] | None:
