@@ -411,13 +411,10 @@ class Planner:
         failed, loaded = set(failed), set(loaded)
         if self._head_of_line is not None:
             self._head_of_line.loaded(name for name in loaded if name in self._requests)
-        self.in_step.ended(sum(map(self._is_loading, loaded - failed)), failed=False)
+        ours = self._requests.keys() & (loaded - failed)  # others loaded by another connector
+        loading = sum(self._requests[name].state is LoadState.LOADING for name in ours)
+        self.in_step.ended(loading, failed=False)
         self._ended(failed, loaded)
-
-    def _is_loading(self, name: str) -> bool:
-        """Whether a load of this planner goes on for a request, not one of another connector."""
-        state = self._requests.get(name)
-        return state is not None and state.state is LoadState.LOADING
 
     def loaded_in_step(self, loads: Mapping[str, bool], failed_step: int) -> None:
         """Take in the ends of loads inside steps: whether they ended well on all ranks.
