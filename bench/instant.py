@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from tests.support.vllm.other_connector import OtherConnector
 
 
 @dataclass
@@ -24,7 +22,7 @@ class _Loads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped
     names: set[str] = field(default_factory=set)
 
 
-class InstantConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class InstantConnector(OtherConnector):
     """See the module."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -32,7 +30,6 @@ class InstantConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._inside = bool(extra.get("inside"))
         self._block = vllm_config.cache_config.block_size
-        self._known: set[str] = set()
         self._loads = _Loads()
 
     def get_num_new_matched_tokens(
@@ -46,7 +43,7 @@ class InstantConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens and not self._inside:
             self._loads.names.add(request.request_id)
-        self._known.add(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         loads, self._loads = self._loads, _Loads()
@@ -55,16 +52,6 @@ class InstantConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         self._known.discard(request.request_id)
         return False, None
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any
-    ) -> None: ...
-
-    def wait_for_save(self) -> None: ...
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
         loads = self._get_connector_metadata()
