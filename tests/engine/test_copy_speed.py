@@ -62,3 +62,11 @@ def test_a_small_load_says_little_unless_it_took_long() -> None:
     assert reported(1e10, speed=speed).bytes_s == pytest.approx(1e10)
     assert reported(1e8, size=16 << 10, speed=speed).bytes_s == pytest.approx(1e10)
     assert reported(1e7, size=small, speed=speed).bytes_s == pytest.approx(1e7)
+
+
+@pytest.mark.parametrize("size", [SMALL_BYTES - 1, MIB])
+def test_a_small_load_ends_what_one_slow_load_before_it_said(size: int) -> None:
+    speed = reported(1e8, size=size, speed=reported(1e9, 1e9, 1e9))
+    assert speed.bytes_s == pytest.approx(1e8)
+    assert reported(0.9e9, size=16 << 10, speed=speed).bytes_s == pytest.approx(1e9)
+    assert reported(1e8, size=SMALL_BYTES - 1, speed=speed).bytes_s == pytest.approx(1e8)

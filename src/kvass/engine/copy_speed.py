@@ -5,12 +5,13 @@ slowest one decides.
 
 The estimate errs on the low side: it is the median of a rank's last loads, but no more than its
 last one. So a load that took long counts at once, and one that was slow by chance only until the
-next. A small load takes a time that hardly depends on its bytes, so it counts only while no larger
-one is known, or if it took ``SLOW_S`` longer than expected.
+next. A small load takes a time that hardly depends on its bytes. Once a larger one is known, it is
+not in the median, and it is slow only if it took ``SLOW_S`` longer than the median lets expect.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -85,18 +86,21 @@ class _Rank:
         self._rates: deque[float] = deque(maxlen=SAMPLES)
         self._small = True
         """Whether all loads so far were small."""
+        self._last = math.inf
+        """The rate of the last load; infinity: it was small, and not slow."""
         self.last = Copied(0, 0.0)
 
     def add(self, copied: Copied) -> None:
-        self.last = copied
-        rate = copied.bytes / max(copied.seconds, 1e-9)
-        if copied.bytes >= SMALL_BYTES:
-            if self._small:
-                self._rates.clear()
-            self._small = False
-        elif not self._small and copied.seconds < copied.bytes / self.bytes_s + SLOW_S:
+        self.last, self._last = copied, copied.bytes / max(copied.seconds, 1e-9)
+        small = copied.bytes < SMALL_BYTES
+        if small and not self._small:
+            if copied.seconds < copied.bytes / median(self._rates) + SLOW_S:
+                self._last = math.inf
             return
-        self._rates.append(rate)
+        if not small and self._small:
+            self._rates.clear()
+        self._small = small
+        self._rates.append(self._last)
 
     def renew(self) -> None:
         self._rates.clear()
@@ -105,7 +109,7 @@ class _Rank:
 
     @property
     def bytes_s(self) -> float:
-        return min(median(self._rates), self._rates[-1])
+        return min(median(self._rates), self._last)
 
     def seconds(self, blocks: Sequence[int]) -> float:
         sizes = zip(blocks, self.last.block_bytes, strict=True)
