@@ -70,3 +70,8 @@ def test_a_small_load_ends_what_one_slow_load_before_it_said(size: int) -> None:
     assert speed.bytes_s == pytest.approx(1e8)
     assert reported(0.9e9, size=16 << 10, speed=speed).bytes_s == pytest.approx(1e9)
     assert reported(1e8, size=SMALL_BYTES - 1, speed=speed).bytes_s == pytest.approx(1e8)
+
+
+def test_fast_small_loads_end_what_slow_large_ones_said() -> None:
+    speed = reported(*[1e9] * SAMPLES, size=16 << 10, speed=reported(*[1e8] * SAMPLES))
+    assert speed.bytes_s == pytest.approx(1e9)

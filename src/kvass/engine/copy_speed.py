@@ -5,8 +5,9 @@ slowest one decides.
 
 The estimate errs on the low side: it is the median of a rank's last loads, but no more than its
 last one. So a load that took long counts at once, and one that was slow by chance only until the
-next. A small load takes a time that hardly depends on its bytes. Once a larger one is known, it is
-not in the median, and it is slow only if it took ``SLOW_S`` longer than the median lets expect.
+next. A small load takes a time that hardly depends on its bytes. Once a larger one is known, it
+counts in the median only if it was faster than that, and it is slow only if it took ``SLOW_S``
+longer than the median lets expect.
 """
 
 from __future__ import annotations
@@ -93,13 +94,13 @@ class _Rank:
     def add(self, copied: Copied) -> None:
         self.last, self._last = copied, copied.bytes / max(copied.seconds, 1e-9)
         small = copied.bytes < SMALL_BYTES
-        if small and not self._small:
-            if copied.seconds < copied.bytes / median(self._rates) + SLOW_S:
+        if small and not self._small and self._last <= (usual := median(self._rates)):
+            if copied.seconds < copied.bytes / usual + SLOW_S:
                 self._last = math.inf
             return
         if not small and self._small:
             self._rates.clear()
-        self._small = small
+        self._small = self._small and small
         self._rates.append(self._last)
 
     def renew(self) -> None:
