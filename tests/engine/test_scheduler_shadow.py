@@ -91,6 +91,23 @@ def test_the_daemon_learns_of_the_mode_with_the_first_step() -> None:
     assert report(client).lookups == 1
 
 
+def test_figures_of_the_last_second_are_sent_when_the_last_store_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvass.engine.shadow.time", SimpleNamespace(monotonic=lambda: 1000.0))
+    client, world = stored(options={"kvass.shadow": 0.0001})
+    before = report(client).lookups
+    world.add("b", range(2000, 2100), max_tokens=1)
+    output, work = world.schedule()
+    client.commit(store.reservation for store in work.stores)
+    world.finish(output)
+    output, _ = world.schedule()  # of no tokens: the store is awaited
+    assert report(client).lookups == before, "the last report is not a second old"
+    world.finish(output, reported=list(world.open_steps))
+    assert not world.scheduler.has_requests(), "the engine makes no more steps"
+    assert report(client).lookups == before + 1
+
+
 def test_an_engine_that_ends_sends_its_last_figures() -> None:
     client, world = stored()
     world.add("b", PROMPT, max_tokens=8)

@@ -62,8 +62,8 @@ class ShadowConnector(Connector):
         mode."""
         super().update_connector_output(connector_output)
         report: StepReport | None = connector_output.kv_connector_worker_meta
-        if report is not None and report.compared:
-            self._run(self.shadow, None, Shadow.compared, report.compared)
+        # Also without results: the engine makes no more steps once its last store is reported.
+        self._run(self.shadow, None, Shadow.compared, () if report is None else report.compared)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
