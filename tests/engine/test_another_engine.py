@@ -21,6 +21,7 @@ from kvass.engine.copier import Copier
 from kvass.engine.memory import KVMemory
 from kvass.engine.planner import Planner
 from kvass.engine.protocols import Adapter
+from kvass.engine.rank_report import RankReport
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
@@ -206,10 +207,10 @@ class SmallEngine:
         self.copier.store(work)
         finished, failed = self.copier.results()
         self.failed |= failed
-        report = self.copier.take_report()
-        self.planner.reported(dict.fromkeys(report.steps if report else (), 1), failed)
-        if report and report.wrong:
-            self.planner.copied_wrong(report.wrong)
+        report = self.copier.take_report() or RankReport()
+        for take_in in Planner.TAKE_IN:
+            take_in(self.planner, report)
+        self.planner.reported(report.steps, failed)
         return finished - failed
 
     def wait_connected(self) -> None:

@@ -177,7 +177,7 @@ def end_with(outcome: Outcome) -> tuple[bool, bool]:
     side.results()
     report = side.take_report()
     assert report is not None
-    assert report.steps == [1], "the engine hears of the step all the same"
+    assert report.steps == {1: 1}, "the engine hears of the step all the same"
     said = {"done": ["commit", "commit"], "failed": ["abort", "abort"], "lost": []}
     assert client.told == [*said[outcome], "close"]
     del storage, side, mover, client

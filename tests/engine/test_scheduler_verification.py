@@ -90,7 +90,7 @@ def test_a_load_that_was_planned_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated = world.connector.update_state_after_alloc
 
     def told(*args: Any) -> None:
-        world.connector._planner.copied_wrong(WRONG)
+        world.connector._planner.copied_wrong(StepReport(wrong=WRONG))
         allocated(*args)
 
     monkeypatch.setattr(world.connector, "update_state_after_alloc", told)

@@ -233,17 +233,15 @@ class Copier:
         if not self._computed:
             return None
         report = RankReport(
-            self._ended_steps,
+            dict.fromkeys(self._ended_steps, 1),
             self._boundary.run({}, self._news),
             self._compared,
             self._wrong,
             self._boundary.run({}, self._take_copied),
             *self._loads.take_in_step(),
         )
-        if not any(report):
-            return None
         self._ended_steps, self._compared, self._wrong = [], [], []
-        return report
+        return report if any(vars(report).values()) else None
 
     def _take_copied(self) -> dict[int, Copied]:
         """What was loaded since the last call, by rank."""

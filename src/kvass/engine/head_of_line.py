@@ -37,9 +37,11 @@ class _Turns:
 
 
 class HeadOfLine:
-    """Used from the engine's scheduler thread only."""
+    """Used from the engine's scheduler thread only. ``one_queue``: whether the engine is such a
+    one. In any other nobody is passed over."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_queue: bool) -> None:
+        self._one_queue = one_queue
         self._loaded: set[str] = set()
         """Requests whose load has ended and that have not run since."""
         self._tried: set[str] = set()
@@ -48,6 +50,8 @@ class HeadOfLine:
 
     def passes(self, name: str) -> bool:
         """Whether the engine passes over a request: its lookup must be answered as pending."""
+        if not self._one_queue:
+            return False
         had_its_turn = name in self._tried and not self._loaded <= self._tried
         self._step.passing |= had_its_turn
         return had_its_turn or (self._step.passing and name not in self._loaded)
@@ -59,11 +63,13 @@ class HeadOfLine:
 
     def answered(self, name: str) -> None:
         """The lookup of a request was answered with a number of tokens."""
-        self._step.answered.add(name)
+        if self._one_queue:
+            self._step.answered.add(name)
 
     def loaded(self, names: Iterable[str]) -> None:
         """Loads of these requests ended. They may be loads of other connectors of the engine."""
-        self._loaded.update(names)
+        if self._one_queue:
+            self._loaded.update(names)
 
     def got_blocks(self, name: str) -> None:
         """The engine allocated blocks for a request, to run it or to load into."""

@@ -13,8 +13,8 @@ Laws of this file:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Final
 
 from kvass.client.explanation import told
 from kvass.client.lookups import Found, Match, Pending
@@ -29,13 +29,13 @@ from kvass.engine.copy_speed import CopySpeed
 from kvass.engine.early_lookups import EarlyLookups
 from kvass.engine.explain import Explainer
 from kvass.engine.head_of_line import HeadOfLine
-from kvass.engine.held_adapters import News
 from kvass.engine.hit_limits import HitLimits
 from kvass.engine.in_step import InStep
 from kvass.engine.load_admission import LoadAdmission
 from kvass.engine.loads import LoadMaker
 from kvass.engine.observers import Observer
 from kvass.engine.protocols import BlockPool, Request, Step
+from kvass.engine.rank_report import RankReport
 from kvass.engine.request_state import Answer, LoadState, RequestState
 from kvass.engine.results import LookupResults
 from kvass.engine.row_events import EventMaker, RowEvents
@@ -92,7 +92,7 @@ class Planner:
         self._make = LoadMaker(setup, self._limits, self.in_step)
         self._recovered = 0
         self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
-        self._head_of_line = HeadOfLine() if setup.one_queue else None
+        self._head_of_line = HeadOfLine(setup.one_queue)
         self._admission = LoadAdmission(setup, self._requests, pool)
         self.traffic = EngineTraffic()
         self._explain = explain = Explainer(setup, self.client)
@@ -141,8 +141,7 @@ class Planner:
         state = self._requests.pop(name, None)
         self._freed_s = time.monotonic()
         self.client.give_back(name)
-        if self._head_of_line is not None:
-            self._head_of_line.ended(name)
+        self._head_of_line.ended(name)
         if state is not None:
             for each in self._observers:
                 each.ended(state)
@@ -169,8 +168,6 @@ class Planner:
     def match(self, name: str, local: int) -> int | None:
         """How many tokens can be loaded after the ``local`` tokens of the engine's own cache. None:
         the lookup is pending, so the engine must call again in a later step."""
-        if self._head_of_line is None:
-            return self._match(name, local)
         if self._head_of_line.passes(name):
             return None
         tokens: int | None = 0  # the engine gets a miss if ``_match`` raises
@@ -260,8 +257,7 @@ class Planner:
             self.got_blocks(name)
             self.client.give_back(name)
             return
-        if self._head_of_line is not None:
-            self._head_of_line.got_blocks(name)
+        self._head_of_line.got_blocks(name)
         state = self._requests[name]
         match = self.client.take(name)
         self._got_blocks(state, external)
@@ -282,8 +278,7 @@ class Planner:
 
     def got_blocks(self, name: str) -> None:
         """The engine allocated the blocks of a request that loads nothing. Its match stays held."""
-        if self._head_of_line is not None:
-            self._head_of_line.got_blocks(name)
+        self._head_of_line.got_blocks(name)
         state = self._requests[name]
         self._got_blocks(state, 0)
         state.got_blocks()
@@ -381,8 +376,7 @@ class Planner:
             self._report_all()
         for stepped in self._stepped:
             stepped()
-        if self._head_of_line is not None:
-            self._head_of_line.new_step()
+        self._head_of_line.new_step()
         return handed_over
 
     def revoke(self, work: StepWork) -> None:
@@ -409,20 +403,19 @@ class Planner:
         if steps:
             self._freed_s = time.monotonic()
         failed, loaded = set(failed), set(loaded)
-        if self._head_of_line is not None:
-            self._head_of_line.loaded(name for name in loaded if name in self._requests)
+        self._head_of_line.loaded(name for name in loaded if name in self._requests)
         ours = self._requests.keys() & (loaded - failed)  # others loaded by another connector
         loading = sum(self._requests[name].state is LoadState.LOADING for name in ours)
         self.in_step.ended(loading, failed=False)
         self._ended(failed, loaded)
 
-    def loaded_in_step(self, loads: Mapping[str, bool], failed_step: int) -> None:
-        """Take in the ends of loads inside steps: whether they ended well on all ranks.
-        ``failed_step``: the last step of one that failed, which the engine has taken back."""
-        failed = {name for name, good in loads.items() if not good}
-        self._recovered = max(self._recovered, failed_step)
-        self.in_step.ended(len(loads) - len(failed), failed=bool(failed))
-        self._ended(failed, set(loads))
+    def loaded_in_step(self, report: RankReport) -> None:
+        """Take in the ends of loads inside steps. The engine has taken back those that failed."""
+        if loads := report.in_step:
+            failed = {name for name, good in loads.items() if not good}
+            self._recovered = max(self._recovered, report.failed_step)
+            self.in_step.ended(len(loads) - len(failed), failed=bool(failed))
+            self._ended(failed, set(loads))
 
     def took_back(self) -> None:
         """The engine forgets what it computed with failed loads inside steps. What is not granted
@@ -438,15 +431,15 @@ class Planner:
             for each in self._observers:
                 each.loaded(name, state, ok)
 
-    def copied_wrong(self, found: Sequence[str]) -> None:
-        """Ranks found that copies are wrong; ``found`` says which. From here on the engine runs
-        uncached. The clear is sent at once, and confirmed or repeated by later steps."""
-        if self.off:
+    def copied_wrong(self, report: RankReport) -> None:
+        """If ranks found that copies are wrong, the engine runs uncached from here on. The clear is
+        sent at once, and confirmed or repeated by later steps."""
+        if self.off or not report.wrong:
             return
         self.off = True
         why = (
-            f"{'; '.join(found)}. Restart the engine: its own prefix cache may have KV of earlier "
-            "wrong loads. What is stored for this model is cleared"
+            f"{'; '.join(report.wrong)}. Restart the engine: its own prefix cache may have KV of "
+            "earlier wrong loads. What is stored for this model is cleared"
         )
         log.error("kvass is off, the engine runs uncached: %s", why)
         self.stores.end()
@@ -454,9 +447,17 @@ class Planner:
         self.client.tell_uncached(why)
         self.client.clear(0.0)
 
-    def adapters_held(self, news: Mapping[int, News]) -> None:
-        """Take in the LoRA adapters that the ranks hold, as ``Adapters.reported``."""
-        self._adapters.reported(news)
+    def adapters_held(self, report: RankReport) -> None:
+        """Take in the LoRA adapters that the ranks hold."""
+        self._adapters.reported(report.adapters)
+
+    def copied(self, report: RankReport) -> None:
+        """Take in what the ranks loaded."""
+        self.copy_speed.reported(report.copied)
+
+    TAKE_IN: ClassVar = adapters_held, copied_wrong, copied, loaded_in_step
+    """What takes in parts of a report, before ``reported`` its steps. One that raises must not keep
+    the others from their part."""
 
     # ------------------------------------------------------------ calls of the engine
 

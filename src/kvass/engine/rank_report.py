@@ -1,4 +1,4 @@
-"""What a rank reports to the scheduler, and its loads that have ended until it does.
+"""What ranks report to the scheduler, and a rank's loads that have ended until it does.
 
 Law of this file: after a load inside a step failed, ``first_bad_step`` is that step, until the
 scheduler says that the step is taken back. Nothing is stored that it or a later step computed.
@@ -7,8 +7,11 @@ scheduler says that the step is taken back. Nothing is stored that it or a later
 from __future__ import annotations
 
 import sys
-from typing import Final, NamedTuple
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, Self
 
+from kvass.client.reached import RankNews
 from kvass.engine.copy_speed import Copied
 from kvass.engine.held_adapters import News
 from kvass.engine.step_work import Compared, Load
@@ -17,20 +20,38 @@ NEVER: Final = sys.maxsize
 """A step number that is never reached."""
 
 
-class RankReport(NamedTuple):
-    """What a rank reports. ``steps``: the steps (``StepWork.step``) whose last store ended.
-    ``adapters``: by rank, what it holds under each LoRA adapter id that changed. ``compared``: the
-    checks that ended. ``wrong``: the copies that verification found wrong. ``copied``: by rank, the
-    loads that ended well. ``in_step``: which loads inside steps ended, and whether well.
-    ``failed_step``: the last step of one that failed; 0: none did."""
+@dataclass
+class RankReport:
+    """What one rank reports, or several. ``steps[s]``: how many ranks have ended the last store of
+    step ``s`` (``StepWork.step``). ``adapters``: by rank, what it holds under each LoRA adapter id
+    that changed. ``compared``: the checks that ended. ``wrong``: the copies that verification found
+    wrong. ``copied``: by rank, the loads that ended well. ``in_step``: which loads inside steps
+    ended, and whether well on all ranks. ``failed_step``: the last step of one that failed; 0: none
+    did. ``daemons``: by rank, what is new of its daemon (``node_rank.py``)."""
 
-    steps: list[int]
-    adapters: dict[int, News]
-    compared: list[Compared]
-    wrong: list[str]
-    copied: dict[int, Copied]
-    in_step: dict[str, bool]
-    failed_step: int
+    steps: dict[int, int] = field(default_factory=dict)
+    adapters: dict[int, News] = field(default_factory=dict)
+    compared: list[Compared] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    copied: dict[int, Copied] = field(default_factory=dict)
+    in_step: dict[str, bool] = field(default_factory=dict)
+    failed_step: int = 0
+    daemons: dict[int, RankNews] = field(default_factory=dict)
+
+    def aggregate(self, other: Self) -> Self:
+        """What the ranks of both report."""
+        ended = self.in_step.keys() | other.in_step.keys()
+        every = self.in_step, other.in_step
+        return type(self)(
+            dict(Counter(self.steps) + Counter(other.steps)),
+            self.adapters | other.adapters,
+            self.compared + other.compared,
+            self.wrong + other.wrong,
+            self.copied | other.copied,
+            {name: all(one.get(name, True) for one in every) for name in ended},
+            max(self.failed_step, other.failed_step),
+            self.daemons | other.daemons,
+        )
 
 
 class EndedLoads:

@@ -37,7 +37,7 @@ class NodesEngine(StubModelEngine):
         def run_and_report(work: Any, forward: bool = True) -> dict[str, Any]:
             told = run(work, forward)
             report = self.ranks.report
-            agents = [] if report is None else [one.agent for one in report.news.values()]
+            agents = [] if report is None else [one.agent for one in report.daemons.values()]
             if self.loses and any(agent and agent.answers for agent in agents):
                 self.loses -= 1
             elif report is not None:
@@ -77,7 +77,7 @@ class NodesEngine(StubModelEngine):
 
 def reported(planner: Any, report: Any) -> None:
     """What ``NodesConnector.update_connector_output`` does with what agents returned."""
-    planner.client.reported(report.news)
+    planner.client.reported(report.daemons)
 
 
 def sent(value: Any) -> Any:

@@ -30,9 +30,8 @@ Facts relied on:
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -50,10 +49,9 @@ from vllm.v1.request import RequestStatus
 from kvass.connectors.vllm import borrowed, content
 from kvass.connectors.vllm.configuration import VllmSetup
 from kvass.connectors.vllm.hints import read_hints, request_context
-from kvass.engine.copy_speed import Copied
-from kvass.engine.held_adapters import News
 from kvass.engine.protocols import Adapter
-from kvass.engine.step_work import Compared, StepWork
+from kvass.engine.rank_report import RankReport
+from kvass.engine.step_work import StepWork
 from kvass.layout.spans import Table
 
 try:
@@ -81,41 +79,8 @@ class StepMetadata(StepWork, KVConnectorMetadata):
     """A step's work, sent from the scheduler to the workers. vLLM pickles it."""
 
 
-@dataclass
-class StepReport(KVConnectorWorkerMetadata):
-    """The workers' report to the scheduler.
-
-    ``steps[s]``: the number of ranks that have ended all stores of step ``s``. ``adapters``: for
-    each rank, the LoRA adapters that it holds since its last report. ``compared``: the results of
-    shadow mode. ``wrong``: copies that were verified and are wrong. ``copied``: what each rank
-    loaded. ``in_step``: the loads inside steps that ended, and whether well on all ranks.
-    ``failed_step``: the last step of one that failed; 0: none did.
-    """
-
-    steps: dict[int, int] = field(default_factory=dict)
-    adapters: dict[int, News] = field(default_factory=dict)
-    compared: list[Compared] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    copied: dict[int, Copied] = field(default_factory=dict)
-    in_step: dict[str, bool] = field(default_factory=dict)
-    failed_step: int = 0
-
-    def aggregate(self, other: StepReport) -> StepReport:
-        steps = dict(Counter(self.steps) + Counter(other.steps))
-        return StepReport(
-            steps,
-            self.adapters | other.adapters,
-            self.compared + other.compared,
-            self.wrong + other.wrong,
-            self.copied | other.copied,
-            both(self.in_step, other.in_step),
-            max(self.failed_step, other.failed_step),
-        )
-
-
-def both(one: Mapping[str, bool], other: Mapping[str, bool]) -> dict[str, bool]:
-    """For each name of ``one`` and ``other``, whether none of them has False."""
-    return {**one, **other} | {name: good and other.get(name, True) for name, good in one.items()}
+class StepReport(RankReport, KVConnectorWorkerMetadata):
+    """The workers' report to the scheduler. vLLM pickles it, and aggregates those of all."""
 
 
 def reported(report: StepReport) -> KVConnectorOutput:

@@ -37,7 +37,6 @@ from kvass.connectors.vllm.operations import vllm_operations
 from kvass.connectors.vllm.stats import PromMetrics, Stats
 from kvass.engine.boundary import Boundary, log, log_off
 from kvass.engine.copier import Copier
-from kvass.engine.copy_speed import Copied
 from kvass.engine.memory import MakeMover, open_mover
 from kvass.engine.observers import Observer
 from kvass.engine.planner import Planner
@@ -307,15 +306,9 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         report: StepReport | None = connector_output.kv_connector_worker_meta
         failed = connector_output.failed_recving or ()
         ended = connector_output.finished_recving or ()
-        if report is not None and report.adapters:
-            self._run(self._planner, None, Planner.adapters_held, report.adapters)
-        if report is not None and report.wrong:
-            self._run(self._planner, None, Planner.copied_wrong, report.wrong)
-        if report is not None and report.copied:
-            self._run(self._planner, None, copied, report.copied)
-        if report is not None and report.in_step:
-            ends = report.in_step, report.failed_step
-            self._run(self._planner, None, Planner.loaded_in_step, *ends)
+        if report is not None:
+            for take_in in Planner.TAKE_IN:
+                self._run(self._planner, None, take_in, report)
         if report is not None or failed or ended:
             steps = report.steps if report is not None else {}
             self._run(self._planner, None, Planner.reported, steps, failed, ended)
@@ -439,7 +432,7 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
         what was compared or found wrong. None if there is nothing to report."""
         if (report := self._run(self._copier, None, Copier.take_report)) is None:
             return None
-        return StepReport(dict.fromkeys(report.steps, 1), *report[1:])
+        return StepReport(**vars(report))
 
     def _await_copies(self, most_s: float) -> StepReport | None:
         """Wait until this rank's copies have ended, for at most ``most_s``; its report."""
@@ -460,11 +453,6 @@ class Connector(adapt.KVConnectorBase_V1, adapt.SupportsHMA):
             self._rest.close()
         self._run(self._planner, None, Planner.close)
         self._run(self._copier, None, Copier.close)
-
-
-def copied(planner: Planner, loads: Mapping[int, Copied]) -> None:
-    """Take in what the ranks loaded."""
-    planner.copy_speed.reported(loads)
 
 
 def plan(planner: Planner, scheduler_output: Any, work: StepMetadata) -> None:

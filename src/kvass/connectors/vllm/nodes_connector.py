@@ -8,7 +8,7 @@ the workers and gets from them (``engine/nodes.py``).
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvass.client.nodes import NodesClient
@@ -27,19 +27,6 @@ from kvass.engine.step_work import Load
 @dataclass
 class NodesMetadata(SharedWork, StepMetadata):
     """A step's work by node. vLLM pickles it."""
-
-
-@dataclass
-class NodesReport(StepReport):
-    """The workers' report. ``news``: by rank."""
-
-    news: dict[int, RankNews] = field(default_factory=dict)
-
-    def aggregate(self, other: StepReport) -> StepReport:
-        """The sum of this report and ``other``."""
-        both = super().aggregate(other)
-        news = other.news if isinstance(other, NodesReport) else {}
-        return _with_news(both, self.news | news)
 
 
 class NodesConnector(Connector):
@@ -75,8 +62,8 @@ class NodesConnector(Connector):
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' reports to the planner, and what agents returned to its client."""
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, NodesReport) and report.news:
-            self._run(self._planner, None, _reported, report.news)
+        if report is not None and report.daemons:
+            self._run(self._planner, None, _reported, report.daemons)
         super().update_connector_output(connector_output)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -92,22 +79,16 @@ class NodesConnector(Connector):
     def build_connector_worker_meta(self) -> StepReport | None:
         """The worker's report, with what the scheduler is to know of its daemon."""
         report = super().build_connector_worker_meta()
-        if (rank := self._node_rank) is None:
-            return report
-        news = self._run(rank, None, NodeRank.news)
-        if report is None and news is None:
-            return None
-        return _with_news(report or StepReport(), {} if news is None else {rank.rank: news})
+        rank = self._node_rank
+        if rank is not None and (news := self._run(rank, None, NodeRank.news)) is not None:
+            report = report or StepReport()
+            report.daemons = {rank.rank: news}
+        return report
 
     def shutdown(self) -> None:
         """End the agent's connection, and the rest as the base class."""
         self._run(self._node_rank, None, NodeRank.close)
         super().shutdown()
-
-
-def _with_news(report: StepReport, news: dict[int, RankNews]) -> NodesReport:
-    values = {each.name: getattr(report, each.name) for each in fields(StepReport)}
-    return NodesReport(**values, news=news)
 
 
 def _client(planner: Planner) -> NodesClient:
