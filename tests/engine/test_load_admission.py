@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvass.engine.head_of_line import HeadOfLine
 from kvass.engine.load_admission import LoadAdmission
 from kvass.engine.setup import Admission
 from kvass.types import GroupLayout
@@ -91,3 +92,13 @@ def test_of_a_ring_each_request_has_one_block_whatever_it_computes() -> None:
         waiting = [one(computed, 400)]
         assert admits(20 + 5 + 1 + lacks, waiting, rings, ring)
         assert not admits(20 + 5 + lacks, waiting, rings, ring)
+
+
+def test_only_an_engine_with_one_queue_passes_requests_over() -> None:
+    """It has answered one in an earlier step, and another one's load has ended."""
+    for one_queue in (True, False):
+        line = HeadOfLine(one_queue)
+        line.answered("tried")
+        line.new_step()
+        line.loaded(["loaded"])
+        assert (line.passes("tried"), line.passes("loaded")) == (one_queue, False)

@@ -63,13 +63,11 @@ class HeadOfLine:
 
     def answered(self, name: str) -> None:
         """The lookup of a request was answered with a number of tokens."""
-        if self._one_queue:
-            self._step.answered.add(name)
+        self._step.answered.add(name)
 
     def loaded(self, names: Iterable[str]) -> None:
         """Loads of these requests ended. They may be loads of other connectors of the engine."""
-        if self._one_queue:
-            self._loaded.update(names)
+        self._loaded.update(names)
 
     def got_blocks(self, name: str) -> None:
         """The engine allocated blocks for a request, to run it or to load into."""
