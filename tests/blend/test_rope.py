@@ -168,13 +168,6 @@ def test_what_cannot_be_moved_is_refused_by_name(name: str) -> None:
     assert caught.value.name == name
 
 
-def test_sliding_layers_move_when_whole_chunks_are_kept() -> None:
-    kinds = ["sliding_attention", "full_attention"]
-    model = model_of(hf.Gemma3TextConfig(**SIZE, head_dim=32, layer_types=kinds))
-    local, full = ropes_of_model(model, whole_chunks=True)
-    assert local.inv_freq != full.inv_freq
-
-
 def test_fp8_is_refused_and_so_is_k_of_another_shape() -> None:
     with pytest.raises(RopeRefused, match="float8_e4m3fn"):
         Rope("neox", (1.0,), torch.float8_e4m3fn)

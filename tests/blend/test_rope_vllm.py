@@ -38,9 +38,9 @@ def test_moved_k_is_vllms_own(kind: str, neox: bool) -> None:
     def at(start: int) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
         places = np.arange(start, start + 16)
         _, k = module.forward_native(torch.from_numpy(places), raw.clone(), raw.clone())
-        return places, torch.cat((torch.ones(16, 2, 8), k), -1)  # behind a latent of 8
+        return places, k
 
-    rope = rope_of_vllm(module, torch.float32, "full", latent=8)
+    rope = rope_of_vllm(module, torch.float32)
     old, before = at(5)
     for start in (0, 700, 120_000):
         new, there = at(start)
@@ -65,12 +65,8 @@ def test_a_rope_is_found_though_some_numbers_of_k_are_huge_and_hardly_turn(
 
 
 def test_what_cannot_be_moved_is_refused_by_name() -> None:
-    plain = rotary(KINDS["default"])
-    for kind, name in (("state", "state groups"), ("sliding_window", "sliding windows")):
-        with pytest.raises(RopeRefused, match=name):
-            rope_of_vllm(plain, torch.float32, kind)  # type: ignore[arg-type]
     with pytest.raises(RopeRefused, match="float8_e5m2"):
-        rope_of_vllm(plain, torch.float8_e5m2, "full")
+        rope_of_vllm(rotary(KINDS["default"]), torch.float8_e5m2)
     refused: dict[str, dict[str, Any]] = {
         "dynamic NTK": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         "mrope": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
@@ -78,8 +74,8 @@ def test_what_cannot_be_moved_is_refused_by_name() -> None:
     }
     for name, parameters in refused.items():
         with pytest.raises(RopeRefused, match=name) as caught:
-            rope_of_vllm(rotary(parameters), torch.float32, "full")
+            rope_of_vllm(rotary(parameters), torch.float32)
         assert caught.value.name == name
     longrope = type("Phi3LongRoPEScaledRotaryEmbedding", (), {})  # vLLM makes none without a model
     with pytest.raises(RopeRefused, match="longrope"):
-        rope_of_vllm(longrope(), torch.float32, "full")
+        rope_of_vllm(longrope(), torch.float32)

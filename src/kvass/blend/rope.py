@@ -39,10 +39,10 @@ class Rope:
     """The rotary embedding of one layer group: which numbers are rotated, and by which angles.
 
     Numbers ``[offset, offset + width)`` of a head are rotated, in the cache's ``part``. MLA has
-    them behind the latent (vLLM), or in what HF calls values. ``inv_freq`` is what the engine uses,
-    in radians per token, scaling included. It is empty for a layer without positions. Pairs are
-    (i, i + width / 2) in style ``neox`` and (2i, 2i + 1) in ``gptj``. The engine divides positions
-    by ``divisor`` first. K already contains ``mscale``, so it is not applied.
+    them in what HF calls values. ``inv_freq`` is what the engine uses, in radians per token,
+    scaling included. It is empty for a layer without positions. Pairs are (i, i + width / 2) in
+    style ``neox`` and (2i, 2i + 1) in ``gptj``. The engine divides positions by ``divisor`` first.
+    K already contains ``mscale``, so it is not applied.
 
     Raises ``RopeRefused`` for a dtype other than float32, float16 and bfloat16.
     """

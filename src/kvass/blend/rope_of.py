@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from kvass.blend.rope import Move, Part, Rope, RopeRefused, Style
-from kvass.kinds import KINDS, GroupKind
 
 _CHANGES = "its frequencies change with the prompt's length"
 _REFUSED = {
@@ -22,7 +21,6 @@ _REFUSED = {
     "longrope": ("longrope", _CHANGES),
     "mrope": ("mrope", "its positions have three parts"),
 }
-_NOT_WHOLE = "sliding windows", "the cache does not keep all tokens of a chunk"
 _NO_K = "state groups", "it has no K of each token"
 
 MEASURED_AT: Final = np.array([0, 1, 19, 251])
@@ -31,10 +29,9 @@ _ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """The largest error of a right rope, relative to the largest value of the same number of K."""
 
 
-def ropes_of_model(model: Any, whole_chunks: bool = False) -> tuple[Rope, ...]:
+def ropes_of_model(model: Any) -> tuple[Rope, ...]:
     """The rope of each layer of the HF causal LM ``model``. Runs the model once, on four tokens.
 
-    ``whole_chunks``: the caller keeps K of all tokens, even in layers with a sliding window.
     Raises ``RopeRefused`` with the reason: dynamic NTK, longrope, mrope, state groups, sliding
     windows, a KV cache in fp8, or a layer whose K follows no known rope.
     """
@@ -46,9 +43,7 @@ def ropes_of_model(model: Any, whole_chunks: bool = False) -> tuple[Rope, ...]:
     if (cache := getattr(out, "past_key_values", None)) is None:
         raise RopeRefused(*_NO_K)
     found = list(_frequencies(model))
-    ropes = tuple(
-        _measured(index, layer, found, whole_chunks) for index, layer in enumerate(cache.layers)
-    )
+    ropes = tuple(_measured(index, layer, found) for index, layer in enumerate(cache.layers))
     if not any(rope.inv_freq for rope in ropes):
         raise RopeRefused("a model without rotary positions", "no layer's K is rotated")
     return ropes
@@ -77,14 +72,12 @@ def _frequencies(model: Any) -> Iterator[tuple[tuple[float, ...], float]]:
         yield tuple((1.0 / 10_000 ** (torch.arange(0, dim, 2) / dim)).tolist()), 1.0
 
 
-def _measured(
-    index: int, layer: Any, found: list[tuple[tuple[float, ...], float]], whole_chunks: bool
-) -> Rope:
+def _measured(index: int, layer: Any, found: list[tuple[tuple[float, ...], float]]) -> Rope:
     """The rope that explains ``layer``'s K and V [positions, heads, 1, numbers]."""
     if getattr(layer, "keys", None) is None or not torch.is_tensor(layer.keys):
         raise RopeRefused(*_NO_K)
-    if getattr(layer, "is_sliding", False) and not whole_chunks:
-        raise RopeRefused(*_NOT_WHOLE)
+    if getattr(layer, "is_sliding", False):
+        raise RopeRefused("sliding windows", "the cache does not keep all tokens of a chunk")
     parts = {name: getattr(layer, name).permute(2, 1, 0, 3) for name in ("keys", "values")}
     best, least = None, _ERROR.get(layer.keys.dtype, 0.0)
     for rope in _descriptions(parts, found):
@@ -142,14 +135,9 @@ _VLLM_REFUSED = {
 }
 
 
-def rope_of_vllm(rotary: Any, dtype: torch.dtype, kind: GroupKind, latent: int = 0) -> Rope:
-    """The rope of a layer group of vLLM, from the module ``rotary`` that its layers call.
-
-    ``dtype`` is that of the KV cache. ``latent`` is how many numbers of MLA's latent stand before
-    the rotated ones. Raises ``RopeRefused`` with the reason, as ``ropes_of_model`` does.
-    """
-    if not KINDS[kind].whole:
-        raise RopeRefused(*(_NO_K if KINDS[kind].summary else _NOT_WHOLE))
+def rope_of_vllm(rotary: Any, dtype: torch.dtype) -> Rope:
+    """The rope of a layer group of vLLM, from the module ``rotary`` that its layers call. ``dtype``
+    is that of the KV cache. Raises ``RopeRefused`` with the reason, as ``ropes_of_model`` does."""
     name = type(rotary).__name__
     if name in _VLLM_REFUSED:
         raise RopeRefused(*_REFUSED[_VLLM_REFUSED[name]])
@@ -163,7 +151,6 @@ def rope_of_vllm(rotary: Any, dtype: torch.dtype, kind: GroupKind, latent: int =
         "neox" if rotary.is_neox_style else "gptj",
         tuple(inv_freq.float().tolist()),
         dtype,
-        latent,
         divisor=divisor,
         mscale=float(getattr(rotary, "mscale", 1.0)),
     )
@@ -174,7 +161,7 @@ def rope_that_explains(name: str, layer: Any, keys: torch.Tensor, dtype: torch.d
     [positions, heads, numbers] of one token at the positions ``MEASURED_AT``. Raises
     ``RopeRefused`` as ``rope_of_vllm`` does, and if K follows none of the module's ropes."""
     inside = [module for module in layer.modules() if hasattr(module, "_compute_inv_freq")]
-    found = [Rope("neox", (), dtype), *(rope_of_vllm(one, dtype, "full") for one in inside)]
+    found = [Rope("neox", (), dtype), *(rope_of_vllm(one, dtype) for one in inside)]
     there = {"keys": keys.transpose(0, 1)[None]}
     best = min(found, key=lambda rope: _error(rope, there))
     if _error(best, there) < _ERROR[keys.dtype]:
