@@ -3,6 +3,7 @@ lease is handed over or released, and the figures are right."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,8 @@ def test_an_engine_that_ends_sends_its_last_figures() -> None:
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_hit_is_computed_and_its_blocks_are_compared(asynchronous: bool) -> None:
     client, world = stored(asynchronous=asynchronous)
+    counted = Counter[str]()
+    world.planner.traffic.count = lambda name, number=1: counted.update({name: number})
     world.add("b", PROMPT)
     output, work = world.schedule()
     assert output.num_scheduled_tokens == {"b": 100}
@@ -134,7 +137,7 @@ def test_a_hit_is_computed_and_its_blocks_are_compared(asynchronous: bool) -> No
     world.finish(output)
     world.abort("b")
     assert world.free_blocks - held < 7, "the blocks of the check stay held"
-    found = (GroupCompared(rows=3, bytes=300, differing_rows=1, largest_difference=0.5, chunk=2),)
+    found = (GroupCompared(3, 300, differing_rows=1, largest_difference=0.5, wrong_rows=1),)
     result = Compared("b", 0, load_bytes=300, load_s=0.25, groups=found)
     output, _ = world.schedule()
     world.finish(output, reported=list(world.open_steps), compared=[result])
@@ -143,6 +146,11 @@ def test_a_hit_is_computed_and_its_blocks_are_compared(asynchronous: bool) -> No
     assert (shown.lookups, shown.lookup_tokens, shown.hit_tokens) == (2, 2 * HIT, HIT)
     assert (shown.loads, shown.load_bytes, shown.load_s, shown.not_compared) == (1, 300, 0.25, 0)
     assert (shown.groups[0].differing_rows, shown.groups[0].largest_difference) == (1, 0.5)
+    rows = {"shadow_differing_rows": 1, "shadow_wrong_rows": 1}
+    loads = {"shadow_loads": 1, "shadow_load_bytes": 300, "shadow_load_seconds": 0.25}
+    asked = {"shadow_lookups": 1, "shadow_lookup_tokens": HIT, "shadow_hit_tokens": HIT}
+    assert counted.pop("shadow_saved_seconds") == shown.saved_s > 0
+    assert counted == rows | loads | asked
     settled(client, world)
 
 

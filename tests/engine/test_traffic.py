@@ -12,7 +12,6 @@ from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvass.connectors.vllm import KvassConnector
-from kvass.engine.step_work import Compared, GroupCompared
 from kvass.engine.traffic import MEANINGS, EngineTraffic
 from kvass.messages import Status
 from kvass.testing.daemon import running_daemon
@@ -110,16 +109,6 @@ def test_copies_that_came_to_nothing() -> None:
         traffic.copied(Done(Job(kind, (), None), outcome))  # type: ignore[arg-type]
     assert traffic.take() == {"loads_late": 1, "loads_failed": 1, "stores_failed": 1}
     assert traffic.take() == {}
-
-
-def test_what_a_check_of_shadow_mode_found() -> None:
-    traffic = EngineTraffic()
-    found = GroupCompared(rows=4, differing_rows=3, wrong_rows=2)
-    traffic.compared(Compared("r", 0, load_bytes=7, load_s=0.5, groups=(found, None, found)))
-    traffic.compared(Compared("r", 0, error="late"))
-    rows = {"shadow_differing_rows": 6, "shadow_wrong_rows": 4}
-    loads = {"shadow_loads": 1, "shadow_load_bytes": 7, "shadow_load_seconds": 0.5}
-    assert traffic.take() == rows | loads
 
 
 def test_vllm_shows_them() -> None:

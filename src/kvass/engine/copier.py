@@ -479,7 +479,6 @@ class Copier:
     def _check_ended(self, check: ShadowCheck, result: Compared) -> None:
         """Take in the end of a check."""
         self._compared.append(result)
-        self.traffic.compared(result)
         self._count_down(check.step)
 
     def _count_down(self, step: int) -> None:

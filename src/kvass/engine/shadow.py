@@ -26,7 +26,6 @@ from kvass.engine.request_state import Answer, RequestState
 from kvass.engine.setup import EngineSetup
 from kvass.engine.step_times import SAMPLES
 from kvass.engine.step_work import Compared, GroupCompared, StepWork
-from kvass.engine.traffic import EngineTraffic
 from kvass.layout.spans import Table
 from kvass.messages import Register, Registered, ShadowGroup, ShadowReport
 from kvass.types import short_name
@@ -111,17 +110,13 @@ def _range_of(position: int) -> int:
 class ShadowLookups(Observer):
     """Counts the lookups in the figures of shadow mode."""
 
-    def __init__(self, report: ShadowReport, traffic: EngineTraffic) -> None:
-        self._report, self._traffic = report, traffic
-        self.changed = False
-        """Whether something was counted since this was set to False."""
+    def __init__(self, shadow: Shadow) -> None:
+        self._shadow = shadow
 
     def allocated(self, state: RequestState, answer: Answer, tokens: int) -> None:
         """Count the lookup, and what matched although it is not loaded."""
-        self.changed, hit = True, answer.end - answer.local
-        for name, number in (("lookups", 1), ("lookup_tokens", answer.asked), ("hit_tokens", hit)):
-            setattr(self._report, name, getattr(self._report, name) + number)
-            self._traffic.count(f"shadow_{name}", number)
+        hit = answer.end - answer.local
+        self._shadow.count(lookups=1, lookup_tokens=answer.asked, hit_tokens=hit)
 
 
 class Shadow:
@@ -150,8 +145,16 @@ class Shadow:
         self._reported_s = float("-inf")  # the daemon learns of the mode in the first step
         self._logged_s = time.monotonic()
         self._logged_lookups = 0
-        self.lookups = ShadowLookups(self.report, planner.traffic)
+        self.lookups = ShadowLookups(self)
         """Let it observe the requests of ``planner``."""
+
+    def count(self, **figures: float) -> None:
+        """Add to these figures of the report, and to the engine's own."""
+        self._changed = True
+        for name, number in figures.items():
+            setattr(self.report, name, getattr(self.report, name) + number)
+            own = f"shadow_{name.removesuffix('_s')}{'_seconds' * name.endswith('_s')}"
+            self._planner.traffic.count(own, number)
 
     # ------------------------------------------------------------ requests
 
@@ -192,7 +195,7 @@ class Shadow:
         hit = self._hits.pop(name, None)
         if hit is not None:
             if hit.checked:
-                self._count_not_compared()
+                self.count(not_compared=1)
             self._unpriced.append((hit.local, hit.end))
         self._price()
 
@@ -207,10 +210,7 @@ class Shadow:
     def _price(self) -> None:
         """Count the time of hits whose tokens the engine has computed."""
         while self._unpriced and self._speed.known:
-            took_s = self._speed.seconds(*self._unpriced.popleft())
-            self.report.saved_s += took_s
-            self._planner.traffic.count("shadow_saved_seconds", took_s)
-            self._changed = True
+            self.count(saved_s=self._speed.seconds(*self._unpriced.popleft()))
 
     # ------------------------------------------------------------ a step
 
@@ -249,7 +249,7 @@ class Shadow:
         table = self._at_end(step.block_table(name), hit, before + tokens)
         check = self._planner.check(name, table, hit.end, work)
         if check is None:
-            self._count_not_compared()
+            self.count(not_compared=1)
         else:
             work.checks.append(check)
 
@@ -262,24 +262,18 @@ class Shadow:
             for group, ids in zip(self._setup.groups, table, strict=True)
         ]
 
-    def _count_not_compared(self) -> None:
-        self.report.not_compared += 1
-        self._planner.traffic.count("shadow_not_compared")
-        self._changed = True
-
     # ------------------------------------------------------------ results
 
     def compared(self, results: Iterable[Compared]) -> None:
-        report = self.report
+        report, traffic = self.report, self._planner.traffic
         for result in results:
-            self._changed = True
             if result.error:
-                if result.rank == 0:
-                    self._count_not_compared()
+                self.count(not_compared=result.rank == 0)
                 continue
-            report.loads += 1
-            report.load_bytes += result.load_bytes
-            report.load_s += result.load_s
+            self.count(loads=1, load_bytes=result.load_bytes, load_s=result.load_s)
+            found = [one for one in result.groups if one is not None]
+            traffic.count("shadow_differing_rows", sum(one.differing_rows for one in found))
+            traffic.count("shadow_wrong_rows", sum(one.wrong_rows for one in found))
             report.groups = tuple(
                 self._group(number, known, found, result)
                 for number, (known, found) in enumerate(
@@ -344,18 +338,17 @@ class Shadow:
     def _say(self, now_s: float) -> None:
         """Send the figures to the daemon and log them, if they have changed and it is time."""
         idle = not self._live and not self._planner.storing()
-        changed = self._changed or self.lookups.changed
-        if changed and (idle or now_s - self._reported_s >= REPORT_S):
+        if self._changed and (idle or now_s - self._reported_s >= REPORT_S):
             self._reported_s = now_s
             sent = self._client.report_shadow(msgspec.structs.replace(self.report, seq=0))
-            self._changed = self.lookups.changed = not sent
+            self._changed = not sent
         if now_s - self._logged_s >= LOG_S and self.report.lookups > self._logged_lookups:
             self._logged_s, self._logged_lookups = now_s, self.report.lookups
             log.info("%s", self.summary())
 
     def close(self) -> None:
         """Send and log the figures for the last time."""
-        if self._changed or self.lookups.changed:
+        if self._changed:
             self._client.report_shadow(msgspec.structs.replace(self.report, seq=0))
         if self.report.lookups:
             log.info("%s", self.summary())

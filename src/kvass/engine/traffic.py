@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from kvass.engine.step_work import Compared
 from kvass.transfer.base import Done
 
 MEANINGS: Final[dict[str, str]] = {
@@ -72,16 +71,6 @@ class EngineTraffic:
             self._counts[f"{kind}_seconds"] += done.seconds  # type: ignore[assignment]  # a float
         else:
             self._counts[f"{kind}s_{'late' if done.outcome == 'late' else 'failed'}"] += 1
-
-    def compared(self, result: Compared) -> None:
-        """Count a check of shadow mode that ended on this rank."""
-        if result.error:
-            return
-        self.count("shadow_loads")
-        self.count("shadow_load_bytes", result.load_bytes)
-        self.count("shadow_load_seconds", result.load_s)
-        self.count("shadow_differing_rows", sum(g.differing_rows for g in result.groups if g))
-        self.count("shadow_wrong_rows", sum(g.wrong_rows for g in result.groups if g))
 
     def take(self) -> dict[str, int | float]:
         """The counters since the last call, without those that are 0."""
