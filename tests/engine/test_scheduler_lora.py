@@ -21,6 +21,7 @@ import pytest
 from kvass.connectors.vllm import content
 from kvass.engine import adapter_files, adapters, boundary
 from kvass.engine.adapter_files import files_state
+from kvass.engine.held_adapters import GONE, UNKNOWN, Held, HeldAdapters
 from kvass.engine.request_state import RequestState
 from tests.support.vllm.fake_client import FakeClient
 from tests.support.vllm.scheduler import SchedulerHarness, make_configs
@@ -400,6 +401,39 @@ def test_a_late_look_ends_no_lookup_that_is_waited_for(
             look.exception()
         loads += step(client, world)[0]
     assert loads == 1
+
+
+def test_a_file_system_that_was_slow_once_is_waited_for_again(
+    client: FakeClient, tmp_path: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.free.release(100)
+    world, one = alternate(client, tmp_path)
+    while slow.free.acquire(blocking=False):
+        pass
+    for loads_at_once in (0, 1):
+        world.add(f"{loads_at_once}", TOKENS, lora=one)
+        assert step(client, world)[0] == loads_at_once
+        monkeypatch.setattr(adapters, "WAIT_S", 60.0)  # of what was waited for in vain, too
+        slow.free.release(100)
+        while world.scheduler.has_requests():
+            step(client, world)
+        assert world.scheduler.reset_prefix_cache()
+        loaded(client, tmp_path / "other", world, lora_id=2)
+        assert world.scheduler.reset_prefix_cache()
+
+
+def test_after_one_look_that_failed_all_is_seen_again() -> None:
+    """Also that nothing is held any more: else its id would be remembered for ever."""
+    listed = {1: threading.Lock(), 2: threading.Lock()}
+    held = HeldAdapters(0, lambda: listed, lambda _: "weights", lambda _: ("", ""))
+    held.look(1)
+    del listed[1]
+    held.look(2)
+    assert held.news() == {1: Held(2, GONE), 2: Held(1, "weights")}
+    held.note_unknown(3)
+    assert held.news() == {1: Held(3, UNKNOWN), 2: Held(3, UNKNOWN)}
+    held.look(4)
+    assert held.news() == {1: Held(4, GONE), 2: Held(4, "weights")}
 
 
 def test_a_look_that_fails_in_an_unforeseen_way_is_not_the_last(

@@ -82,15 +82,15 @@ class PathState:
     """The state of one path. ``read``: the weights that all ranks last read from there, and the
     state of the files then. ``files``: the state of the files by the last check. That check began
     in step ``look_step``, at ``look_began_s``, and its result was taken in step ``result_step``.
-    ``look``: the check that is running. ``slow``: a check once took longer than a step may
-    wait."""
+    ``look``: the check that is running, and how long it took. ``slow``: the last check took longer
+    than a step may wait, or the one that is running was waited for in vain."""
 
     read: tuple[NamedAdapter, str] | None = None
     files: str = ""
     look_step: int = -1
     look_began_s: float = 0.0
     result_step: int = -1
-    look: Future[str] | None = None
+    look: Future[tuple[str, float]] | None = None
     slow: bool = False
 
 
@@ -236,12 +236,12 @@ class Adapters:
 
     def _look(self, path: str, state: PathState) -> bool:
         """Check the files at ``path``, unless a recent result is valid. True: ``state.files`` is
-        valid now. If a check of a path once took longer than a step may wait, no later step waits
-        for that path. Its lookups stay pending until the check ends."""
+        valid now. After a check of a path that took longer than a step may wait, no step waits for
+        the next one. Its lookups stay pending until that ends."""
         self._take_result(state)
         if state.look is None and not self._is_current(state):
             state.look_step, state.look_began_s = self.step, time.monotonic()
-            state.look = on_thread("kvass-adapter", files_state, path)
+            state.look = on_thread("kvass-adapter", _timed, path)
         if state.look is not None and not state.slow:
             began_s = time.monotonic()
             try:
@@ -264,5 +264,11 @@ class Adapters:
         """Take the result of the running check, if it has ended."""
         if state.look is not None and state.look.done():
             look, state.look = state.look, None
-            state.files = "" if look.exception() else look.result()
-            state.result_step = self.step
+            state.files, took_s = ("", 0.0) if look.exception() else look.result()
+            state.slow, state.result_step = took_s > WAIT_S, self.step
+
+
+def _timed(path: str) -> tuple[str, float]:
+    """``files_state``, and how long it took."""
+    began_s = time.monotonic()
+    return files_state(path), time.monotonic() - began_s

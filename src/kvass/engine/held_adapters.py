@@ -60,7 +60,8 @@ class HeldAdapters:
         self._listed = listed
         self._digest = digest
         self._source = source
-        self._objects: dict[int, weakref.ref[object]] = {}
+        self._objects: dict[int, Callable[[], object | None]] = {}
+        """By id, weak references to what was there when the rank last looked."""
         self._changes: dict[int, deque[Held]] = {}
         self._reported: News = {}
         self._unreported: set[int] = set()
@@ -81,7 +82,9 @@ class HeldAdapters:
             self._forget(number - FORGET_AFTER_STEPS)
 
     def note_unknown(self, number: int) -> None:
-        self._objects.clear()
+        """Nobody knows what this rank holds in step ``number``, under any id that it ever had. The
+        next ``look`` sees all of them anew."""
+        self._objects = dict.fromkeys(self._changes, lambda: None)
         for name in self._changes:
             self._note(name, Held(number, UNKNOWN))
 
