@@ -262,6 +262,25 @@ def test_what_is_not_asked_is_tried_again_seldom_and_a_miss_ends_it() -> None:
     assert len(engine.client.lookups) - before == 3
 
 
+def test_lookups_that_were_slow_for_a_while_keep_no_short_prompt_from_being_asked_for() -> None:
+    """Also if only short prompts come: the first try ends it."""
+    engine = Engine()
+    engine.warm()
+    engine.lookup_s = 0.01
+    for _ in range(SAMPLES):
+        engine.run(fresh(600))
+    engine.lookup_s, before = 0.0, len(engine.client.lookups)
+    refused = 0
+    while len(engine.client.lookups) == before:
+        engine.run(fresh(65))
+        refused += 1
+    assert refused > 20
+    for _ in range(3):
+        before = len(engine.client.lookups)
+        engine.run(fresh(65))
+        assert len(engine.client.lookups) == before + 1
+
+
 def test_a_lookup_that_is_pending_or_a_match_that_is_held_is_asked_for_to_the_end() -> None:
     engine = Engine()
     engine.warm()

@@ -79,6 +79,15 @@ def test_a_step_that_took_long_by_chance_does_not_count() -> None:
     assert times.seconds(1000) == pytest.approx(line(1000)[1])
 
 
+def test_a_step_whose_predecessor_was_seen_late_does_not_make_the_engine_fast() -> None:
+    """The process stood still while two steps ran: the second one seems to take nothing. And then
+    no large step comes for a long time."""
+    steps = [(2048, 0.1)] * 4
+    assert paced(*steps, (2048, 0.6), (2048, 1e-5), *[(1, 0.01)] * 99).tokens_s == pytest.approx(
+        20_480
+    )
+
+
 def test_an_engine_that_has_become_slow_is_believed_in_the_end() -> None:
     times = paced(*[(4096, 0.5)] * 3, *[(4096, 1.0)] * SAMPLES)
     assert times.tokens_s == pytest.approx(4096)

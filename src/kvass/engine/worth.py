@@ -20,8 +20,8 @@ Laws of this file:
 - After each lookup or load that was prevented, and each load that was cut, loads and lookups seem
   easier (``kvass.worth``), until the next load has ended. One that only for this reason seems worth
   it is a trial, and loads little. If it was as fast as it seemed, what was measured before it of
-  waits, copies and steps with loads inside does not count any more. A trial that finds nothing ends
-  this, too.
+  lookups, or of waits, copies and steps with loads inside, does not count any more. A trial that
+  finds nothing ends this, too.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ class Worth(Observer):
         """How much longer than its copy loads inside steps made these."""
         self._lookups: deque[float] = deque(maxlen=SAMPLES)
         """How long lookups of few chunks kept the engine."""
+        self._lookup_most_s = 0.0
+        """If the lookup that comes now is a trial, how long it seems to take; else 0."""
         self._easier = 1.0
         """What the cost of loads and lookups is divided by."""
         self._trials: dict[str, float] = {}
@@ -118,6 +120,7 @@ class Worth(Observer):
         """Whether the daemon is asked: whether a hit of all that ``question`` asks for would be
         worth the lookup."""
         name, local, most = state.request.name, question.local, question.end - question.local
+        self._lookup_most_s = 0.0
         if not self._on or len(self._lookups) < LEAST:
             return True
         if (found := self._best(state, local, most, self._inside.room(local, most))) is None:
@@ -129,6 +132,8 @@ class Worth(Observer):
                 self._unasked.add(name)
                 self._easier = min(EASIER * self._easier, EASIEST)
             return False
+        if not worth_loading(lookup_s, saved_s):
+            self._lookup_most_s = lookup_s / self._easier
         if saved_s + seems_s < lookup_s + seems_s * self._easier:
             self._asked.add(name)
         return True
@@ -153,7 +158,10 @@ class Worth(Observer):
         """A lookup of ``chunks`` chunks kept the engine from ``since_s`` (CLOCK_MONOTONIC) on until
         now."""
         if chunks <= FEW_CHUNKS:
-            self._lookups.append(self._times.clock() - since_s)
+            took_s = self._times.clock() - since_s
+            if took_s <= self._lookup_most_s:
+                self._lookups.clear()
+            self._lookups.append(took_s)
 
     def _best(
         self, state: RequestState, local: int, hit: int, in_step: int
