@@ -250,6 +250,21 @@ def test_after_a_failure_loads_are_asynchronous_for_a_while() -> None:
     assert begins_in_step(world, "trusted")
 
 
+def test_after_a_failure_hits_that_are_worth_no_other_load_are_loaded_again_in_the_end() -> None:
+    client, world = ready()
+    world.add("b", PROMPT, max_tokens=1)
+    world.step(late=["b"])
+    world.run(client)
+    assert world.scheduler.reset_prefix_cache()
+    vars(world.planner._worth)["choose"] = lambda state, local, hit, inside: min(hit, inside)
+    for number in range(TRIAL):
+        world.add(f"computed {number}", PROMPT, max_tokens=1)
+        assert not world.step().loads
+        world.run(client)
+        assert world.scheduler.reset_prefix_cache()
+    assert begins_in_step(world, "trusted")
+
+
 def test_a_load_of_another_connector_ends_no_trial() -> None:
     _, world = ready()
     world.add("another's", PROMPT)

@@ -12,7 +12,7 @@ Laws of this file:
   it fails all the same, the engine has computed with its blocks. So there are loads inside steps
   only in engines that can take such a step back (``InStep.enable``).
 - Only verified ranks copy inside a step. After such a load failed, the next ``TRIAL`` loads are
-  asynchronous.
+  asynchronous. Hits that are not worth such a load count, too: else these loads might never come.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEP_SHARE: Final = 0.5
 FRESH_S: Final = 1.0
 """A lease is fresh for the first half of its time, and while so much is left of it."""
 TRIAL: Final = 16
-"""How many loads must end well after one inside a step failed."""
+"""How many loads must end well, or be not worth it, after one inside a step failed."""
 
 
 class InStep:
@@ -118,7 +118,7 @@ class InStep:
         self._spent_s = 0.0
 
     def ended(self, loads: int, failed: bool) -> None:
-        """So many loads ended well, and one inside a step ``failed``."""
+        """So many loads ended well or were not worth it, and one inside a step ``failed``."""
         self._trial = TRIAL if failed else max(0, self._trial - loads)
 
     def _blocks(self, local: int, end: int) -> list[int]:

@@ -287,6 +287,7 @@ class Planner:
         self._early.got_blocks(state.request.name)
         self.client.speed(self._times.tokens_s)
         if (answer := state.take_answer()) is not None:
+            self.in_step.ended(answer.why == CHEAPER and not loads, failed=False)
             for each in self._observers:
                 each.allocated(state, answer, loads)
 
