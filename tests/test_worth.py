@@ -27,6 +27,6 @@ def test_what_is_not_known_prevents_no_load() -> None:
 def test_a_tier_that_seems_too_slow_is_tried_again(times: float, refusals: int) -> None:
     speed, refused = Speed(bytes_s=1e6), 0
     while not worth_loading(speed.seconds(1_000_000), 1.0 / times):
-        speed.raise_estimate()
+        speed.refused()
         refused += 1
     assert refused == refusals == math.ceil(math.log(times) / math.log(EASIER))

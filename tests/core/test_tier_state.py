@@ -6,13 +6,31 @@ import numpy as np
 import pytest
 
 from kvass.core.pending.tier_state import Queued, Speed, Tiers
+from kvass.worth import worth_loading
 
 
 def test_a_slow_tier_is_tried_again_and_its_speed_stays_a_number() -> None:
     speed = Speed(bytes_s=1.0)
     for _ in range(10_000):
-        speed.raise_estimate()
-    assert 1e6 < speed.bytes_s <= 1e15
+        speed.refused()
+    assert speed.bytes_s == 1.0
+    assert 0 < speed.seconds(1) < 1e-6
+
+
+@pytest.mark.parametrize("faster", [1.0, 30.0])
+def test_a_trial_shows_whether_a_tier_is_still_slow(faster: float) -> None:
+    """It loads 1 MB in a second, and computing that takes 50 ms."""
+    speed, loads, now = Speed(bytes_s=1e6), 0, 0.0
+    for _ in range(630):
+        if worth_loading(speed.seconds(1_000_000), 0.05):
+            loads += 1
+            speed.begin(1_000_000, now)
+            now += 1.0 / faster
+            speed.end(1_000_000, 1_000_000, now)
+        else:
+            speed.refused()
+    assert loads == (630 // 63 if faster == 1.0 else 630 - 62), "each time after 62 refusals"
+    assert speed.bytes_s == pytest.approx(faster * 1e6), "it is what was measured"
 
 
 def test_a_speed_is_measured_over_the_time_in_which_a_tier_loads() -> None:

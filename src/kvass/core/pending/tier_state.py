@@ -23,19 +23,21 @@ FlushMode = Literal["write_through", "on_evict", "none"]
 _SAMPLE_S: Final = 1.0
 """How often the speed of a tier is measured while it always has something to load."""
 _SAMPLE_WEIGHT: Final = 0.5
-_FASTEST: Final = 1e15
+_EASIEST: Final = 1e15
 
 
 class Speed(msgspec.Struct):
     """How fast a tier loads, measured over the time in which it has anything to load.
 
-    ``bytes_s``: bytes per second; 0: not known.
+    ``bytes_s``: bytes per second; 0: not known. ``easier``: how many times faster it seems, because
+    loads were refused since it was measured last (``kvass.worth``).
     """
 
     bytes_s: float = 0.0
     loading_bytes: int = 0
     since: float = 0.0
     done_bytes: int = 0
+    easier: float = 1.0
 
     def begin(self, size: int, now: float) -> None:
         """A load of ``size`` bytes began."""
@@ -50,17 +52,21 @@ class Speed(msgspec.Struct):
         spent = now - self.since
         if self.done_bytes and spent > 0 and (not self.loading_bytes or spent >= _SAMPLE_S):
             sample = self.done_bytes / spent
-            before = self.bytes_s or sample
-            self.bytes_s = before + _SAMPLE_WEIGHT * (sample - before)
-            self.since, self.done_bytes = now, 0
+            trusted = not self.bytes_s or sample >= self.bytes_s * self.easier > self.bytes_s
+            self.bytes_s += (1.0 if trusted else _SAMPLE_WEIGHT) * (sample - self.bytes_s)
+            self.since, self.done_bytes, self.easier = now, 0, 1.0
 
     def seconds(self, size: int) -> float:
-        """How many seconds loading ``size`` bytes more would take; 0 if the speed is not known."""
-        return (self.loading_bytes + size) / self.bytes_s if self.bytes_s else 0.0
+        """How many seconds loading ``size`` bytes more seems to take; 0 if the speed is not
+        known."""
+        if not self.bytes_s:
+            return 0.0
+        return (self.loading_bytes + size) / (self.bytes_s * self.easier)
 
-    def raise_estimate(self) -> None:
-        """Raise ``bytes_s`` a little, because a load was not worth it (``kvass.worth``)."""
-        self.bytes_s = min(self.bytes_s * EASIER, _FASTEST)
+    def refused(self) -> None:
+        """A load was not worth it, so the next one seems a little faster. What was measured stays:
+        else each trial of a tier that is slow would make it seem fast."""
+        self.easier = min(self.easier * EASIER, _EASIEST)
 
 
 class Queued(msgspec.Struct, frozen=True):

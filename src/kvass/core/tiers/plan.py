@@ -86,7 +86,7 @@ def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks
         return True
     state.counters["promotions_not_worth_it"] += 1
     for tier in used:
-        tiers[tier].speed.raise_estimate()
+        tiers[tier].speed.refused()
     return False
 
 
