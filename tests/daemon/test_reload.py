@@ -11,13 +11,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 
 from kvass.config import Config, Size
+from kvass.core.effects import QuotasAre
 from kvass.daemon.listen import Access
 from kvass.daemon.live import LiveConfig
+from kvass.daemon.loop import Server
 from kvass.daemon.notices import Notices
 from kvass.messages import Clear, Error
 from kvass.testing.daemon import Daemon, running_daemon
@@ -125,6 +130,28 @@ def test_quotas_are_held_against_the_l1_that_there_is(
     asyncio.run(live.reload(no_other_tiers))
     assert live.current == now
     assert "2MiB are reserved of an l1_size of 1MiB" in caplog.text
+
+
+def test_quotas_that_could_not_be_set_are_a_problem_until_they_are(tmp_path: Path) -> None:
+    """There were too many other tenants. The file stays as it is."""
+    now = Config(socket=str(tmp_path / "s"), l1_size=Size(1 << 20))
+    Path(now.socket).touch()
+    wanted, notices = msgspec.structs.replace(now, quota=["a=:4KiB"]), Notices()
+    machine, tried = SimpleNamespace(quotas=frozenset()), list[int]()
+
+    def handle(event: QuotasAre) -> None:
+        tried.append(len(notices.fields()["problems"]))
+        machine.quotas = frozenset(event.quotas if len(tried) == 3 else ())
+
+    live = LiveConfig(now, Access(now), notices, lambda: wanted)
+    server: Any = SimpleNamespace(_live=live, _notices=notices, _machine=machine, _handle=handle)
+    server._change_tiers = no_other_tiers
+    for hangups in (2, 2):
+        told: Any = SimpleNamespace(wait=AsyncMock(side_effect=[True] * hangups + [False]))
+        told.clear = lambda: None
+        asyncio.run(Server._reload(server, told))
+        assert len(notices.fields()["problems"]) == (len(tried) == 2)
+    assert tried == [0, 0, 0], "and nothing is tried when they are set"
 
 
 def test_without_a_file_there_is_nothing_to_reload(tmp_path: Path) -> None:

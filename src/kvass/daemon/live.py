@@ -68,6 +68,11 @@ class LiveConfig:
             self._notices.problem("reload", f"SIGHUP: the options stay as they were: {error}")
         notify.send("READY=1")
 
+    def keep_quota(self, quota: list[str]) -> None:
+        """The quotas of the file could not be set: ``quota`` stays, and the next reload tries those
+        of the file again."""
+        self.current = msgspec.structs.replace(self.current, quota=quota)
+
     async def _apply(self, wanted: Config, access: Access, change_tiers: ChangeTiers) -> str:
         """Apply the options in ``LIVE``. Returns a text that says what changed. If it raises
         ``ConfigError``, nothing has changed."""

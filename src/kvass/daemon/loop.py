@@ -164,6 +164,7 @@ class Server:
                 wanted = quotas(self._live.current)
                 self._handle(effects.QuotasAre(wanted))
                 if self._machine.quotas != {*wanted}:
+                    self._live.keep_quota(before)
                     said = "SIGHUP: the quotas stay as they were: too many other tenants"
                     self._notices.problem("reload", said)
 
