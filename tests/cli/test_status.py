@@ -247,6 +247,11 @@ def broken(**fields: Any) -> dict[str, Any]:
         ),
         ({"up": True, "store_failures": 30, "stored_rows": 1000, "failing_rows": 0}, ""),
         ({"up": True, "store_failures": 5, "stored_rows": 5}, "stores fail: 5 failed, 5 did not"),
+        (
+            {"up": True, "store_failures": 5, "stored_rows": 4, "last_failure_s": 599.0},
+            "stores fail: 5 failed, 4 did not",
+        ),
+        ({"up": True, "store_failures": 5, "stored_rows": 4, "last_failure_s": 600.0}, ""),
         ({"up": True, "store_failures": 0, "stored_rows": 0, "trouble": "slow"}, "slow"),
     ],
 )

@@ -21,6 +21,9 @@ FAILED_SHARE: Final = 0.1
 of all."""
 FAILING_ROWS: Final = 16
 """A tier that fails to store this many rows in a row is in trouble."""
+FAILED_S: Final = 600.0
+"""So long after the last failure a tier that failed to store most rows is in trouble: a disk that
+was full for a night may not have stored as many again for days."""
 
 
 def troubles(fields: Mapping[str, Any]) -> list[str]:
@@ -137,6 +140,6 @@ def tier_trouble(tier: dict[str, Any]) -> str:
         why = ", a row is larger than what the tier, or its tenant's part of it, may hold"
     if failing >= FAILING_ROWS:
         return f"stores fail: the last {failing:,} rows were not stored{why}"
-    if failed and failed >= stored:
+    if failed and failed >= stored and tier.get("last_failure_s", 0.0) < FAILED_S:
         return f"stores fail: {failed:,} failed, {stored:,} did not{why}"
     return str(tier.get("trouble", ""))

@@ -117,6 +117,7 @@ TIER_GAUGES: Final[dict[str, str]] = {
     "flush_queue_oldest_s": "How long the first row of that queue has waited, in seconds.",
     "storing_bytes": "Bytes being stored now.",
     "failing_rows": "Rows that could not be stored since the last store that worked.",
+    "last_failure_s": "How long ago a row could not be stored, in seconds; 0: never.",
     "loading_bytes": "Bytes being loaded now.",
     "load_bytes_s": "Measured load rate of the tier; 0: not known yet.",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from kvass.blend.match import entry_bytes
@@ -200,6 +201,7 @@ def _tier(tier: TierState, now: float) -> dict[str, Any]:
         "flush_queue_oldest_s": round(now - tier.queue[0].since, 3) if tier.queue else 0.0,
         "storing_bytes": tier.storing_bytes,
         "failing_rows": tier.failing_rows,
+        "last_failure_s": round(now - tier.failed_s, 1) if tier.failed_s > -inf else 0.0,
         "loading_bytes": tier.speed.loading_bytes + tier.ahead_bytes,
         "load_bytes_s": int(tier.speed.bytes_s),
         **tier.counters,

@@ -85,7 +85,8 @@ class TierState(msgspec.Struct):
     order in which tiers are asked, from 1 on; 0: it was removed (``tier_changes``). ``queue``: the
     rows that it is to store, oldest first; ``queued_rows``: their number. ``rests_until``: when a
     tier that was down is asked to store again. ``failing_rows``: how many rows it has failed to
-    store since it last stored one. ``left_out_s``: when it last left out or failed to store a row.
+    store since it last stored one. ``failed_s``: when it last failed to store a row, and
+    ``left_out_s``: when it last left out one or failed.
 
     ``held``: the loads that wait for their turn, oldest first; ``ahead``: those that it got in
     their turn; ``ahead_bytes``: of both. ``urgent``: the loads for which lookups wait
@@ -105,6 +106,7 @@ class TierState(msgspec.Struct):
     queued_rows: int = 0
     storing_bytes: int = 0
     failing_rows: int = 0
+    failed_s: float = -inf
     left_out_s: float = -inf
     held: dict[int, TierLoad] = msgspec.field(default_factory=dict)
     ahead: set[int] = msgspec.field(default_factory=set)

@@ -222,7 +222,8 @@ def stored(state: State, event: Stored) -> None:
         tier.counters["stores_abandoned"] += len(rows)
     tier.counters["stored_rows"] += (count := int(event.which.sum()))
     tier.counters["stored_bytes"] += count * (op.size_bytes // len(rows))
-    tier.left_out_s = tier.left_out_s if count == len(rows) else state.now
+    if count < len(rows):
+        tier.left_out_s = tier.failed_s = state.now
     tier.failing_rows = 0 if count else tier.failing_rows + len(rows)
     tier.counters["store_failures"] += int((~event.which).sum())
     store_next(state, tier)
