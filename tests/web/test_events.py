@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +96,23 @@ def test_a_sample_has_what_was_saved_and_why_tokens_missed() -> None:
     for tenant in tenants:
         del tenant["miss_tokens"]  # so it is with an older daemon
     assert "tenant-asked/t" in dict(figures({**status, "namespaces": [ns], "tenants": tenants}))
+
+
+def test_a_status_without_a_field_does_not_end_the_history(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon of another version answered once."""
+    monkeypatch.setattr(module, "FRESH_S", 0.0)
+    source, good = Source(daemon.socket), daemon.status()
+    bad = {name: value for name, value in good.items() if name != "forgotten"}
+    answers = iter([good, bad, good])
+    monkeypatch.setattr(source.client, "status", lambda _: next(answers))
+    clock = SimpleNamespace(monotonic=time.monotonic, time=time.time)
+    clock.sleep = lambda _: len(source.history()["samples"]) < 2 or 1 / 0
+    monkeypatch.setattr(module, "time", clock)
+    with pytest.raises(ZeroDivisionError):
+        source.sample_for_ever()
+    source.client.close()
 
 
 def test_history_and_events_are_bounded(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

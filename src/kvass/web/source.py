@@ -6,6 +6,7 @@ Law of this file: memory is bounded. The history has at most ``SAMPLES`` samples
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from array import array
@@ -32,6 +33,7 @@ EVENTS: Final = 200
 FOR_ROOM: Final = ("capacity", "handed_over", "orphaned")
 """The reasons of evictions that make room for other rows."""
 _EVENT_CHARS: Final = 200
+_log = logging.getLogger("kvass.web")
 
 
 def figures(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -141,7 +143,10 @@ class Source:
     def sample_for_ever(self) -> None:
         """Add a sample every ``SAMPLE_S``. Runs in a thread of its own."""
         while True:
-            self.sample()
+            try:
+                self.sample()
+            except Exception:  # noqa: BLE001 - no caller above: one bad status must not end the history
+                _log.exception("a sample failed")
             time.sleep(SAMPLE_S)
 
     def history(self, since: float = 0.0) -> dict[str, Any]:
