@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -16,9 +17,10 @@ import msgspec
 
 from bench.gpu_day.carry import CARRY, lacking, what_to_carry
 from bench.gpu_day.day import BAD, MEASURED, Day, facts, page, read_day
-from bench.gpu_day.sizes import fitting, found_room, place
+from bench.gpu_day.folder import own_folder, remove_left
+from bench.gpu_day.sizes import SHM, Room, Sizes, fitting, found_room, place
 from bench.gpu_day.stages import Stage, table
-from bench.gpu_day.worker import Worker, ended_well
+from bench.gpu_day.worker import Workers, ended_well
 from kvass.cli.bench.rig import say
 from kvass.errors import ConfigError
 
@@ -41,28 +43,71 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     first = [one for one in stages if one.runner == "1" or not args.smoke]  # on a CPU there is one
     chosen = [one for one in first if not args.only or one.name in args.only]
-    day = Day(args.out)
+    places = [args.within] if args.within else [SHM, tempfile.gettempdir()]
+    remove_left(*places)
     room = found_room()
-    try:
-        sizes = None if args.smoke else fitting(room, day.read().get("sizes", ""))
-        about = {"runner": args.runner and f"V{1 + int(args.runner)} for all"}
-        about["sizes"] = "tiny" if sizes is None else sizes.said
-        day.about(facts(args.smoke) | about)
-    except ConfigError as error:
-        print(f"gpu_day: {error}", file=sys.stderr)
-        return 2
-    if not args.smoke and (lacks := lacking()):
-        say(f"with what is here, which is not {', '.join(lacks)}")
+    day, sizes = _day(args, room)
+    todo = chosen if args.only else left(chosen, day.read()["stages"])
     minutes = args.minutes or (SMOKE_MINUTES if args.smoke else 9.0)
+    if not args.smoke:
+        if lacks := lacking():
+            say(f"with what is here, which is not {', '.join(lacks)}")
+        print(plan(todo, minutes), file=sys.stderr, flush=True)
     within = args.within or place(room, sizes, tempfile.gettempdir())
-    with tempfile.TemporaryDirectory(dir=within, prefix="kvass-day-") as folder:
-        config = {"table": args.table, "out": str(args.out), "folder": folder}
+    with own_folder(within) as folder:
+        config = {"table": args.table, "out": str(day.path), "folder": folder}
         config["sizes"] = msgspec.to_builtins(sizes)
         config |= {"smoke": args.smoke, "forks": args.forks, "runner": args.runner}
-        run(chosen, day, minutes, config)
+        run(todo, day, minutes, config)
     states = {day.states().get(one.name, "") for one in chosen}
     print(page([day.read()]), end="")
     return int("done" not in states or not states.isdisjoint(BAD))
+
+
+def _day(args: argparse.Namespace, room: Room) -> tuple[Day, Sizes | None]:
+    """The file of ``--out``; if that is of another card or day, the next name that is not."""
+    number, out = 1, args.out
+    while True:
+        try:
+            day = Day(out)
+            sizes = None if args.smoke else fitting(room, day.read().get("sizes", ""))
+            about = {"runner": args.runner and f"V{1 + int(args.runner)} for all"}
+            about["sizes"] = "tiny" if sizes is None else sizes.said
+            day.about(facts(args.smoke) | about)
+            return day, sizes
+        except ConfigError as error:
+            number += 1
+            out = args.out.with_stem(f"{args.out.stem}-{number}")
+            say(f"into {out}: {error}")
+
+
+def left(stages: Sequence[Stage], states: dict[str, Any]) -> list[Stage]:
+    """What earlier calls left to do; what failed or was cut there comes last. If V2 was refused, V1
+    ran at once."""
+
+    def had(stage: Stage, *states_: str) -> bool:
+        return states.get(stage.name, {}).get("state") in states_
+
+    refused = {
+        one.runs for one in stages if "v2_refused" in states.get(one.name, {}).get("figures", {})
+    }
+    rest = [
+        one
+        for one in stages
+        if not had(one, *MEASURED) and not (one.runner == "0" and one.runs in refused)
+    ]
+    return sorted(rest, key=lambda one: had(one, "failed", "cut"))
+
+
+def plan(stages: Sequence[Stage], minutes: float) -> str:
+    """What a call will do, if each stage takes what it may."""
+    lines, at_s = [f"the plan of {minutes:g} minutes:"], 0.0
+    for one in stages:
+        why = _why_not(one, 60 * minutes - at_s)
+        begins = f"not now, {why}" if why else f"from second {at_s:.0f} on"
+        lines.append(f"  {one.name:<13} {one.seconds:>4g} s  {begins}")
+        at_s += 0 if why else one.seconds
+    return "\n".join(lines)
 
 
 def _print_page(files: Sequence[str]) -> int:
@@ -80,18 +125,18 @@ def _print_page(files: Sequence[str]) -> int:
 def run(stages: Sequence[Stage], day: Day, minutes: float, config: dict[str, Any]) -> None:
     """The stages that fit. Whatever becomes of one, the others run."""
     until_s = time.monotonic() + 60 * minutes
-    worker: Worker | None = None
+    no_engine = ""  # why none starts here, neither with V2 nor with V1
     ran = dict[tuple[str, str], Stage]()  # to their end: by what they run, and with which runner
-    with Path(config["out"]).with_suffix(".log").open("ab") as log:
+    with Path(config["out"]).with_suffix(".log").open("ab") as log, Workers(log) as workers:
         for stage in stages:
-            left_s, limit_s = until_s - time.monotonic(), 60 * stage.minutes
-            if config["smoke"]:
-                limit_s = max(0.0, left_s)  # a stage's minutes are those of a GPU
-            why = _why_not(stage, left_s, limit_s)
+            left_s = until_s - time.monotonic()
+            why = _why_not(stage, left_s, config["smoke"])
             runner = config["runner"] or stage.runner
             twin = ran.get((stage.runs, runner))
             if twin is not None and twin.runner != stage.runner:
                 why = f"{twin.name} had the same runner"
+            if no_engine and "vllm" in stage.needs:
+                why = f"no engine started: {no_engine}"
             if why:
                 say(f"{stage.name}: skipped, {why}")
                 day.end(stage.name, "skipped", why)
@@ -99,40 +144,40 @@ def run(stages: Sequence[Stage], day: Day, minutes: float, config: dict[str, Any
             say(f"{stage.name}: {stage.subject}")
             day.begin(stage.name)
             began_s = time.monotonic()
-            worker = worker or Worker(config, log)
-            if not worker.give(stage.name):  # it ended after its last stage: killed for memory, say
-                worker.kill()
-                worker = Worker(config, log)
-                worker.give(stage.name)
-            state, why = worker.ended(limit_s)
-            say(f"{stage.name}: {state} after {time.monotonic() - began_s:.0f} s {why}")
+            limit_s = left_s if config["smoke"] else min(left_s, 2 * stage.seconds)
+            state, why = workers.run(stage.name, limit_s, config)
+            took_s = time.monotonic() - began_s
+            say(f"{stage.name}: {state} after {took_s:.0f} s {why}")
             if not ended_well(state):
-                worker.kill()
-                worker = None
-                day.end(stage.name, state, why, time.monotonic() - began_s)
+                day.end(stage.name, state, why, took_s)
             refused = "v2_refused" in day.read()["stages"][stage.name]["figures"]
             if not config["runner"] and (refused or _v2_hung(day, stage, state)):
                 say("vLLM's model runner V2 ran no engine: V1 runs from now on")
                 config = config | {"runner": "0"}
+            if state == "failed" and "vllm" in stage.needs and not _came_up(day):
+                no_engine = why
             if state in MEASURED:
                 ran[stage.runs, "0" if refused else runner] = stage  # refused: V1 ran it at once
-        if worker is not None:
-            worker.close()
 
 
 def _v2_hung(day: Day, stage: Stage, state: str) -> bool:
     """Whether V2 was cut before its first engine was up."""
-    figures = [one.get("figures", {}) for one in day.read()["stages"].values()]
     hung = state == "cut" and stage.runner == "1" and "vllm" in stage.needs
-    return hung and not any(one.get("runner") == "V2" for one in figures)
+    return hung and not _came_up(day, "V2")
 
 
-def _why_not(stage: Stage, left_s: float, limit_s: float) -> str:
-    """Why a stage is skipped; empty if it is not."""
+def _came_up(day: Day, *runners: str) -> bool:
+    """Whether an engine was ever up, with one of these runners or any."""
+    found = {one.get("figures", {}).get("runner") for one in day.read()["stages"].values()}
+    return not found.isdisjoint(runners or ("V1", "V2"))
+
+
+def _why_not(stage: Stage, left_s: float, smoke: bool = False) -> str:
+    """Why a stage is skipped; empty if it is not. Seconds are those of a GPU."""
     if missing := [name for name in stage.needs if find_spec(name) is None]:
         return f"{' and '.join(missing)} not installed"
-    if limit_s <= 0 or limit_s > left_s:
-        return f"it may take {stage.minutes:g} minutes, and {max(0.0, left_s) / 60:.1f} are left"
+    if left_s < (0 if smoke else stage.seconds):
+        return f"it may take {stage.seconds:g} s, and {max(0.0, left_s):.0f} are left"
     return ""
 
 
@@ -162,4 +207,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what was started is ended, too
+        signal.signal(number, lambda ended, _: sys.exit(128 + ended))
     sys.exit(main())

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from contextlib import suppress
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -23,9 +25,11 @@ from bench.gpu_day.sizes import (
     MOST,
     POOLS,
     Room,
+    Sizes,
     engine_bytes,
     fitting,
     found_room,
+    in_memory,
     model_bytes,
 )
 
@@ -46,16 +50,22 @@ IMPORTED: Final = (
     *("msgspec", "numpy", "prometheus_client", "yaml", "xxhash", "torch", "safetensors"),
     *("transformers", "pytest", "pytest_timeout", "hypothesis", "vllm"),
 )
+OF_VLLM: Final = (
+    *("annotated-types", "apache-tvm-ffi", "cachetools", "cbor2", "compressed-tensors", "fastapi"),
+    *("httpcore2", "httpx2", "llguidance", "loguru", "openai", "oss-harmony"),
+    *("partial-json-parser", "pybase64", "pydantic", "pydantic-core", "pyzmq", "sniffio"),
+    *("starlette", "truststore", "typing-inspection", "xgrammar"),
+)
+"""What an engine of vLLM 0.33 imports beside what PyTorch's images tend to have."""
 JOIN: Final = "/var/tmp/$WHEEL"
+NOT_NEEDED: Final = "'vllm/vllm-rs' 'vllm/vllm_flash_attn/_vllm_fa2_C*'"
+"""Of vLLM's wheel: its servers, and FlashAttention 2. Compute capability 9 has FlashAttention 3."""
 
 
 def what_to_carry(folder: Path) -> tuple[str, bool]:
     """What a bare machine needs, with sizes, and whether what travels fits into one call. What must
     be in the ignored ``folder`` is wheels. Models have random weights and are made there."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
-    files = [ROOT / os.fsdecode(name) for name in names if name]
-    tree = sum(file.stat().st_size for file in files if file.is_file())
+    tree = sum(file.stat().st_size for file in _tree() if file.is_file())
     carried = {file: file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
     total = tree + sum(carried.values())
     where = os.path.relpath(folder, ROOT)
@@ -70,19 +80,31 @@ def what_to_carry(folder: Path) -> tuple[str, bool]:
     lines += [f"  {one}" for one in packages()]
     lines += [
         "vLLM's wheel for CUDA does not fit into one call. Cut it, carry a part a call:",
+        f"  zip -qd $WHEEL {NOT_NEEDED}    on Hopper nothing needs these",
         f"  split -b {part}M -d $WHEEL part.    here; one part.NN at a time into {where}/",
         f"  cat {where}/part.* >> {JOIN}    there, in order; it stays while the machine is held",
         f"  pip install --no-index --no-deps {JOIN}    after the last one",
+        "A further call goes on where the day's file ends: bring it along, under --out.",
         f"this machine lacks: {'; '.join(lacking()) or 'nothing'}",
         f"here a day would have {fitting(found_room()).said}",
     ]
     return "\n".join(lines), total <= MOST_BYTES
 
 
+def _tree() -> list[Path]:
+    """The files that travel. What travelled has no git."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    git = subprocess.run(listed, cwd=ROOT, capture_output=True, check=False)
+    if git.returncode:
+        return list(ROOT.rglob("*"))
+    return [ROOT / os.fsdecode(name) for name in git.stdout.split(b"\0") if name]
+
+
 def packages() -> list[str]:
     """What pip must have installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *TESTS_NEED, "vllm (for most stages)", "sglang (for one)"]
+    vllm = f"vllm (for most stages), of its own needs {' '.join(OF_VLLM)}"
+    return [*project["dependencies"], *TESTS_NEED, vllm, "sglang (for one)"]
 
 
 def _needs() -> list[str]:
@@ -96,8 +118,8 @@ def _needs() -> list[str]:
         f"{MOST * large:.0f} GiB of free GPU memory for {MOST} engines of the large model, "
         f"{2 * small:.0f} for two of the small one, {few:.1f} for copies alone",
         f"{most / GIB:.0f} GiB of host memory, {least / GIB:.0f} for an L1 of {L1[-1] >> 30} GiB",
-        f"{model_bytes() / GIB:.1f} GiB for models: in /dev/shm, if as much host memory is "
-        "left; else where temporary files are",
+        f"{model_bytes(Sizes()) / GIB:.1f} GiB for models: in /dev/shm, if as much host memory is "
+        "left; else where temporary files are ($TMPDIR)",
         f"a C compiler ({', '.join(COMPILERS)}, or $CC) and Python's headers, for Triton",
         "an NVIDIA driver and nvidia-smi; on AMD free memory is not looked at",
     ]
@@ -108,6 +130,8 @@ def lacking() -> list[str]:
     room: Room = found_room()
     sizes = fitting(room)
     wanted = {name: find_spec(name) is not None for name in IMPORTED}
+    if wanted["vllm"]:
+        wanted |= {f"vLLM's {name}": _installed(name) for name in OF_VLLM}
     found = {
         "Python 3.11": sys.version_info >= (3, 11),
         "a C compiler": bool(os.environ.get("CC")) or any(map(shutil.which, COMPILERS)),
@@ -116,6 +140,14 @@ def lacking() -> list[str]:
         "GPU memory for two engines": sizes.most >= 2,
         f"host memory ({room.host / GIB:.1f} GiB free)": room.host
         >= POOLS * sizes.host_bytes + max(1, sizes.most) * ENGINE_HOST,
+        f"disk for models ({room.disk / GIB:.1f} GiB free)": room.disk >= model_bytes(Sizes())
+        or in_memory(sizes, room),
         **wanted,
     }
     return [name for name, there in found.items() if not there]
+
+
+def _installed(name: str) -> bool:
+    with suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(name))
+    return False

@@ -34,17 +34,17 @@ class Day:
     write, in turns."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def read(self) -> dict[str, Any]:
         """All of it; an empty day if there is no file."""
-        return read_day(self._path) if self._path.exists() else {"stages": {}}
+        return read_day(self.path) if self.path.exists() else {"stages": {}}
 
     def about(self, facts: dict[str, str]) -> None:
         """What the card is. Raises ConfigError if the file is of another one, or another day."""
         day = self.read()
         if differ := [name for name in facts if day.get(name, facts[name]) != facts[name]]:
-            raise ConfigError(f"{self._path} has another {differ[0]}: give another --out")
+            raise ConfigError(f"{self.path} has another {differ[0]}")
         self._replace(facts | day)
 
     def begin(self, stage: str) -> None:
@@ -72,9 +72,9 @@ class Day:
         self._replace(day)
 
     def _replace(self, day: dict[str, Any]) -> None:
-        new = self._path.with_suffix(f".{os.getpid()}.new")
+        new = self.path.with_suffix(f".{os.getpid()}.new")
         new.write_text(json.dumps(day, indent=1))
-        os.replace(new, self._path)
+        os.replace(new, self.path)
 
 
 def read_day(path: Path) -> dict[str, Any]:
@@ -158,7 +158,8 @@ def page(days: list[dict[str, Any]]) -> str:
     about = list(dict.fromkeys(name for day in days for name in day if name != "stages"))
     for day in days:
         same = columns.setdefault(tuple(day.get(n, "") for n in about), day | {"stages": {}})
-        same["stages"] |= day["stages"]
+        for name, one in day["stages"].items():
+            same["stages"][name] = max(same["stages"].get(name, {}), one, key=_worth)
     found = list(columns.values())
     if not found:
         return "# What a GPU said\n\nNothing.\n"
@@ -181,6 +182,11 @@ def page(days: list[dict[str, Any]]) -> str:
         rows |= {figure: [one.get(figure, "") for one in flat] for figure in figures}
         parts.append(_table("figure", heads, rows))
     return "\n\n".join(parts) + "\n"
+
+
+def _worth(stage: dict[str, Any]) -> tuple[bool, bool]:
+    """Of what two files have of a stage the first that came to its end counts, or has figures."""
+    return stage.get("state") in MEASURED, bool(stage.get("figures"))
 
 
 def _ended(stage: dict[str, Any]) -> str:

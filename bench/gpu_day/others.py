@@ -35,15 +35,27 @@ from tests.support.vllm.models import Shape, build
 ROOT: Final = Path(__file__).parents[2]
 BY_WORTH: Final = [
     f"tests/gpu/test_gpu_{name}.py"
-    for name in ("copies", "stages", "engines", "processes", "graphs", "footprint")
+    for name in ("copies", "stages", "processes", "graphs", "footprint")
 ]
+ENGINES: Final = ["tests/gpu/test_gpu_engines.py"]
 SMOKE_TESTS: Final = ["tests/gpu/test_gpu_graphs.py", "-k", "alone and fake", "-p", "no:xdist"]
 RESULT: Final = re.compile(r"^(\S+::.+) (PASSED|FAILED|ERROR|SKIPPED)")
 
 
 def tests(scene: Scene, note: Note) -> None:
     """``pytest tests/gpu``, by worth."""
-    which = SMOKE_TESTS if scene.smoke else [*BY_WORTH, "-m", "gpu"]
+    _pytest(note, SMOKE_TESTS if scene.smoke else [*BY_WORTH, "-m", "gpu"])
+
+
+def engine_tests(scene: Scene, note: Note) -> None:
+    """Those with engines: each model takes the start of two."""
+    if scene.smoke:
+        raise ConfigError("its models need a GPU")
+    scene.kill_engines()
+    _pytest(note, [*ENGINES, "-m", "gpu"])
+
+
+def _pytest(note: Note, which: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *which]
     counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
     bad: list[str] = []

@@ -34,6 +34,8 @@ SAME: Final = {"short": "kvass", "plain": "kvass", "second": "short_staged"}
 ALWAYS: Final = {"kvass.skip_slow_loads": False}
 """Load also where computing is faster: to measure it."""
 PATIENCE_S: Final = 60.0
+START_S: Final = 150.0
+"""In which an engine starts, or never."""
 
 
 class Scene:
@@ -139,6 +141,7 @@ class Scene:
         names = {kind: SAME.get(kind, kind) if self.smoke else kind for kind in kinds}
         new = [name for name in dict.fromkeys(names.values()) if name not in self._engines]
         others = [name for name in self._engines if name not in names.values()]
+        others.sort(key="kvass".__eq__)  # most stages have that one
         for name in others[: max(0, len(self._engines) + len(new) - self.sizes.most)]:
             self.kill(name)
         died = dict[str, EngineDied]()
@@ -179,7 +182,7 @@ class Scene:
             more |= {"socket": Path(self.daemon.socket), "patient": self.smoke}
             more["options"] = self._options | more.get("options", {})
         log = self.folder / f"{name}.{os.getpid()}.log"
-        return EngineProcess(model, log, args=args, **more)
+        return EngineProcess(model, log, args=args, start_timeout_s=START_S, **more)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -254,8 +257,8 @@ class Scene:
         return engine.one(prompt, tokens)
 
 
-def write_model(folder: Path, shape: Shape) -> None:
-    """A model in bfloat16, drawn by torch on the GPU: numpy would take minutes."""
+def write_model(folder: Path, shape: Shape, device: str = "cuda") -> None:
+    """A model in bfloat16, drawn by torch on the GPU: a CPU would take minutes."""
     import torch
     from safetensors.torch import save_file
 
@@ -264,7 +267,6 @@ def write_model(folder: Path, shape: Shape) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     (folder / "generation_config.json").write_text(json.dumps(ends))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     weights = {
         one.name: (torch.randn(one.size, device=device) * one.deviation + one.mean)
@@ -273,7 +275,8 @@ def write_model(folder: Path, shape: Shape) -> None:
         for one in tensors_of(shape)
     }
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    torch.cuda.empty_cache()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _nowhere(**figures: Any) -> None:

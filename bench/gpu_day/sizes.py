@@ -1,4 +1,4 @@
-"""How much of it a day does, and what that needs: of the GPU, of the host, of ``/dev/shm``.
+"""How much of it a day does, and what that needs: of the GPU, of the host, of the disk.
 
 A machine with less gets smaller models, fewer engines at once and less host memory. What was chosen
 is a fact of the day (``Sizes.said``): figures of other sizes are another column of the page. A
@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -22,6 +23,7 @@ import msgspec
 from tests.support.vllm.models import TINY, Shape, tensors_of
 
 GIB: Final = 1 << 30
+SHM: Final = "/dev/shm"
 LARGE: Final = Shape(
     vocab=32_000,
     hidden=3072,
@@ -72,11 +74,13 @@ SMALL_CACHE: Final = {"kv_cache_memory_bytes": 128 << 20}
 
 
 class Room(msgspec.Struct, frozen=True):
-    """The bytes that are free. ``gpu`` None: unknown, and taken for enough."""
+    """The bytes that are free. ``gpu`` None: unknown, and taken for enough. ``disk``: where
+    temporary files are."""
 
     gpu: int | None
     host: int
     shm: int
+    disk: int
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -160,9 +164,9 @@ def engine_bytes(shape: Shape, cache: int) -> int:
     return weight_bytes(shape) + cache + ENGINE_GPU
 
 
-def model_bytes() -> int:
-    """What the models' files take, if the large one is among them."""
-    return weight_bytes(LARGE) + weight_bytes(SHORT)
+def model_bytes(sizes: Sizes) -> int:
+    """What the models' files take: those that engines run."""
+    return (weight_bytes(sizes.shape) + weight_bytes(sizes.short_shape)) * bool(sizes.most)
 
 
 def fitting(room: Room, said: str = "") -> Sizes:
@@ -173,12 +177,23 @@ def fitting(room: Room, said: str = "") -> Sizes:
 
 
 def fits(sizes: Sizes, room: Room) -> bool:
-    """Whether a machine has enough for these sizes, with models on its disk."""
+    """Whether a machine has enough for these sizes, and a place for their models."""
     cache_bytes = sizes.args["kv_cache_memory_bytes"]
     engine = max(engine_bytes(one, cache_bytes) for one in (sizes.shape, sizes.short_shape))
     gpu = max(sizes.most * engine, FULL_COPIES if sizes.tokens == FULL_TOKENS else 0)
-    host = POOLS * sizes.host_bytes + sizes.most * ENGINE_HOST
-    return (room.gpu is None or gpu <= room.gpu) and host <= room.host
+    placed = model_bytes(sizes) <= room.disk or in_memory(sizes, room)
+    return (room.gpu is None or gpu <= room.gpu) and host_needed(sizes) <= room.host and placed
+
+
+def host_needed(sizes: Sizes) -> int:
+    """Host memory, without models."""
+    return POOLS * sizes.host_bytes + sizes.most * ENGINE_HOST
+
+
+def in_memory(sizes: Sizes, room: Room) -> bool:
+    """Whether there is room for the models in memory, beside all else."""
+    models = model_bytes(sizes)
+    return room.shm > models and host_needed(sizes) + models <= room.host
 
 
 def _choices() -> Iterator[Sizes]:
@@ -195,8 +210,11 @@ def _choices() -> Iterator[Sizes]:
 
 def found_room() -> Room:
     """What this machine has."""
-    shm = Path("/dev/shm")
-    return Room(_gpu(), host_bytes(), shutil.disk_usage(shm).free if shm.is_dir() else 0)
+    shm, disk = (
+        shutil.disk_usage(one).free if os.access(one, os.W_OK) else 0
+        for one in (SHM, tempfile.gettempdir())
+    )
+    return Room(_gpu(), host_bytes(), shm, disk)
 
 
 def _gpu() -> int | None:
@@ -230,8 +248,6 @@ def host_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def place(room: Room, sizes: Sizes | None, temporary: str) -> str:
-    """Where models and sockets go: into memory, if there is room for the models there, and
-    ``sizes`` fit beside them. None: tiny ones."""
-    beside = msgspec.structs.replace(room, host=room.host - model_bytes())
-    there = os.access("/dev/shm", os.W_OK) and room.shm > model_bytes()
-    return "/dev/shm" if there and (sizes is None or fits(sizes, beside)) else temporary
+    """Where models and sockets go: into memory, if there is room for the models. None: tiny ones,
+    which are elsewhere."""
+    return SHM if room.shm and (sizes is None or in_memory(sizes, room)) else temporary

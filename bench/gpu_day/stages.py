@@ -14,14 +14,15 @@ Note = Callable[..., None]
 
 
 class Stage(NamedTuple):
-    """``letter``: of the list in ``--help``. ``minutes``: it is cut after so many. ``runs``: the
+    """``letter``: of the list in ``--help``. ``seconds``: what it may take, with the start of its
+    engines: if less is left it does not begin, and after twice as many it is cut. ``runs``: the
     function, as module:name, of a ``Scene`` and a ``Note``. ``writes``: its figures, in short.
     ``needs``: packages. ``runner``: vLLM's model runner, by ``VLLM_USE_V2_MODEL_RUNNER``."""
 
     name: str
     letter: str
     subject: str
-    minutes: float
+    seconds: float
     runs: str
     writes: str
     needs: tuple[str, ...] = ("torch", "vllm")
@@ -37,34 +38,39 @@ class Stage(NamedTuple):
 HITS: Final = "bench.gpu_day.hits:"
 CHECKS: Final = "bench.gpu_day.checks:"
 OTHERS: Final = "bench.gpu_day.others:"
-TESTS: Final = OTHERS + "tests"
+TESTS: Final = OTHERS + "engine_tests"
 TIMES: Final = "ms to the first token, tokens found"
+COUNTS: Final = "passed, failed, names"
+CARD: Final = ("torch",)
+PYTEST: Final = ("torch", "vllm", "pytest")
 STAGES: Final = (
-    Stage("tests", "-", "pytest tests/gpu", 4, TESTS, "passed, failed, names", ("torch", "pytest")),
-    Stage("copies", "a", "copies of each geometry", 2, OTHERS + "copies", "ratios", ("torch",)),
-    Stage("short", "a", "short pieces through stages", 2, OTHERS + "short", "ratios", ("torch",)),
-    Stage("gil", "b", "loads in pieces, engine busy", 1, OTHERS + "gil", "ratios", ("torch",)),
-    Stage("hits", "b", "hits, idle and 16 at once", 5, HITS + "hits", TIMES),
-    Stage("in_step", "b", "small hits inside the step", 2, HITS + "in_step", "ms, steps"),
-    Stage("staged", "a", "stages in an engine", 3, HITS + "staged", "ms, ms per token"),
-    Stage("twins", "c", "which side differs from itself", 3, CHECKS + "twins", "differences"),
-    Stage("shadow", "d", "shadow mode, flipped bytes", 2, CHECKS + "shadow", "rows, jobs"),
-    Stage("kills", "e", "daemon and engine are killed", 1.5, CHECKS + "kills", "tokens, seconds"),
-    Stage("decode", "f", "decode beside stores", 1.5, HITS + "decode", "ms per token"),
+    Stage("tests", "-", "tests/gpu without engines", 60, OTHERS + "tests", COUNTS, PYTEST[::2]),
+    Stage("copies", "a", "copies of each geometry", 60, OTHERS + "copies", "ratios", CARD),
+    Stage("short", "a", "short pieces through stages", 60, OTHERS + "short", "ratios", CARD),
+    Stage("gil", "b", "loads in pieces, engine busy", 30, OTHERS + "gil", "ratios", CARD),
+    Stage("hits", "b", "hits, idle and 16 at once", 180, HITS + "hits", TIMES),
+    Stage("decode", "f", "decode beside stores", 45, HITS + "decode", "ms per token"),
+    Stage("in_step", "b", "small hits inside the step", 75, HITS + "in_step", "ms, steps"),
+    Stage("staged", "a", "stages in an engine", 100, HITS + "staged", "ms, ms per token"),
+    Stage("shadow", "d", "shadow mode, flipped bytes", 60, CHECKS + "shadow", "rows, jobs"),
+    Stage("kills", "e", "daemon and engine are killed", 45, CHECKS + "kills", "tokens, seconds"),
+    Stage("twins", "c", "which side differs from itself", 120, CHECKS + "twins", "differences"),
+    Stage("two", "h", "two engines at once", 60, HITS + "two", "ms alone and at once"),
     Stage(
-        "transformers", "g", "transformers", 1, OTHERS + "hugging_face", TIMES, ("transformers",)
+        "transformers", "g", "transformers", 30, OTHERS + "hugging_face", TIMES, ("transformers",)
     ),
-    Stage("sglang", "g", "SGLang", 3, OTHERS + "sglang", TIMES, ("torch",)),
-    Stage("two", "h", "two engines at once", 2, HITS + "two", "ms alone and at once"),
-    Stage("hits_v1", "b", "hits, runner V1", 5, HITS + "hits", TIMES, runner="0"),
-    Stage("tests_v1", "-", "tests, runner V1", 4, TESTS, "as tests", runner="0"),
+    Stage("engines", "-", "tests/gpu of engines", 240, TESTS, COUNTS, PYTEST),
+    Stage("hits_v1", "b", "hits, runner V1", 180, HITS + "hits", TIMES, runner="0"),
+    Stage("engines_v1", "-", "engines, runner V1", 240, TESTS, COUNTS, PYTEST, "0"),
+    Stage("sglang", "g", "SGLang", 120, OTHERS + "sglang", TIMES, CARD),
 )
+"""By worth, and beside what has the same engines: a start takes most of a minute."""
 
 
 def table(stages: tuple[Stage, ...] = STAGES) -> str:
     """For ``--help``."""
     lines = [
-        f"  {one.name:<13} {one.letter:<2} {one.minutes:>4g} min  {one.subject:<31} {one.writes}"
+        f"  {one.name:<13} {one.letter:<2} {one.seconds:>4g} s  {one.subject:<31} {one.writes}"
         for one in stages
     ]
     return "\n".join(["stages:", *lines])

@@ -1,7 +1,7 @@
 """The process that runs the stages: ``python -m bench.gpu_day.worker CONFIG``, a JSON object.
 
 Each line of its standard input names a stage; each line of its output says how one ended. It dies
-with its parent, and engines die with it.
+with its parent, and all that it started dies with it, however it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import traceback
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Self
 
 import msgspec
 
@@ -45,7 +45,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=log,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,
+            process_group=0,  # no session: whoever ends this one's processes finds them
         )
 
     def give(self, stage: str) -> bool:
@@ -65,7 +65,7 @@ class Worker:
         process = self._process
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], limit_s)[0]:
-            return "cut", f"it took longer than {limit_s:g} s"
+            return "cut", f"it took longer than {limit_s:.0f} s"
         if not (line := process.stdout.readline()).endswith(b"\n"):
             return "failed", "its process ended: see the log"
         state, why = json.loads(line)
@@ -88,6 +88,40 @@ class Worker:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.kill()
+
+
+class Workers:
+    """One after the other, as long as each ends well. Use it as a context."""
+
+    def __init__(self, log: IO[bytes]) -> None:
+        self._log = log
+        self._one: Worker | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if self._one is not None and failed is None:
+            self._one.close()
+        else:
+            self._kill()
+
+    def run(self, stage: str, limit_s: float, config: dict[str, Any]) -> tuple[str, str]:
+        """A stage; its state, and why it is so."""
+        self._one = self._one or Worker(config, self._log)
+        if not self._one.give(stage):  # it ended after its last stage: killed for memory, say
+            self._kill()
+            self._one = Worker(config, self._log)
+            self._one.give(stage)
+        state, why = self._one.ended(limit_s)
+        if not ended_well(state):
+            self._kill()
+        return state, why
+
+    def _kill(self) -> None:
+        if self._one is not None:
+            self._one.kill()
+            self._one = None
 
 
 def ended_well(state: str) -> bool:
@@ -122,9 +156,22 @@ def run_stage(stage: Stage, scene: Scene, day: Day) -> tuple[str, str]:
     return ended
 
 
+def _guard() -> None:
+    """Start a process that kills this one's group as soon as this one has ended."""
+    alive, own = os.pipe()  # whatever else is started closes these
+    if os.fork():
+        os.close(alive)
+        return
+    os.closerange(0, 3)
+    os.close(own)
+    os.read(alive, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """See the top of this file."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _guard()
     wire = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # engines and libraries print
     config = json.loads(sys.argv[1])

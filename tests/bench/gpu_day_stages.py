@@ -67,28 +67,30 @@ def wrong(scene: Any, note: Note) -> None:
     note(same_tokens=False)
 
 
-def stage(name: str, runs: str, minutes: float = 1.0, *needs: str) -> Stage:
-    return Stage(name, "z", "a test", minutes, HERE + runs, "", needs)
+def stage(name: str, runs: str, seconds: float = 30.0, *needs: str) -> Stage:
+    return Stage(name, "z", "a test", seconds, HERE + runs, "", needs)
 
 
 STAGES = (
     stage("first", "well"),
-    stage("hangs", "hang", 2 / 60),
+    stage("hangs", "hang", 1.0),
     stage("second", "well"),
     stage("fails", "fail"),
     stage("dies", "die"),
     stage("wrong", "wrong"),
     stage("third", "well"),
-    stage("long", "well", 60.0),
-    stage("needy", "well", 1.0, "no_such_package"),
+    stage("long", "well", 3600.0),
+    stage("needy", "well", 30.0, "no_such_package"),
     stage("waits", "hang"),
     stage("dies_later", "dies_later"),
     stage("engine_dies", "engine_dies"),
+    stage("no_engine", "engine_dies", 30.0, "vllm"),
+    stage("engine", "well", 30.0, "vllm"),
     stage("refused", "v1_only"),
-    stage("v2_hangs", "v2_hangs", 2 / 60, "vllm"),
+    stage("v2_hangs", "v2_hangs", 1.0, "vllm"),
     stage("then", "says_runner"),
     stage("then_v1", "says_runner")._replace(runner="0"),
     stage("fails_v1", "fail")._replace(runner="0"),
     stage("refused_v1", "v1_only")._replace(runner="0"),
-    stage("v2_hangs_v1", "v2_hangs", 1.0, "vllm")._replace(runner="0"),
+    stage("v2_hangs_v1", "v2_hangs", 30.0, "vllm")._replace(runner="0"),
 )

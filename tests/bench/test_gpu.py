@@ -148,7 +148,7 @@ def test_copies_of_torch_move_the_bytes_of_a_batch() -> None:
 def test_a_days_model_has_the_weights_that_an_engine_reads(tmp_path: Path) -> None:
     """Of a smoke run models are made otherwise."""
     shape = Shape(vocab=64, hidden=32, intermediate=48, layers=2, heads=2, kv_heads=1, head_dim=16)
-    write_model(tmp_path / "model", shape)
+    write_model(tmp_path / "model", shape, "cpu")
     weights = load_file(str(tmp_path / "model" / "model.safetensors"))
     assert {name: tuple(one.shape) for name, one in weights.items()} == {
         one.name: one.size for one in tensors_of(shape)

@@ -14,8 +14,9 @@ from bench.gpu_day.stages import STAGES
 from tests import side_by_side
 
 pytestmark = pytest.mark.engine
-ELSEWHERE = {"sglang": "skipped"}
-"""Its servers take minutes on a CPU, and ``make test`` does not install it."""
+ELSEWHERE = {"sglang": "skipped", "engines": "skipped"}
+"""Servers of one take minutes on a CPU, and ``make test`` does not install it; models of the other
+need a GPU."""
 
 
 def test_all_stages_run_on_a_cpu(tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -32,6 +32,7 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # on CUDA vLLM 0.33 imports it also where it is not
 }
 OFF: Final = "kvass.off"
 """Of a request: see ``switched.py``."""
