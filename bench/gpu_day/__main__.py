@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with own_folder(within) as folder:
         config = {"table": args.table, "out": str(day.path), "folder": folder}
         config["sizes"] = msgspec.to_builtins(sizes)
-        config |= {"smoke": args.smoke, "forks": args.forks, "runner": args.runner}
+        runner = args.runner or "0" * refused_v2(day.read()["stages"])
+        config |= {"smoke": args.smoke, "forks": args.forks, "runner": runner}
         run(todo, day, minutes, config)
     states = {day.states().get(one.name, "") for one in chosen}
     print(page([day.read()]), end="")
@@ -82,21 +83,22 @@ def _day(args: argparse.Namespace, room: Room) -> tuple[Day, Sizes | None]:
 
 
 def left(stages: Sequence[Stage], states: dict[str, Any]) -> list[Stage]:
-    """What earlier calls left to do; what failed or was cut there comes last. If V2 was refused, V1
-    ran at once."""
+    """What earlier calls left to do; what failed or was cut there comes last. If they found that V2
+    runs no engine, V1 runs what V2 would, once."""
+    by_v2 = {one.runs for one in stages if one.runner == "1"} if refused_v2(states) else set()
 
-    def had(stage: Stage, *states_: str) -> bool:
-        return states.get(stage.name, {}).get("state") in states_
+    def had(stage: Stage, *some: str) -> bool:
+        return states.get(stage.name, {}).get("state") in some
 
-    refused = {
-        one.runs for one in stages if "v2_refused" in states.get(one.name, {}).get("figures", {})
-    }
-    rest = [
-        one
-        for one in stages
-        if not had(one, *MEASURED) and not (one.runner == "0" and one.runs in refused)
-    ]
+    rest = [one for one in stages if not had(one, *MEASURED)]
+    rest = [one for one in rest if one.runner == "1" or one.runs not in by_v2]
     return sorted(rest, key=lambda one: had(one, "failed", "cut"))
+
+
+def refused_v2(states: dict[str, Any]) -> bool:
+    """Whether V2 was tried, and ran no engine."""
+    figures = [one.get("figures", {}) for one in states.values()]
+    return any("v2_refused" in one for one in figures) and not _came_up(states, "V2")
 
 
 def plan(stages: Sequence[Stage], minutes: float) -> str:
@@ -150,26 +152,26 @@ def run(stages: Sequence[Stage], day: Day, minutes: float, config: dict[str, Any
             say(f"{stage.name}: {state} after {took_s:.0f} s {why}")
             if not ended_well(state):
                 day.end(stage.name, state, why, took_s)
-            refused = "v2_refused" in day.read()["stages"][stage.name]["figures"]
-            if not config["runner"] and (refused or _v2_hung(day, stage, state)):
+            states = day.read()["stages"]
+            refused = "v2_refused" in states[stage.name]["figures"]
+            if not config["runner"] and (refused or _v2_hung(states, stage, state)):
                 say("vLLM's model runner V2 ran no engine: V1 runs from now on")
                 config = config | {"runner": "0"}
-            if state == "failed" and "vllm" in stage.needs and not _came_up(day):
+            if state == "failed" and "vllm" in stage.needs and not _came_up(states, "V1", "V2"):
                 no_engine = why
             if state in MEASURED:
                 ran[stage.runs, "0" if refused else runner] = stage  # refused: V1 ran it at once
 
 
-def _v2_hung(day: Day, stage: Stage, state: str) -> bool:
+def _v2_hung(states: dict[str, Any], stage: Stage, state: str) -> bool:
     """Whether V2 was cut before its first engine was up."""
     hung = state == "cut" and stage.runner == "1" and "vllm" in stage.needs
-    return hung and not _came_up(day, "V2")
+    return hung and not _came_up(states, "V2")
 
 
-def _came_up(day: Day, *runners: str) -> bool:
-    """Whether an engine was ever up, with one of these runners or any."""
-    found = {one.get("figures", {}).get("runner") for one in day.read()["stages"].values()}
-    return not found.isdisjoint(runners or ("V1", "V2"))
+def _came_up(states: dict[str, Any], *runners: str) -> bool:
+    """Whether an engine was ever up, with one of these runners."""
+    return any(one.get("figures", {}).get("runner") in runners for one in states.values())
 
 
 def _why_not(stage: Stage, left_s: float, smoke: bool = False) -> str:

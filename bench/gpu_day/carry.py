@@ -31,6 +31,7 @@ from bench.gpu_day.sizes import (
     found_room,
     in_memory,
     model_bytes,
+    shm_needed,
 )
 
 ROOT: Final = Path(__file__).parents[2]
@@ -140,6 +141,8 @@ def lacking() -> list[str]:
         "GPU memory for two engines": sizes.most >= 2,
         f"host memory ({room.host / GIB:.1f} GiB free)": room.host
         >= POOLS * sizes.host_bytes + max(1, sizes.most) * ENGINE_HOST,
+        f"/dev/shm for vLLM's own offloading ({room.shm / GIB:.1f} GiB free)": room.shm
+        >= shm_needed(sizes),
         f"disk for models ({room.disk / GIB:.1f} GiB free)": room.disk >= model_bytes(Sizes())
         or in_memory(sizes, room),
         **wanted,

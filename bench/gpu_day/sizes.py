@@ -193,7 +193,12 @@ def host_needed(sizes: Sizes) -> int:
 def in_memory(sizes: Sizes, room: Room) -> bool:
     """Whether there is room for the models in memory, beside all else."""
     models = model_bytes(sizes)
-    return room.shm > models and host_needed(sizes) + models <= room.host
+    return shm_needed(sizes) + models <= room.shm and host_needed(sizes) + models <= room.host
+
+
+def shm_needed(sizes: Sizes) -> int:
+    """The host memory of vLLM's own offloading, which does not start if it is not free there."""
+    return (POOLS - 1) * sizes.host_bytes
 
 
 def _choices() -> Iterator[Sizes]:

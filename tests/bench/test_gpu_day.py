@@ -114,17 +114,17 @@ def test_where_v2_runs_no_engine_v1_runs_all(first: str, tmp_path: Path) -> None
     assert again == {"refused": ran_already, "v2_hangs": ("done", "")}[first]
 
 
-def test_what_v2_ran_is_run_with_v1_too_although_an_earlier_call_was_refused(
-    tmp_path: Path,
-) -> None:
+def test_what_v2_ran_is_run_with_v1_too(tmp_path: Path) -> None:
     out = tmp_path / "day.json"
-    run(out, "refused")
     _, stages = run(out, "then", "then_v1")
-    assert {name: one["figures"].get("ran") for name, one in stages.items()} == {
-        "refused": "V1",
-        "then": "V2",
-        "then_v1": "V1",
-    }
+    assert [stages[name]["figures"]["ran"] for name in ("then", "then_v1")] == ["V2", "V1"]
+    run(out, "refused")
+    _, stages = run(out, "then")
+    assert stages["then"]["figures"]["ran"] == "V1", "an earlier call has found that"
+    flags = ["--table", TABLE, "--out", str(out), "--only", "then", "--runner", "1"]
+    assert gpu_day.main(flags) == 0
+    again = Day(tmp_path / "day-2.json").read()["stages"]["then"]
+    assert again["figures"]["ran"] == "V2", "it is asked for"
 
 
 def test_a_stage_that_failed_is_no_reason_to_skip_its_twin(tmp_path: Path) -> None:
@@ -212,8 +212,12 @@ def test_a_further_call_does_what_is_left(
     states |= {"fails": {"state": "failed"}, "hangs": {"state": "cut"}}
     states |= {"waits": {"state": "running"}, "long": {"state": "skipped"}}
     states |= {"refused": {"state": "done", "figures": {"v2_refused": "no Triton"}}}
-    rest = gpu_day.left([stages[name] for name in names], states)
-    assert [one.name for one in rest] == ["waits", "then_v1", "fails", "hangs"]
+    some = [stages[name] for name in names]
+    rest = [one.name for one in gpu_day.left(some, states)]
+    assert rest == ["waits", "fails", "hangs"], "V1 ran what V2 would have"
+    states["first"] = {"state": "done", "figures": {"runner": "V2"}}
+    rest = [one.name for one in gpu_day.left(some, states)]
+    assert rest == ["waits", "then_v1", "refused_v1", "fails", "hangs"]
     out = tmp_path / "day.json"
     run(out, "first")
     before = Day(out).read()["stages"]["first"]
@@ -470,6 +474,8 @@ def test_a_machine_with_less_does_less(
 def test_without_a_place_for_models_no_engine_runs() -> None:
     """It is known before they are made."""
     assert fitting(replace(FULL, disk=0)).most == 4, "in memory"
+    beside = replace(FULL, shm=36 * GIB)
+    assert place(beside, fitting(beside), "/tmp") == "/tmp", "vLLM's own offloading takes 32"
     assert fitting(replace(FULL, shm=0)).most == 4, "on the disk"
     few = fitting(replace(FULL, shm=0, disk=4 * GIB))
     assert few.most == 4
