@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvass.cli.bench.rig import say
 from kvass.errors import ConfigError
 
 SMOKE_MINUTES: Final = 2.0
+SETTLE_S: Final = 10.0
 TABLE: Final = "bench.gpu_day.stages"
 
 
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [one for one in first if not args.only or one.name in args.only]
     places = [args.within] if args.within else [SHM, tempfile.gettempdir()]
     remove_left(*places)
-    room = found_room()
+    room = found_room() if args.smoke else _room(args.out)
     day, sizes = _day(args, room)
     todo = chosen if args.only else left(chosen, day.read()["stages"])
     minutes = args.minutes or (SMOKE_MINUTES if args.smoke else 9.0)
@@ -63,6 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     states = {day.states().get(one.name, "") for one in chosen}
     print(page([day.read()]), end="")
     return int("done" not in states or not states.isdisjoint(BAD))
+
+
+def _room(out: Path) -> Room:
+    """What is free. Memory of a call that was killed may not be yet: wait for as much as its file
+    says it had."""
+    said = "tiny"
+    with suppress(ConfigError):
+        said = Day(out).read().get("sizes", said)
+    until_s = time.monotonic() + SETTLE_S
+    while True:
+        room = found_room()
+        if said in ("tiny", fitting(room, said).said) or time.monotonic() >= until_s:
+            return room
+        time.sleep(0.5)
 
 
 def _day(args: argparse.Namespace, room: Room) -> tuple[Day, Sizes | None]:

@@ -29,7 +29,7 @@ from bench.gpu_day.scene import MODELS, Scene
 from bench.gpu_day.sizes import FULL_TOKENS
 from bench.gpu_day.stages import Note
 from kvass._version import TESTED_SGLANG
-from kvass.errors import ConfigError
+from kvass.errors import ConfigError, Unavailable
 from tests.support.vllm.models import Shape, build
 
 ROOT: Final = Path(__file__).parents[2]
@@ -59,15 +59,19 @@ def _pytest(note: Note, which: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *which]
     counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
     bad: list[str] = []
+    last = ""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pytest:
         for line in pytest.stdout or ():
             print(line, end="", flush=True)
+            last = line.strip(" =\n") or last
             if (found := RESULT.match(line)) is not None:
                 result = found[2].lower()
                 counts[result] += 1
                 if result in ("failed", "error"):
                     bad.append(found[1].partition("::")[2])
                 note(**counts, not_passed=", ".join(bad))
+    if not counts["passed"] and not bad:
+        raise Unavailable(f"no test ran: {last}")
     if bad or pytest.returncode:
         note(all_passed=False, exit_status=pytest.returncode)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from bench.gpu_day.sizes import (
     place,
 )
 from bench.gpu_day.stages import STAGES
+from bench.gpu_day.worker import run_stage
 from tests.bench import gpu_day_stages
 from tests.support.waiting import eventually
 
@@ -185,14 +187,16 @@ def test_of_a_call_that_is_ended_its_figures_stay_and_nothing_else(
     def noted() -> bool:
         return "child" in Day(out).read()["stages"].get("waits", {}).get("figures", {})
 
-    assert eventually(noted)
+    assert eventually(noted, 120)
     parent.send_signal(number)
     parent.wait()
     day = Day(out).read()
     assert day["stages"]["waits"] | {"figures": 0} == {"state": "running", "figures": 0}
     worker = day["stages"]["first"]["figures"]["process"]
-    for one in (worker, day["stages"]["waits"]["figures"]["child"]):
-        assert eventually(lambda one=one: not Path(f"/proc/{one}").exists()), "ends with its parent"
+    started = [Path(f"/proc/{one}") for one in (worker, day["stages"]["waits"]["figures"]["child"])]
+    assert eventually(lambda: not any(one.exists() for one in started)), (
+        "they end with their parent"
+    )
     assert "| noted | 1 |" in page([day])
     assert "running" in page([day])
     assert len([*within.iterdir()]) == (number == signal.SIGKILL)
@@ -208,7 +212,7 @@ def test_a_further_call_does_what_is_left(
     """First what no call has tried, or was in the middle of."""
     stages = {one.name: one for one in gpu_day_stages.STAGES}
     names = ("fails", "hangs", "waits", "first", "then", "then_v1", "refused", "refused_v1")
-    states = {name: {"state": "done"} for name in ("first", "then")}
+    states: dict[str, Any] = {name: {"state": "done"} for name in ("first", "then")}
     states |= {"fails": {"state": "failed"}, "hangs": {"state": "cut"}}
     states |= {"waits": {"state": "running"}, "long": {"state": "skipped"}}
     states |= {"refused": {"state": "done", "figures": {"v2_refused": "no Triton"}}}
@@ -518,12 +522,48 @@ def test_a_second_call_measures_while_free_memory_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "day.json"
+    monkeypatch.setattr(gpu_day, "SETTLE_S", 0.0)
     for host, name in ((60, "first"), (120, "second"), (36, "third")):
         room = replace(FULL, host=host * GIB, shm=0)
         monkeypatch.setattr(gpu_day, "found_room", lambda room=room: room)
         assert gpu_day.main(["--table", TABLE, "--out", str(out), "--only", name]) == 0
     assert sorted(Day(out).states()) == ["first", "second"]
     assert sorted(Day(tmp_path / "day-2.json").states()) == ["third"], "of other sizes"
+
+
+def test_memory_of_a_call_that_was_just_killed_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "day.json"
+    Day(out).about({"sizes": fitting(FULL).said})
+    rooms = [replace(FULL, gpu=20 * GIB), FULL, FULL]
+    monkeypatch.setattr(gpu_day, "found_room", lambda: rooms.pop(0))
+    assert gpu_day._room(out) == FULL
+    assert len(rooms) == 1
+
+
+@pytest.mark.parametrize(
+    ("printed", "status", "state"),
+    [
+        ("tests/a.py::test_b PASSED [100%]", 0, "done"),
+        ("tests/a.py::test_b FAILED [100%]", 1, "wrong"),
+        ("tests/a.py::test_b SKIPPED (no GPU)", 0, "failed"),
+        ("ImportError: no hypothesis", 4, "failed"),
+    ],
+)
+def test_tests_that_did_not_run_are_no_success(
+    printed: str, status: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho '{printed}'\nexit {status}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    day = Day(tmp_path / "day.json")
+    day.begin("tests")
+    scene: Any = SimpleNamespace(smoke=False, begin=lambda *_: None)
+    found, why = run_stage(STAGES[0], scene, day)
+    assert found == state
+    assert state != "failed" or why == f"no test ran: {printed}"
 
 
 @pytest.mark.parametrize("version", [1, 2])
