@@ -17,7 +17,7 @@ from kvass.client.connection import DaemonConnection
 from kvass.client.lookups import PENDING, Match
 from kvass.client.nodes import NodesClient
 from kvass.client.parallel import ParallelStrategy
-from kvass.client.reached import APART_STEPS, SETTLED_S, SETTLED_STEPS, RankNews, Reached
+from kvass.client.reached import APART_STEPS, RankNews, Reached
 from kvass.client.reconnecting import CLOSE_S
 from kvass.client.steps import ANSWERED_S, FromAgent, Relay, StepClient, ToAgent
 from kvass.client.worker import WorkerClient
@@ -163,7 +163,7 @@ class World:
             self.client.lose(connection, Unavailable("it was killed"))
         self.connect_own(life=1)
 
-    def run_steps(self, count: int = SETTLED_STEPS + 1) -> None:
+    def run_steps(self, count: int = 3) -> None:
         """Steps that bring nothing."""
         for _ in range(count):
             self.client.new_step()
@@ -228,10 +228,9 @@ class World:
         return match
 
 
-def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine makes no step for longer than nodes stay as they are."""
-    later = time.monotonic() + 2 * SETTLED_S
-    monkeypatch.setattr(time, "monotonic", lambda: later)
+def said(*boots: bytes) -> dict[int, RankNews]:
+    """All ranks say in one step where they are."""
+    return {rank: RankNews(boot) for rank, boot in enumerate(boots)}
 
 
 # ---------------------------------------------------------------- which nodes there are
@@ -286,51 +285,57 @@ def test_ranks_that_are_not_side_by_side_are_named_whole() -> None:
     assert one.registration.instance == "engine, ranks 1, 3 of 4, 2 more daemons"
 
 
-def test_a_daemon_that_is_restarted_makes_no_new_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_nodes_are_of_what_all_ranks_say_in_one_step() -> None:
+    """The daemon of two ranks is restarted while the engine starts, and one of them came late."""
+    world = World(3, daemons=2)
+    world.client.reached, world.client.nodes = Reached(3), ()
+    world.client.reported({0: RankNews(boot(0)), 1: RankNews(boot(1))})
+    world.client.reported({2: RankNews(boot(1, 1))})
+    for _ in range(2):
+        world.run_steps()
+        assert (world.client.nodes, world.client.form) == ((), 1)
+        world.client.reported({0: RankNews(boot(0)), 2: RankNews(boot(1, 1))})
+    world.client.reported(said(boot(0), boot(1, 1), boot(1, 1)))
+    world.client.new_step()
+    assert world.client.nodes == ((0,), (1, 2))
+
+
+def test_a_daemon_that_is_restarted_makes_no_new_nodes() -> None:
     """Its ranks notice it one after the other."""
     world = World(3, daemons=2)
-    world.client.reported({1: RankNews(boot(1, 1))})
-    world.client.new_step()
-    assert world.client.form == 1
-    world.client.reported({2: RankNews(boot(1, 1))})
-    world.client.new_step()
-    assert world.client.form == 1
+    for rank in (1, 2):
+        world.client.reported({rank: RankNews(boot(1, 1))})
+        world.run_steps()
+        assert world.client.form == 1
     world.client.reported({1: RankNews(boot(2))})
-    idle(monkeypatch)
     world.run_steps()
+    assert world.client.form == 1
+    world.client.reported(said(boot(0), boot(2), boot(1, 1)))
+    world.client.new_step()
     assert world.client.nodes == ((0,), (1,), (2,))
     assert world.client.form == 2
 
 
-def test_ranks_that_report_late_because_the_engine_was_idle_make_no_new_nodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_report_late_because_the_engine_was_idle_make_no_new_nodes() -> None:
     """Nobody reports while there is no step."""
     world = World(3, daemons=1)
     world.restart_own()
-    world.client.reported({0: RankNews(boot(0, 1))})
-    idle(monkeypatch)
-    world.client.new_step()
-    world.client.new_step()  # it begins before the first one has ended
-    for rank in (1, 2):
+    for rank in (0, 1, 2):
         world.client.reported({rank: RankNews(boot(0, 1))})
-        world.client.step_ended()
+        world.run_steps()
         assert (world.client.nodes, world.client.form) == (((0, 1, 2),), 1)
-    idle(monkeypatch)
+    world.client.reported(said(*[boot(0, 1)] * 3))
     world.run_steps()
     assert (world.client.nodes, world.client.form) == (((0, 1, 2),), 1)
 
 
-def test_an_agent_that_was_lost_makes_no_other_nodes_while_ranks_may_still_report(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_agent_that_was_lost_makes_no_other_nodes_while_ranks_may_still_report() -> None:
     world = World(3, where=(0, 0, 1))
     world.restart_own()
     world.client.reported({0: RankNews(boot(0, 1))})
     world.tell(0, FromAgent(9, 0, "it was ended"))
     world.connect()
     assert world.others[0].astray
-    idle(monkeypatch)
     world.client.new_step()
     assert (world.client.nodes, world.client.form) == (((0, 1), (2,)), 1)
     world.client.reported({1: RankNews(boot(0, 1))})
@@ -338,17 +343,29 @@ def test_an_agent_that_was_lost_makes_no_other_nodes_while_ranks_may_still_repor
     assert (world.client.nodes, world.client.form) == (((0, 1), (2,)), 2)
 
 
-def test_ranks_that_reach_one_daemon_again_are_no_node_any_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_reach_one_daemon_again_are_no_node_any_more() -> None:
     world = World()
-    world.client.reported({1: RankNews(boot(0))})
-    idle(monkeypatch)
-    world.run_steps()
+    world.client.reported(said(boot(0), boot(0)))
+    world.client.new_step()
     assert world.client.nodes == ((0, 1),)
     own = world.client.registration
     assert own is not None
     assert (own.instance, own.identity) == ("engine", {"model": "tiny"})
+
+
+def test_a_rank_that_is_no_part_of_a_node_any_more_registers_so() -> None:
+    terms = ParallelStrategy(tp=2, rank=1).register("engine", {"model": "m"}, CHUNK, layout(1))
+    client = WorkerClient("", terms)
+    strategy = ParallelStrategy(tp=2, rank=1)
+    copier: Any = SimpleNamespace(client=client, strategy=strategy, daemon=("", None))
+    rank, registered = NodeRank(copier, Boundary()), list[tuple[int, dict[str, str]]]()
+    for form, nodes in enumerate((((0,), (1,)), ((0, 1),)), 1):
+        works = tuple(NodeWork(ranks, known=[(b"", "")] * len(ranks)) for ranks in nodes)
+        rank.own_part(SharedWork(nodes=NodesWork(form, "engine", works)))
+        assert client.registration is not None
+        registered.append((client.registration.ranks, client.registration.identity))
+    node = {"model": "m", "node": "ranks 1 of 2: tp 2, pp 1, replicas 1"}
+    assert registered == [(1, node), (2, {"model": "m"})]
 
 
 # ---------------------------------------------------------------- hits
@@ -693,6 +710,8 @@ def test_what_is_known_of_ranks_is_what_they_reported_last() -> None:
     world.client.reported({1: RankNews(failure="other weights")})
     assert world.client.reached.known(1) == (boot(1), "other weights")
     world.client.reported({1: RankNews(boot(1, 1))})
+    assert [world.client.reached.known(rank) for rank in (0, 1)] == [(b"", "")] * 2, "say it again"
+    world.client.reported(said(boot(0), boot(1, 1)))
     assert world.client.reached.known(1) == (boot(1, 1), "")
 
 
@@ -1005,7 +1024,7 @@ def test_nodes_are_not_made_anew_while_one_of_them_has_a_clear_to_confirm() -> N
 
 @pytest.mark.parametrize("known", [False, True])
 def test_it_is_said_if_no_rank_uses_the_schedulers_daemon(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, known: bool
+    caplog: pytest.LogCaptureFixture, known: bool
 ) -> None:
     world = World()
 
@@ -1014,8 +1033,7 @@ def test_it_is_said_if_no_rank_uses_the_schedulers_daemon(
 
     if not known:
         world.client.nodes = ()
-    world.client.reported({0: RankNews(boot(7)), 1: RankNews(boot(7))})
-    idle(monkeypatch)
+    world.client.reported(said(boot(7), boot(7)))
     for _ in range(APART_STEPS):
         world.run_steps(1)
         assert not caplog.text
@@ -1045,7 +1063,7 @@ def test_it_is_said_which_ranks_have_reported_no_daemon(caplog: pytest.LogCaptur
     assert silent in caplog.text
     world.client.reported({1: RankNews(boot(1))})
     assert shown() == silent
-    world.client.reported({2: RankNews(boot(2))})
+    world.client.reported(said(boot(0), boot(1), boot(2)))
     world.run_steps(1)
     assert shown() == ""
     assert len(world.client.nodes) == 3

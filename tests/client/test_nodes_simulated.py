@@ -17,12 +17,6 @@ def test_a_seed_holds_every_law(machines: int, ranks: int, faults: bool) -> None
     assert faults or (world.hits, world.failed) > (20, -1)
 
 
-@pytest.mark.parametrize("seed", [2, 6, 9])
-def test_a_late_rank_is_not_refused_for_ever(seed: int) -> None:
-    """For a while it is a node of its own, at the same daemon."""
-    assert play(seed, 1, 2, 200).hits, "it was never cached"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize(("machines", "ranks"), SIZES)

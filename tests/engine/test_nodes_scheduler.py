@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from kvass.client import reconnecting
 from kvass.client.client import Client
 from kvass.client.node_parts import NodePart
 from kvass.client.parallel import ParallelStrategy
@@ -24,6 +25,7 @@ from kvass.connectors.vllm.entry import KvassConnector
 from kvass.connectors.vllm.nodes_connector import NodesConnector
 from kvass.engine.nodes import _load_of
 from kvass.engine.step_work import Load
+from kvass.errors import Unavailable
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.types import Slots
 from tests.engine.conftest import NOTHING_OWED
@@ -249,6 +251,36 @@ def test_a_node_with_other_weights_is_refused_with_a_line(daemons: list[Daemon])
     engine.generate("a", PROMPT)
     assert engine.found["a"] == 0
     engine.close()
+    at_rest(daemons)
+
+
+def test_a_daemon_that_is_restarted_while_the_engine_starts_splits_no_node(
+    daemons: list[Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its ranks came late, and the other one has not reached the new daemon yet."""
+    kept_away, connect = {3}, reconnecting.open_connection
+
+    def opened(path: str, terms: Any, **options: Any) -> Any:
+        if terms is not None and terms.rank in kept_away:
+            raise Unavailable("it is kept away")
+        return connect(path, terms, **options)
+
+    monkeypatch.setattr(reconnecting, "open_connection", opened)
+    with closing(NodesEngine(daemons, (0, 0, 1, 1), ParallelStrategy(tp=4))) as engine:
+        reached = engine.client.reached
+        until(lambda: engine.step() and 2 in reached._boots, "rank 2")
+        kept_away.symmetric_difference_update({2, 3})
+        daemons[1].restart()
+        until(lambda: engine.step() and 3 in reached._boots, "rank 3")
+        for _ in range(3):
+            engine.step()
+            assert engine.client.form == 0
+        kept_away.clear()
+        engine.wait_connected()
+        assert (engine.client.form, engine.client.nodes) == (1, ((0, 1), (2, 3)))
+        engine.generate("a", PROMPT)
+        assert engine.world.scheduler.reset_prefix_cache()
+        assert engine.load("b", PROMPT)[1] == CHUNKS * CHUNK
     at_rest(daemons)
 
 

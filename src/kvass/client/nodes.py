@@ -124,8 +124,8 @@ class NodesClient(SchedulerClient):
 
     def reported(self, news: Mapping[int, RankNews]) -> None:
         """Take in what ranks reported after a step."""
+        self.reached.reported(news)
         for rank, one in news.items():
-            self.reached.reported(rank, one)
             if one.agent is not None and one.form == self.form:
                 for node, ranks in zip(self._others, self.nodes[1:], strict=True):
                     if rank == ranks[0]:
@@ -149,7 +149,7 @@ class NodesClient(SchedulerClient):
         nodes = () if connection is None else self.reached.nodes(connection.boot)
         if not nodes or (nodes == self.nodes and not any(node.astray for node in self._others)):
             return
-        if self.nodes not in ((), nodes) and not self.reached.settled:
+        if nodes != self.nodes and not self.reached.certain:
             return
         there = [node for node in self._others if node.connection is not None]
         if super().resetting or any(node.resetting for node in there):  # its present client owes it
@@ -214,7 +214,6 @@ class NodesClient(SchedulerClient):
         for node in self._others:
             node.new_step()
         self._was_cleared &= not self.nodes or self.resetting
-        self.reached.stepped(self._step, self._ended)
         self._make_nodes()
         self._tell()
 

@@ -6,32 +6,29 @@ Laws of this file:
   does, which each rank reports.
 - A step brings each rank what is known of it. What is not so is reported again, because the report
   of a step may be lost.
+- Nodes are made of what all ranks said in one step. While a daemon is restarted, its ranks reach
+  the new one at different times, and what they said in several steps shows nodes that never were.
+  So once one of them reaches another daemon, all are asked again.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from kvass.client.steps import FromAgent
 
-SETTLED_S: Final = 1.0
-"""After ranks reached other daemons, how long nothing more must come of that before nodes are made
-anew: while a daemon is restarted, its ranks reach the new one at different times."""
-SETTLED_STEPS: Final = 2
-"""How many steps must then begin and end without news, because ranks report only in steps: an
-engine that was idle heard nothing. The report of one may be lost."""
 APART_STEPS: Final = 100
 """After how many steps without nodes it is said which ranks are why."""
 
 
 @dataclass(frozen=True)
 class RankNews:
-    """What a rank reports. ``boot``: of the daemon that it reached last, if the scheduler does not
-    know it. ``form``: which nodes it knows. ``agent``: what its agent returns. ``failure``: why it
-    has never had a connection, or its daemon refuses it, if the scheduler does not know it; empty:
-    neither is so."""
+    """What a rank reports. ``boot``: of the daemon that it is connected to, if the scheduler does
+    not know it. ``form``: which nodes it knows. ``agent``: what its agent returns. ``failure``: why
+    it has never had a connection, or its daemon refuses it, if the scheduler does not know it;
+    empty: neither is so."""
 
     boot: bytes = b""
     form: int = 0
@@ -48,33 +45,28 @@ class Reached:
         """Which daemon each rank reached last."""
         self._failures: dict[int, str] = {}
         """Why ranks reach no daemon, or are refused."""
-        self._news_s, self._apart = 0.0, 0
-        """When ranks last reached another daemon, and for how many steps no nodes could be made."""
-        self._quiet_from = 0
-        """The first step that began ``SETTLED_S`` after that; 0: none has."""
-        self.settled = False
-        """Whether no rank has reached another daemon for a while."""
+        self._apart = 0
+        """For how many steps no nodes could be made."""
+        self.certain = False
+        """Whether all ranks said in one step where they are, and none has said otherwise since."""
 
-    def reported(self, rank: int, news: RankNews) -> None:
-        """Take in what a rank reported."""
-        if news.boot and news.boot != self._boots.get(rank):
-            self._boots[rank], self._news_s = news.boot, time.monotonic()
-            self._quiet_from, self.settled = 0, False
-        if news.boot:  # it is connected, and before nodes are known it does not say so otherwise
-            self._failures.pop(rank, None)
-        if news.failure is not None:
-            self._failures[rank] = news.failure
+    def reported(self, news: Mapping[int, RankNews]) -> None:
+        """Take in what ranks reported after a step."""
+        boots = {rank: one.boot for rank, one in news.items() if one.boot}
+        moved = any(boot != self._boots.get(rank) for rank, boot in boots.items())
+        self.certain = len(boots) == self._ranks or (self.certain and not moved)
+        self._boots |= boots
+        for rank, one in news.items():
+            if one.boot:  # it is connected, and before nodes are known it does not say so otherwise
+                self._failures.pop(rank, None)
+            if one.failure is not None:
+                self._failures[rank] = one.failure
 
     def known(self, rank: int) -> tuple[bytes, str]:
-        """Which daemon a rank reached last, and what it reported of a failure."""
-        return self._boots.get(rank, b""), self._failures.get(rank, "")
-
-    def stepped(self, begun: int, ended: int) -> None:
-        """Step ``begun`` begins, and ``ended`` was the last one that has ended."""
-        if not self._quiet_from and time.monotonic() - self._news_s > SETTLED_S:
-            self._quiet_from = begun
-        last = self._quiet_from + SETTLED_STEPS - 1
-        self.settled = bool(self._quiet_from) and ended >= last
+        """Which daemon a rank reached last, and what it reported of a failure. Without the daemon
+        it says again where it is."""
+        boot = self._boots.get(rank, b"") if self.certain else b""
+        return boot, self._failures.get(rank, "")
 
     def nodes(self, boot: bytes) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, in a step. First those that reach the daemon of ``boot``, the
@@ -98,6 +90,6 @@ class Reached:
         for rank in silent if self._apart > APART_STEPS else ():
             said.setdefault(rank, "it has not reported which daemon it reaches")
         all_ = [f"rank {rank}: {why}" for rank, why in sorted(said.items())]
-        if self._apart > APART_STEPS and self.settled and not silent:
+        if self._apart > APART_STEPS and self.certain and not silent:
             all_.append("no rank uses the daemon of the scheduler")
         return all_

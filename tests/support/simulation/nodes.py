@@ -6,6 +6,7 @@ Laws of this file, which each step checks:
 - A rank reads only what the key says, under a lease that its daemon has open for it.
 - All ranks get the same tokens of a load.
 - Without faults, no load that was handed over fails.
+- A node is all ranks of a machine, also while its daemon is restarted.
 - A lookup or a reserve whose step lost its report ends.
 - When all requests have ended, no daemon has a lease, a reservation or a pin left, long before the
   deadlines.
@@ -48,7 +49,7 @@ WIDTH: Final = 8
 LAYOUT: Final = layout(1)
 STEP_S: Final = 0.005
 LATE_S: Final = 2.5
-"""How long after its daemon a late rank comes back: longer than nodes stay as they are."""
+"""How long after its daemon a late rank comes back."""
 
 
 class Clock:
@@ -320,6 +321,10 @@ class NodesWorld:
         replicas = random.choice([1, ranks // machines])
         self.strategy = ParallelStrategy(tp=ranks, replicas=replicas)
         self.spread = [rank * machines // ranks for rank in range(ranks)]
+        self.nodes = {
+            machine: tuple(rank for rank, at in enumerate(self.spread) if at == machine)
+            for machine in range(machines)
+        }
         self.time = mock.patch.object(time, "monotonic", self.clock.monotonic)
         self.time.start()
         sizes = [random.choice([24, 48, 96]) * len(self._shards(m)) for m in range(machines)]
@@ -342,8 +347,7 @@ class NodesWorld:
         return self.machines[self.spread[rank]]
 
     def _shards(self, machine: int) -> set[int]:
-        ranks = [rank for rank, at in enumerate(self.spread) if at == machine]
-        return {rank // self.strategy.replicas for rank in ranks}
+        return {rank // self.strategy.replicas for rank in self.nodes[machine]}
 
     def _relay(self, machine: Machine, uid: None, registration: Register) -> SimRelay:
         relay = SimRelay("", uid, registration)
@@ -459,6 +463,7 @@ class NodesWorld:
             len(boots) == 1 and client.handed_over(leases, reservations, boots.pop())
         )
         client.new_step()
+        assert {self.spread[ranks[0]]: ranks for ranks in client.nodes} in ({}, self.nodes)
         if not handed:
             for load in work.loads:
                 client.release(load.boot, load.lease)
@@ -545,10 +550,9 @@ class NodesWorld:
             self.end(name)
         for _ in range(100):
             self.step()
-        for idle_s in (LATE_S, 1.5):  # nodes are made anew only if nothing has changed for a while
-            self.clock.now += idle_s
-            for _ in range(100):
-                self.step()
+        self.clock.now += LATE_S
+        for _ in range(100):
+            self.step()
         for machine in self.machines:
             machine.rig.machine.validate()
             state = machine.rig.machine.state
