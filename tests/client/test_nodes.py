@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvass.client.connection import DaemonConnection
-from kvass.client.lookups import PENDING, Match
+from kvass.client.lookups import ANSWER_S, PENDING, Match
 from kvass.client.nodes import NodesClient
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.reached import APART_STEPS, RankNews, Reached
@@ -26,6 +27,7 @@ from kvass.engine.node_rank import NodeRank
 from kvass.engine.nodes import NodesWork, NodeWork, SharedWork
 from kvass.errors import Unavailable
 from kvass.messages import (
+    FEATURES,
     Abort,
     AnyMessage,
     Clear,
@@ -442,6 +444,125 @@ def test_all_nodes_share_the_time_of_a_lookup(monkeypatch: pytest.MonkeyPatch) -
     assert world.look_up().match is PENDING
     (other,) = world.step()[0]
     assert 0 < other.budget_ms <= own.budget_ms * 3 / 4 + 1
+
+
+def promoting(world: World, chunks: int = 8, **more: Any) -> Lookup:
+    """The own daemon loads from a tier; the question to the other one."""
+    ask = partial(world.client.look_up, "r", KEYS[: chunks * WIDTH], WIDTH, 0, **more)
+    assert ask().match is PENDING
+    assert world.step() == ([], [])
+    world.own.answers.append(Promoting(seq=world.own.sent[-1].seq))
+    found = ask()
+    assert (found.match, found.promoting) == (PENDING, True)
+    ((question,), _) = world.step()
+    assert isinstance(question, Lookup)
+    return question
+
+
+def test_while_the_own_daemon_loads_from_tiers_the_others_load_too() -> None:
+    world = World()
+    question, own = promoting(world), world.own.sent[-1]
+    assert question.digests == own.digests
+    assert own.budget_ms - 50 < question.budget_ms <= own.budget_ms
+    world.answer(0, lent := world.matched(question, 6, 1))
+    assert world.look_up().match is PENDING
+    world.own.answers.append(world.matched(own, 5))
+    match = world.look_up().match
+    assert isinstance(match, Match)
+    assert match.chunks == 5
+    assert world.step() == ([], []), "it is not asked again"
+    assert world.client.take("r")
+    assert world.client.lent.to_read(match.lease)[1].number == lent.lease
+
+
+def test_a_miss_of_the_own_daemon_gives_back_what_others_loaded() -> None:
+    world = World()
+    question = promoting(world)
+    world.answer(0, lent := world.matched(question, 6, 1))
+    assert world.look_up().match is PENDING
+    world.own.answers.append(world.matched(world.own.sent[-1], 0, why="evicted"))
+    found = world.look_up()
+    assert (found.match, found.why) == (None, "evicted")
+    assert world.step() == ([], [Release(boot=boot(1), lease=lent.lease)])
+
+
+def test_a_node_that_can_load_nothing_makes_it_a_miss_at_once() -> None:
+    """For its own reason: the own daemon does not know yet whether it has anything."""
+    world = World()
+    assert world.client.connection is not None
+    world.client.connection.welcome.features = FEATURES
+    question = promoting(world)
+    world.answer(0, world.matched(question, 0, 1, why="absent"))
+    found = world.look_up()
+    assert (found.match, found.why, found.boot) == (None, "absent", boot(0))
+    assert world.step() == ([], [])
+    world.own.answers.append(lent := world.matched(world.own.sent[-1], 5))
+    world.client.new_step()
+    assert world.own.sent[-1] == Release(boot=boot(0), lease=lent.lease)
+
+
+def test_windows_that_others_loaded_are_asked_for_again_as_far_as_the_own_daemon_goes() -> None:
+    world = World(cuts=False)
+    question = promoting(world)
+    world.answer(0, world.matched(question, 8, 1))
+    assert world.look_up().match is PENDING
+    for own, other in ((6, 5), (4, 4)):  # the first question takes none of the rounds
+        world.own.answers.append(world.matched(world.own.sent[-1], own))
+        assert world.look_up().match is PENDING
+        (question,), (longer,) = world.step()
+        assert len(question.digests) == own * WIDTH
+        assert isinstance(longer, Release)
+        world.answer(0, world.matched(question, other, 1))
+        match = world.look_up().match
+    assert isinstance(match, Match)
+    assert match.chunks == 4
+
+
+@pytest.mark.parametrize("has", [4, 2, 1])
+def test_blocks_after_what_the_own_daemon_has_are_asked_for_once_and_only_if_of_use(
+    has: int,
+) -> None:
+    world = World()
+
+    def blocks(chunk: int) -> bytes:
+        return bytes([chunk]) * WIDTH * 7
+
+    def look_up() -> Any:
+        return world.client.look_up("r", KEYS[: 5 * WIDTH], WIDTH, 0, blocks=blocks)
+
+    question = promoting(world, 5, blocks=blocks)
+    world.own.answers.append(world.matched(world.own.sent[-1], 2))
+    assert look_up().match is PENDING
+    assert world.own.sent[-1].again
+    world.own.answers.append(world.matched(world.own.sent[-1], 2, blocks=3))
+    assert look_up().match is PENDING
+    world.answer(0, world.matched(question, has, 1))
+    match, (again, _) = look_up().match, world.step()
+    if has > 2:
+        assert again == []
+    else:
+        (question,) = again
+        assert question.blocks == blocks(has)[: (3 if has == 2 else 7) * WIDTH]
+        world.answer(0, world.matched(question, has, 1, blocks=2))
+        match = look_up().match
+    assert (match.chunks, match.blocks) == ((2, 3) if has > 2 else (has, 2))
+
+
+def test_an_answer_at_its_deadline_comes_in_time_whatever_steps_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a promotion that takes all its time on another node would give nothing."""
+    world, now_s = World(), time.monotonic
+    (question,) = world.ask(own=5)
+    step_s = 0.2
+    monkeypatch.setattr(time, "monotonic", lambda: now_s() + step_s)
+    world.answer(0, world.matched(question, 5, 1))
+    assert isinstance(world.look_up().match, Match)
+    world.client.give_back("r")
+    world.step()
+    world.client.lookups.budget_s = 1.0
+    (question,) = world.ask(own=5)
+    assert 500 < question.budget_ms <= 1000 * (1 - ANSWER_S - step_s) + 1
 
 
 def test_why_a_hit_is_short_is_about_its_own_question() -> None:

@@ -40,6 +40,9 @@ class Endpoint(Reconnecting):
     use ``ask``, or a client each.
     """
 
+    way_s = 0.0
+    """How long a question and its answer are under way, beside the time of the daemon."""
+
     @property
     def silent_s(self) -> float:
         """Seconds for which an answer that nobody waits for has been overdue; 0: none is."""

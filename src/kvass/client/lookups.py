@@ -145,9 +145,10 @@ class RequestLookup:
             return self.blocks
         return self.start if end == self.first else 0
 
-    def may_go_on(self, end: int) -> bool:
-        """Whether blocks after chunk ``end`` may match that the first lookup did not ask for."""
-        return end < self.chunks and not (self.start and end == self.first)
+    def may_go_on(self, end: int, most: int) -> bool:
+        """Whether blocks after chunk ``end`` may match that the first lookup did not ask for.
+        ``most``: how many chunks are of use by now."""
+        return end < self.chunks and end <= most and not (self.start and end == self.first)
 
 
 class Lookups:
@@ -179,14 +180,14 @@ class Lookups:
     def look_up(self, request: str, message: Lookup, blocks: BlockHashes | None) -> Found:
         """Do what ``SchedulerClient.look_up`` says. ``message`` says what to look up."""
         lookup = self._of.setdefault(request, RequestLookup())
-        match = self._match(lookup, message, blocks)
+        match, boot = self._match(lookup, message, blocks), b""
+        connection = self._client.connection
+        if lookup.why not in UNASKED and connection is not None and counts_results(connection):
+            boot = connection.boot
         if isinstance(match, Pending):
             connection = lookup.connection
             waits = connection is not None and lookup.seq in connection.requests.promoting
-            return Found(match, promoting=waits)
-        connection, boot = self._client.connection, b""
-        if lookup.why not in UNASKED and connection is not None and counts_results(connection):
-            boot = connection.boot
+            return Found(match, boot=boot, promoting=waits)
         return Found(match, lookup.why, lookup.kept, boot, whole=lookup.whole)
 
     def _match(
@@ -204,7 +205,8 @@ class Lookups:
                 return end
             if end is None:
                 break
-            if not asked_again and blocks is not None and lookup.may_go_on(end):
+            most = len(message.digests) // max(1, message.width)
+            if not asked_again and blocks is not None and lookup.may_go_on(end, most):
                 if lookup.connection is not client.connection:  # its match was lost with it
                     lookup.end(None)
                     break
@@ -296,7 +298,7 @@ class Lookups:
         left_s = lookup.give_up_s - time.monotonic()
         message = msgspec.structs.replace(
             message,
-            budget_ms=bounded(1000 * max(left_s - ANSWER_S, 0.001)),
+            budget_ms=bounded(1000 * max(left_s - ANSWER_S - client.way_s, 0.001)),
             reported=message.reported and counts_results(connection),
         )
         seq = client.submit(message)

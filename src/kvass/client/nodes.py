@@ -4,7 +4,8 @@ which asks the others', too (``steps.py``).
 Laws of this file:
 
 - A hit is what all nodes have. The own daemon is asked first, and a miss there is a miss. The
-  others are asked for what it has. The shortest answer is the hit.
+  others are asked for what it has, or, while it loads from tiers, for the same. The shortest answer
+  is the hit.
 - Of a hit that needs all rows, longer answers are cut. Else they are given back, and asked for
   again as far as the shortest goes: ``ROUNDS`` times, then it is a miss.
 - What several nodes lent (``node_parts.py``) is settled on all of them, or handed over on all.
@@ -19,6 +20,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Final
 
@@ -256,24 +258,25 @@ class NodesClient(SchedulerClient):
         while True:
             keys = digests if asked.chunks is None else digests[: asked.chunks * width]
             own = super().look_up(request, keys, width, first, context, blocks)
-            if not isinstance(own.match, Match):
-                if own.match is None:
-                    self._asked.pop(request, None)
-                    for node in self._others:
-                        node.give_back(request)
+            if own.match is None:
+                self._asked.pop(request, None)
+                for node in self._others:
+                    node.give_back(request)
                 return own
-            found = self._ask_others(request, keys, width, context, blocks, own.match)
-            matches = [own.match, *(one.match for one in found if isinstance(one.match, Match))]
+            if isinstance(own.match, Pending) and not own.promoting:
+                return own
+            found = self._ask_others(request, asked, keys, width, context, blocks, own.match)
+            for node, one in zip(self._others, found, strict=True):
+                if one.match is None:
+                    return self._missed(request, own, node, first, one.why)
+            matches = [one.match for one in (own, *found) if isinstance(one.match, Match)]
             if len(matches) <= len(found):
-                for node, one in zip(self._others, found, strict=True):
-                    if one.match is None:
-                        return self._missed(request, own, node, first)
-                return Found(PENDING, promoting=any(one.promoting for one in found))
+                return Found(PENDING, promoting=any(one.promoting for one in (own, *found)))
             end = min((match.chunks, match.blocks) for match in matches)
             ends = [(match.chunks, match.blocks) for match in matches]
             shortest = ends.index(end)
             if shortest:
-                asked.cut = self._cut(own.match, self._others[shortest - 1], *end)
+                asked.cut = self._cut(matches[0], self._others[shortest - 1], *end)
             elif not asked.rounds:
                 asked.cut = ""
             if self._cuts or ends.count(end) == len(ends):
@@ -282,17 +285,20 @@ class NodesClient(SchedulerClient):
                 return own._replace(match=together(matches, self._boot_of_all, cuts=self._cuts))
             asked.chunks, asked.rounds = end[0] + self._spare, asked.rounds + 1
             if asked.rounds > ROUNDS:
-                node = self._others[max(0, shortest - 1)]
-                return self._missed(request, own, node, first)
+                return self._missed(request, own, self._others[max(0, shortest - 1)], first)
             for client, match in zip(self._clients, matches, strict=True):
                 if match.chunks > end[0]:
                     client.lookups.restart(request)
 
-    def _missed(self, request: str, own: Found, node: StepClient, first: int) -> Found:
-        """The answer if a node has nothing of what the own daemon has."""
-        assert isinstance(own.match, Match)
-        detail = self._cut(own.match, node, first, 0)
+    def _missed(
+        self, request: str, own: Found, node: StepClient, first: int, why: str = OTHER_NODE
+    ) -> Found:
+        """The answer if a node has nothing of what the own daemon has, or may yet load: then it
+        says ``why``, and the own daemon would probably say the same."""
         self.give_back(request)
+        if not isinstance(own.match, Match):
+            return own._replace(match=None, promoting=False, why=why)
+        detail = self._cut(own.match, node, first, 0)
         return own._replace(match=None, why=OTHER_NODE, detail=detail)
 
     def _cut(self, own: Match, node: StepClient, chunks: int, blocks: int) -> str:
@@ -303,24 +309,28 @@ class NodesClient(SchedulerClient):
     def _ask_others(
         self,
         request: str,
+        asked: _Asked,
         digests: bytes,
         width: int,
         context: RequestContext,
         blocks: BlockHashes | None,
-        own: Match,
+        own: Match | Pending,
     ) -> list[Found]:
-        """What the other nodes have of what ``own`` has."""
-        context = msgspec.structs.replace(context, reported=False)
-        keys = digests[: (own.chunks + self._spare) * width]
-
-        def within(chunk: int) -> bytes:
-            hashes = b"" if blocks is None else blocks(chunk)
-            return hashes[: own.blocks * width] if chunk == own.chunks else hashes
-
-        limit, found = None if blocks is None else within, list[Found]()
+        """What the other nodes have of what ``own`` has, or may yet load."""
+        context, limit = msgspec.structs.replace(context, reported=False), blocks
+        end = own.chunks if isinstance(own, Match) else len(digests)
+        keys = digests[: (end + self._spare) * width]
+        if blocks is not None and isinstance(own, Match):
+            limit = partial(_within, blocks, own, width)
+        found = list[Found]()
         for node in self._others:
             node.lookups.share_time(request, self.lookups)
-            found.append(node.look_up(request, keys, width, own.first, context, limit))
+            one = node.look_up(request, keys, width, asked.first, context, limit)
+            longer = isinstance(one.match, Match) and one.match.chunks > end
+            if longer and not self._cuts and not asked.rounds:  # it was asked before that was known
+                node.lookups.restart(request)
+                one = node.look_up(request, keys, width, asked.first, context, limit)
+            found.append(one)
         return found
 
     def take(self, request: str) -> Match | None:
@@ -474,3 +484,8 @@ class NodesClient(SchedulerClient):
         token = token or os.urandom(GENERATION_BYTES)
         for client in self._clients:
             SchedulerClient.new_generation(client, token)
+
+
+def _within(blocks: BlockHashes, own: Match, width: int, chunk: int) -> bytes:
+    """``blocks`` as far as ``own`` goes."""
+    return blocks(chunk)[: own.blocks * width] if chunk == own.chunks else blocks(chunk)

@@ -9,6 +9,8 @@ Laws of this file:
 
 - Nobody waits. The agent sends what came and returns what is there; ``StepClient.wait`` polls.
 - A message is of one connection of the agent, and is dropped where another one is.
+- A lookup's budget is less by what the last steps took (``way_s``), so that an answer at its
+  deadline comes in time.
 - A step's report may be lost, with all that it said. A step that ended without one lost it, because
   steps end in their order. Then the connection counts as lost, too, as the scheduler knows neither
   what arrived nor what was lent. No clock decides that, so a slow step is no lost one.
@@ -323,8 +325,9 @@ class StepClient(SchedulerClient):
         """Whether the agent's connection is that of ``connection``."""
         self._number = self._heard = 0
         """The last step that had messages, and how many reports of the agent came."""
-        self._steps: deque[tuple[int, list[int]]] = deque()
-        """The steps with messages that have not come back, and the requests of each."""
+        self._steps: deque[tuple[int, list[int], float]] = deque()
+        """The steps with messages that have not come back, the requests of each, and when it
+        began."""
 
     def start(self) -> None:
         """Nothing to do: the agent connects."""
@@ -373,7 +376,7 @@ class StepClient(SchedulerClient):
                 settled, channel.settled = settled + channel.settled, []
             if to.messages:
                 self._number = step
-                self._steps.append((step, [one.seq for one in to.messages]))
+                self._steps.append((step, [one.seq for one in to.messages], time.monotonic()))
             to.number = self._number
             if self._told is not self.registration or channel is None:
                 if not any(isinstance(message, Register) for message in to.messages):
@@ -404,7 +407,8 @@ class StepClient(SchedulerClient):
                 self.astray, self._alive = connection.boot == self._boot, True
                 self._connected(connection)
             while self._steps and self._steps[0][0] <= news.number:
-                _, seqs = self._steps.popleft()
+                _, seqs, began_s = self._steps.popleft()
+                self.way_s = max(time.monotonic() - began_s, self.way_s / 2)
                 if self.connection is not None:
                     self.connection.requests.under_way.difference_update(seqs)
             if channel is not None:
