@@ -404,6 +404,16 @@ def test_the_others_are_asked_for_what_the_own_daemon_has() -> None:
     assert not question.reported
 
 
+def test_what_a_client_is_told_is_retained_is_retained_on_all_nodes() -> None:
+    world = World()
+    assert world.look_up().match is PENDING
+    world.own.answers.append(world.matched(world.own.sent[-1], 5, kept=5))
+    assert world.look_up().match is PENDING
+    ((question,), _) = world.step()
+    world.answer(0, world.matched(question, 5, 1, kept=2))
+    assert world.look_up().kept == 2
+
+
 def test_a_node_that_has_nothing_makes_it_a_miss_and_all_leases_are_given_back() -> None:
     world = World(3)
     one, other = world.ask(own=5)

@@ -19,7 +19,7 @@ import pytest
 
 from kvass.connectors.vllm import lora
 from kvass.engine import adapter_files, adapters, identity
-from kvass.engine.adapters import Adapters, NamedAdapter, NoSalt
+from kvass.engine.adapters import APART, Adapters, NamedAdapter, NoSalt
 from kvass.engine.boundary import Boundary
 from kvass.engine.held_adapters import GONE, UNKNOWN, Held, HeldAdapters, News
 from kvass.engine.protocols import Adapter
@@ -300,3 +300,19 @@ def test_what_cannot_be_read_has_no_name_and_gets_none_later() -> None:
         assert not isinstance(state.to_store(adapter), NamedAdapter), order
         state.emptied()
         assert isinstance(state.to_store(adapter), NamedAdapter)
+
+
+@pytest.mark.parametrize("files", [("one", "other"), ("one", "one"), ("one", "")])
+def test_machines_with_copies_of_an_adapter_store_and_load_nothing_which_is_said_once(
+    files: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scheduler sees only the files of its own machine."""
+    state = Adapters(2)
+    for number in (1, 2):
+        adapter = Adapter(number, f"/{number}", f"{number}")
+        state.track(adapter)
+        held = [Held(1, f"weights {rank}", adapter.path, files[rank]) for rank in (0, 1)]
+        state.reported({rank: {number: one} for rank, one in enumerate(held)})
+        assert isinstance(state.to_store(adapter), NamedAdapter)
+        assert state.to_load(adapter) is NoSalt.UNKNOWN
+    assert caplog.messages == [APART % "/1"] * (files == ("one", "other"))

@@ -207,6 +207,26 @@ def test_with_one_daemon_a_hit_takes_not_a_step_more(engine: Make, daemons: list
     assert steps[0] == steps[1]
 
 
+def test_what_a_request_says_of_its_session_reaches_all_nodes(
+    engine: Make, daemons: list[Daemon]
+) -> None:
+    """It is retained on all, and ended on all, also if no request follows."""
+    first = engine(DENSE, (0, 1))
+    before = [daemon.status() for daemon in daemons]
+    for name, ttl, ended in (("a", "1h", 0), ("b", 0, 1)):
+        params = {"kvass.ttl": ttl}
+        request = first.world.add(name, PROMPT, params=params, session="s", max_tokens=2)
+        until(partial(_ended, first, request), "its end")
+        until(partial(_done, first), "that nothing is owed")
+        assert first.world.scheduler.reset_prefix_cache()
+        for daemon, then in zip(daemons, before, strict=True):
+            status = daemon.wait_until(**NOTHING_OWED)
+            assert (status["l1_kept_bytes"] > then["l1_kept_bytes"]) == (not ended)
+            for counter, many in (("sessions_ended", 1), ("session_rows_ended", CHUNKS)):
+                counted = status["counters"][counter] - then["counters"][counter]
+                assert counted == many * ended, counter
+
+
 @pytest.mark.parametrize("lacks", [0, 1])
 def test_a_node_that_lost_its_rows_gets_them_again(
     engine: Make, daemons: list[Daemon], lacks: int

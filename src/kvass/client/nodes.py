@@ -272,6 +272,7 @@ class NodesClient(SchedulerClient):
             matches = [one.match for one in (own, *found) if isinstance(one.match, Match)]
             if len(matches) <= len(found):
                 return Found(PENDING, promoting=any(one.promoting for one in (own, *found)))
+            own = own._replace(kept=min(one.kept for one in (own, *found)))
             end = min((match.chunks, match.blocks) for match in matches)
             ends = [(match.chunks, match.blocks) for match in matches]
             shortest = ends.index(end)

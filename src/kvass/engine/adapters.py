@@ -44,6 +44,11 @@ MAX_KNOWN: Final = 10_000
 """How many texts are remembered, and how many ids, and how many paths. Requests with a text that is
 not remembered run uncached."""
 
+APART: Final = (
+    "the ranks read other files of LoRA adapter %s, so its requests load nothing until they read "
+    "the same ones: give all machines one shared folder (such adapters are not logged again)"
+)
+
 
 class NoSalt(enum.Enum):
     """The reason why the salt of an adapter is not known, so that a request cannot be cached."""
@@ -108,6 +113,8 @@ class Adapters:
         self._texts: dict[str, bytes] = {}
         """The salt that a text stands for. Empty: more than one, or an unknown one."""
         self._left_s = WAIT_S
+        self._apart = False
+        """Whether ``APART`` was logged."""
 
     # ------------------------------------------------------------ events
 
@@ -191,6 +198,9 @@ class Adapters:
             if path not in self._paths and len(self._paths) >= MAX_KNOWN:
                 self._paths = {p: s for p, s in self._paths.items() if s.look is not None}
             files = {one.files for one in state.ranks if one.path == path}
+            if len(files - {""}) > 1 and not self._apart:
+                self._apart = True
+                log.warning(APART, path)
             whole = len(files) == 1 and all(one.path == path and one.files for one in state.ranks)
             read = (state.named, files.pop()) if whole else None
             self._paths.setdefault(path, PathState()).read = read
