@@ -299,7 +299,7 @@ def test_the_first_nodes_are_of_what_all_ranks_say_in_one_step() -> None:
         world.client.reported({0: RankNews(boot(0)), 2: RankNews(boot(1, 1))})
     world.client.reported(said(boot(0), boot(1, 1), boot(1, 1)))
     world.client.new_step()
-    assert world.client.nodes == ((0,), (1, 2))
+    assert [node.name for node in world.others] == ["ranks 1-2 of 3"]
 
 
 def test_a_daemon_that_is_restarted_makes_no_new_nodes() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from kvass.client import reconnecting
 from kvass.client.client import Client
+from kvass.client.connection import open_connection
 from kvass.client.node_parts import NodePart
 from kvass.client.parallel import ParallelStrategy
 from kvass.connectors.vllm.adapt import KVConnectorRole
@@ -278,7 +279,7 @@ def test_a_daemon_that_is_restarted_while_the_engine_starts_splits_no_node(
     daemons: list[Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of its ranks came late, and the other one has not reached the new daemon yet."""
-    kept_away, connect = {3}, reconnecting.open_connection
+    kept_away, connect = {3}, open_connection
 
     def opened(path: str, terms: Any, **options: Any) -> Any:
         if terms is not None and terms.rank in kept_away:
