@@ -403,6 +403,21 @@ def test_a_late_look_ends_no_lookup_that_is_waited_for(
     assert loads == 1
 
 
+def test_of_too_many_adapters_the_new_ones_are_uncached_until_the_engines_cache_is_empty(
+    client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(adapters, "MAX_KNOWN", 2)
+    world, stored = one_slot(client), []
+    for name in range(1, 5):
+        loaded(client, train(tmp_path / f"{name}", b"%d" % name), world, lora_id=name)
+        stored.append(len(client.rows))
+    assert stored == [3, 6, 6, 6]
+    assert caplog.text.count("run uncached until reset_prefix_cache()") == 1
+    assert world.scheduler.reset_prefix_cache()
+    loaded(client, tmp_path / "4", world, lora_id=4)
+    assert len(client.rows) == 9
+
+
 def test_a_file_system_that_was_slow_once_is_waited_for_again(
     client: FakeClient, tmp_path: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -546,11 +561,12 @@ def test_a_salt_that_reads_as_an_adapters_name_is_uncached_and_the_adapter_too(
 
 
 def test_of_too_many_texts_the_new_ones_are_uncached(
-    client: FakeClient, tmp_path: Path, guarded: bool, monkeypatch: pytest.MonkeyPatch
+    client: FakeClient, guarded: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(content, "MAX_TEXTS", 1)
     world = with_lora(client)
     assert salted(client, world, "first") == 3
     assert salted(client, world, "second") == (0 if guarded else 3)
+    assert caplog.text.count("run uncached until this engine is restarted") == guarded
     assert loaded(client, None, with_lora(client)) == 0
     assert len(client.rows) == (6 if guarded else 9), "requests with no text have no such limit"

@@ -236,6 +236,12 @@ class Adapters:
                 if salt
                 else "what the ranks hold of it cannot be named",
             )
+        if known is None and len(self._texts) == MAX_KNOWN:
+            log.warning(
+                "requests of other LoRA adapters than the first %d run uncached until "
+                "reset_prefix_cache()",
+                MAX_KNOWN,
+            )
 
     def _may_stand_for(self, text: str, named: NamedAdapter) -> bool:
         """Whether ``text`` stands for ``named``, or is new and can be remembered."""

@@ -46,6 +46,12 @@ class HashedTexts:
         known = self._meanings.get(digest, meaning)
         if len(self._meanings) < MAX_TEXTS:
             self._meanings.setdefault(digest, meaning)
+            if len(self._meanings) == MAX_TEXTS:
+                log.warning(
+                    "requests with another salt or adapter than the first %d run uncached until "
+                    "this engine is restarted; with vLLM 0.31 there is no such limit for salts",
+                    MAX_TEXTS,
+                )
         if known not in (meaning, ""):
             self._meanings[digest] = ""
             why = "this vLLM's cache takes %s and %s for one; 0.31 does not"
