@@ -22,7 +22,7 @@ from kvass.cli.main import main
 from kvass.cli.report import WIDTH as COLUMNS
 from kvass.cli.report import percent, report, size, span
 from kvass.cli.top import rates
-from kvass.client.health import tier_trouble, troubles
+from kvass.client.health import load_trouble, tier_trouble, troubles
 from kvass.testing.daemon import Daemon, running_daemon
 from kvass.types import RankLayout
 from tests.support.wire.raw_session import LAYOUT, RawSession
@@ -257,6 +257,26 @@ def broken(**fields: Any) -> dict[str, Any]:
 )
 def test_what_is_wrong_with_a_tier(fields: dict[str, Any], line: str) -> None:
     assert tier_trouble(broken(**fields)) == line
+
+
+@pytest.mark.parametrize(
+    ("minute", "all_", "when"),
+    [
+        ((0, 0), (500, 1000), "since the start"),
+        ((4, 0), (500, 1000), "since the start"),
+        ((5, 0), (500, 1000), ""),
+        ((5, 4), (500, 1000), "since the start"),
+        ((60, 6), (500, 1000), "in the last minute"),
+        ((60, 5), (500, 1000), ""),
+        ((0, 0), (499, 1000), ""),
+    ],
+)
+def test_failed_loads_are_a_trouble_until_loads_go_well(
+    minute: tuple[int, int], all_: tuple[int, int], when: str
+) -> None:
+    ns = {"namespace": "0" * 64, "loads": all_[1], "failed_loads": all_[0]}
+    line = load_trouble({**ns, "minute_loads": minute[0], "minute_failed_loads": minute[1]})
+    assert (when in line) if when else not line
 
 
 @pytest.mark.parametrize(

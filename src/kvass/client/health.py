@@ -18,7 +18,7 @@ rows."""
 FAILED_LOADS: Final = 5
 FAILED_SHARE: Final = 0.1
 """At least so many failed loads are a trouble, if they are this share of the last minute's, or half
-of all."""
+of all and nothing shows that loads go well now."""
 FAILING_ROWS: Final = 16
 """A tier that fails to store this many rows in a row is in trouble."""
 FAILED_S: Final = 600.0
@@ -105,6 +105,8 @@ def load_trouble(ns: Mapping[str, Any]) -> str:
         if failed >= FAILED_LOADS and failed >= share * loads:
             name = f"{ns.get('model') or '?'} ({ns['namespace'][:8]})"
             return f"{failed:,} of {loads:,} loads failed {when}: {name}; the engines' logs say why"
+        if loads >= FAILED_LOADS and failed < share * loads:
+            break  # they go well in the last minute: what failed before is over
     return ""
 
 
