@@ -189,6 +189,19 @@ def test_slow_copies_make_the_engine_compute_and_fast_ones_load_again(asynchrono
     assert [loaded for loaded, _ in loads[-3:]] == [512] * 3
 
 
+@BOTH
+def test_one_slow_copy_prevents_no_load_after_the_next_one(asynchronous: bool) -> None:
+    """The process stood still while it copied. A prompt of which nothing is found is no trial."""
+    engine = Engine(asynchronous=asynchronous)
+    engine.warm()
+    prompts = [seen(engine, 512) for _ in range(3)]
+    engine.slower = 1000.0
+    assert engine.run(prompts[0])[0] == 512
+    engine.slower = 1.0
+    engine.run(fresh(600))
+    assert [engine.run(one)[0] for one in prompts] == [256, 512, 512]
+
+
 def test_a_load_inside_a_step_ends_refusals_too() -> None:
     """Its rank reports what it copied; what was measured while copies were slow is forgotten."""
     engine = Engine()

@@ -65,6 +65,11 @@ class CopySpeed:
         return self.known and all(rank.last.verified for rank in self._of.values())
 
     @property
+    def doubtful(self) -> bool:
+        """Whether the last load of some rank was slow, perhaps by chance."""
+        return any(rank.doubtful for rank in self._of.values())
+
+    @property
     def in_step(self) -> bool:
         """Whether all ranks can copy inside a step."""
         return self.known and all(rank.last.in_step for rank in self._of.values())
@@ -111,6 +116,10 @@ class _Rank:
     @property
     def bytes_s(self) -> float:
         return min(median(self._rates), self._last)
+
+    @property
+    def doubtful(self) -> bool:
+        return self._last < median(self._rates) / 2
 
     def seconds(self, blocks: Sequence[int]) -> float:
         sizes = zip(blocks, self.last.block_bytes, strict=True)

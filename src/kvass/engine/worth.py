@@ -22,6 +22,8 @@ Laws of this file:
   it is a trial, and loads little. If it was as fast as it seemed, what was measured before it of
   lookups, or of waits, copies and steps with loads inside, does not count any more. A trial that
   finds nothing ends this, too.
+- After a load whose copy was slow, perhaps by chance, the next hit is such a trial, if it is not
+  worth a load otherwise. Else one slow copy would prevent loads for a hundred hits.
 """
 
 from __future__ import annotations
@@ -107,6 +109,8 @@ class Worth(Observer):
         """If the lookup that comes now is a trial, how long it seems to take; else 0."""
         self._easier = 1.0
         """What the cost of loads and lookups is divided by."""
+        self._doubt = False
+        """Whether the last copy was slow, and no trial has been made since."""
         self._trials: dict[str, float] = {}
         """By live request whose hit was weighed: if it is a trial, how long its load seems to
         take; else 0."""
@@ -229,7 +233,8 @@ class Worth(Observer):
         """Measure a load that ended."""
         if (begun := self._loading.pop(name, None)) is None or not ok:
             return
-        self._easier, took_s = 1.0, self._times.clock() - begun.since_s
+        self._doubt = self._copies.doubtful and not begun.most_s
+        self._easier, took_s = self._least, self._times.clock() - begun.since_s
         waits = self._steps if begun.step_s else self._seconds
         if begun.in_step:
             self._loaded_in_step(begun)
@@ -242,6 +247,11 @@ class Worth(Observer):
         else:
             wait = took_s - begun.copy_s
         waits.append(max(wait, 0.0))
+
+    @property
+    def _least(self) -> float:
+        """What ``_easier`` begins with: the next hit is a trial, or none is."""
+        return EASIEST if self._doubt else 1.0
 
     def _loaded_in_step(self, begun: Begun) -> None:
         """Measure a load inside the step that ends now. It waited for nothing, and the ranks have
@@ -258,7 +268,7 @@ class Worth(Observer):
         """End the trial if nothing was found: it measures no load."""
         name, found = state.request.name, answer.end > answer.local or answer.why == CHEAPER
         if name in self._asked and not found:
-            self._easier = 1.0
+            self._easier = self._least
         self._asked.discard(name)
 
     def ended(self, state: RequestState) -> None:
