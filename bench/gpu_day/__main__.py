@@ -118,13 +118,21 @@ def refused_v2(states: dict[str, Any]) -> bool:
 
 
 def plan(stages: Sequence[Stage], minutes: float) -> str:
-    """What a call will do, if each stage takes what it may."""
-    lines, at_s = [f"the plan of {minutes:g} minutes:"], 0.0
-    for one in stages:
-        why = _why_not(one, 60 * minutes - at_s)
-        begins = f"not now, {why}" if why else f"from second {at_s:.0f} on"
-        lines.append(f"  {one.name:<13} {one.seconds:>4g} s  {begins}")
-        at_s += 0 if why else one.seconds
+    """What this call and further ones as long will do, if each stage takes what it may."""
+    lines, call, rest = [f"the plan of {minutes:g} minutes a call:"], 0, list(stages)
+    while rest:
+        call, at_s, later = call + 1, 0.0, []
+        for one in rest:
+            if never := _why_not(one, 60 * minutes):
+                when = f"not: {never}"
+            elif _why_not(one, 60 * minutes - at_s):
+                later.append(one)
+                continue
+            else:
+                when = f"call {call}, second {at_s:.0f}"
+                at_s += one.seconds
+            lines.append(f"  {one.name:<13} {one.seconds:>4g} s  {when}")
+        rest = later
     return "\n".join(lines)
 
 

@@ -230,20 +230,23 @@ def test_a_further_call_does_what_is_left(
     assert Day(out).read()["stages"]["first"] == before
     said = capfd.readouterr().err
     plan = said[said.index("the plan of 0.01 minutes") :].splitlines()
-    assert plan[1] == "  hangs            1 s  not now, it may take 1 s, and 1 are left"
+    assert plan[1] == "  hangs            1 s  not: it may take 1 s, and 1 are left"
     assert not any(line.startswith("  first") for line in plan)
 
 
 def test_a_plan_says_when_each_stage_begins() -> None:
-    names = ("first", "long", "then", "needy")
+    """In this call, or in which one after it."""
+    names = ("first", "long", "second", "third", "needy", "hangs")
     stages = [one for one in gpu_day_stages.STAGES if one.name in names]
-    lines = gpu_day.plan(stages, 2).splitlines()
-    assert lines[0] == "the plan of 2 minutes:"
-    assert [line[24:] for line in lines[1:]] == [
-        "from second 0 on",
-        "not now, it may take 3600 s, and 90 are left",
-        "not now, no_such_package not installed",
-        "from second 30 on",
+    lines = gpu_day.plan(stages, 61 / 60).splitlines()
+    assert lines[0] == "the plan of 1.01667 minutes a call:"
+    assert [(line[2:16].strip(), line[24:]) for line in lines[1:]] == [
+        ("first", "call 1, second 0"),
+        ("hangs", "call 1, second 30"),
+        ("second", "call 1, second 31"),
+        ("long", "not: it may take 3600 s, and 61 are left"),
+        ("needy", "not: no_such_package not installed"),
+        ("third", "call 2, second 0"),
     ]
 
 
@@ -445,6 +448,21 @@ def test_what_to_carry_is_listed_and_must_fit(
     assert not fits
     assert "  64.0 MiB  " in text
     assert "TOO MUCH" in text
+
+
+def test_what_travelled_has_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(carry, "ROOT", tmp_path)
+    assert [one.name for one in carry._tree()] == ["file"]
+
+
+def test_what_vllm_lacks_of_its_own_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wheel is installed without them, and then no engine starts."""
+    monkeypatch.setattr(carry, "find_spec", lambda name: name)
+    monkeypatch.setattr(carry, "_installed", lambda name: name != "xgrammar")
+    assert [one for one in carry.lacking() if "vLLM's " in one and "own" not in one] == [
+        "vLLM's xgrammar"
+    ]
 
 
 GIB = 1 << 30
