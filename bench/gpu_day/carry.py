@@ -104,7 +104,8 @@ def _tree() -> list[Path]:
 def packages() -> list[str]:
     """What pip must have installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    vllm = f"vllm (for most stages), of its own needs {' '.join(OF_VLLM)}"
+    vllm = "vllm (for most stages; by their symbols 0.33's compiled parts load with torch 2.11)"
+    vllm += f", of its own needs {' '.join(OF_VLLM)}"
     return [*project["dependencies"], *TESTS_NEED, vllm, "sglang (for one)"]
 
 
