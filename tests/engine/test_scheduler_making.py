@@ -16,9 +16,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvass.connectors import vllm as package
 from kvass.connectors.vllm import making
-from kvass.connectors.vllm.weight_files import Hub
 from kvass.engine import weights
 from kvass.engine.identity import Indescribable
+from kvass.engine.model_files import Hub
 from tests.support.vllm.scheduler import (
     inert_reason,
     make_configs,

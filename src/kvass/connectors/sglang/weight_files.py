@@ -12,7 +12,6 @@ Laws of this file:
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -21,6 +20,7 @@ from typing import Any, Final
 
 from kvass.engine import weights
 from kvass.engine.identity import Indescribable
+from kvass.engine.model_files import Hub, files_below
 from kvass.engine.weights import NAME_IT, Source
 
 KNOWN_FORMATS: Final = frozenset(
@@ -36,7 +36,6 @@ NOT_COUNTED: Final = (
     "generation_config.json",
 )
 """Files that only make text of tokens or are for people."""
-COMMIT: Final = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,11 @@ class Files:
         """See ``weights.WeightFiles``."""
         if self.root.is_file():
             return {"": self.root}
-        found = {}
-        for file in sorted(self.root.rglob("*")):
-            parts = file.relative_to(self.root).parts
-            hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
-            counted = not any(fnmatch(file.name, pattern) for pattern in NOT_COUNTED)
-            if file.is_file() and counted and not hidden:
-                found["/".join(parts)] = file
-        return found
+        return {
+            name: file
+            for name, file in files_below(self.root).items()
+            if not any(fnmatch(file.name, pattern) for pattern in NOT_COUNTED)
+        }
 
 
 def sources(arguments: Any, settings: Any, model_id: str) -> tuple[Source, ...]:
@@ -77,7 +73,7 @@ def sources(arguments: Any, settings: Any, model_id: str) -> tuple[Source, ...]:
         load_format = settings("speculative_draft_load_format") or settings("load_format")
         found += _of(draft, settings("speculative_draft_model_revision"), load_format)
     for adapter in settings("lora_paths") or ():
-        found.append(Files(folder(str(_adapter_path(adapter)), None)))
+        found.append(Files(_folder(str(_adapter_path(adapter)), None)))
     if str(settings("load_format")) == "dummy":
         found.append(f"seed {settings('random_seed')}")
     return tuple(found)
@@ -100,7 +96,7 @@ def _of(path: Any, revision: Any, load_format: Any) -> Iterator[Source]:
     name = str(getattr(load_format, "value", load_format) or "auto")
     if name not in KNOWN_FORMATS | {"dummy"}:
         raise Indescribable(f"what load format {name} reads is not known: {NAME_IT}")
-    root = folder(str(path), revision)
+    root = _folder(str(path), revision)
     if name != "dummy":
         yield Files(root)
     else:  # drawn from the seed
@@ -115,32 +111,5 @@ def _adapter_path(adapter: Any) -> Any:
     return adapter["lora_path"] if isinstance(adapter, dict) else adapter.lora_path
 
 
-def folder(name: str, revision: str | None) -> Path:
-    """The folder or file of ``name``: the path itself, or the snapshot of a repository in the cache
-    of the Hub's client. Raises ``Indescribable``."""
-    if os.path.exists(name):
-        return Path(os.path.abspath(name))
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    repo = Path(constants.HF_HUB_CACHE).absolute() / repo_folder_name(
-        repo_id=name, repo_type="model"
-    )
-    commit = revision if revision and COMMIT.fullmatch(revision) else _note(repo, revision)
-    snapshot = repo / "snapshots" / str(commit)
-    if commit is None or not snapshot.is_dir():
-        raise Indescribable(
-            f"which weights of {name} were loaded is not known: restart the engine, or give a "
-            f"commit as --revision, or {NAME_IT}"
-        )
-    return snapshot
-
-
-def _note(repo: Path, revision: str | None) -> str | None:
-    """The commit in the cache's note for ``revision``, if the note is older than this process."""
-    note = repo / "refs" / (revision or "main")
-    try:
-        commit, changed_ns = note.read_text().strip(), note.stat().st_ctime_ns
-    except OSError:
-        return None
-    return commit if changed_ns <= weights.started_ns() else None
+def _folder(name: str, revision: str | None) -> Path:
+    return Hub(None, weights.started_ns()).folder(name, revision)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,12 +23,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
-from huggingface_hub import constants
-from huggingface_hub.file_download import repo_folder_name
 from vllm import envs
 
 from kvass.connectors.vllm import making
 from kvass.engine.identity import Indescribable
+from kvass.engine.model_files import Hub, files_below, unknown_weights
 from kvass.engine.weights import NAME_IT, Source
 
 SAFETENSORS_FIRST: Final = frozenset(
@@ -72,7 +70,6 @@ NOT_COUNTED_WITH_SAFETENSORS: Final = (
 INNER_MODELS: Final = {"audio_model_id": "audio_config", "text_model_id": "wrapped_model_config"}
 """Attributes of a model's configuration that name another model whose weights are a part of it
 (Ultravox). Each is mapped to the attribute with that model's configuration."""
-COMMIT: Final = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class LocalFiles:
 
     def files(self) -> dict[str, Path]:
         """See ``weights.WeightFiles``."""
-        found = _files(self.root)
+        found = files_below(self.root)
         return {name: file for name, file in found.items() if _matches(name, self.patterns)}
 
 
@@ -99,7 +96,7 @@ class LocalWeights:
         """See ``weights.WeightFiles``."""
         if self.root.is_file():
             return {"": self.root}
-        found = _files(self.root)
+        found = files_below(self.root)
         if self.load_format in ANY_FILE_FORMATS:
             return found
         only_safetensors = self.load_format in SAFETENSORS_FIRST and any(
@@ -114,17 +111,6 @@ class LocalWeights:
             and not name.startswith(tuple(f"{folder}/" for folder in NOT_COUNTED_FOLDERS))
         }
         return counting if any(_matches(name, WEIGHTS) for name in counting) else {}
-
-
-def _files(root: Path) -> dict[str, Path]:
-    """All files below ``root`` except hidden ones, by relative name."""
-    found = {}
-    for file in sorted(root.rglob("*")):
-        inner = file.relative_to(root)
-        hidden = any(part.startswith(".") or part == "__pycache__" for part in inner.parts)
-        if not hidden and file.is_file():
-            found[str(inner)] = file
-    return found
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -160,12 +146,12 @@ def _sources_of(model: Any, load: Any, since_ns: int) -> Iterator[Source]:
             f"what lies at {model.model_weights} is not known, only its address: {NAME_IT}"
         )
     if model.model_weights and not os.path.exists(model.model_weights):
-        raise _unknown(model.model_weights)  # ``model.revision`` belongs to ``model.model``
-    hub = Hub(load.download_dir, since_ns)
+        raise unknown_weights(model.model_weights)  # ``model.revision`` belongs to ``model.model``
+    hub = _hub(load.download_dir, since_ns)
     folder = hub.folder(model.model, model.revision, model.hf_config)
     yield LocalWeights(folder, load_format)
     if model.model_weights:
-        yield LocalWeights(_absolute(model.model_weights), load_format)
+        yield LocalWeights(Path(os.path.abspath(model.model_weights)), load_format)
     if load.download_dir and not os.path.exists(model.model):  # only weights are fetched into it
         yield f"configuration {getattr(model.hf_config, '_commit_hash', None)}"
     for name, configuration in INNER_MODELS.items():
@@ -173,6 +159,10 @@ def _sources_of(model: Any, load: Any, since_ns: int) -> Iterator[Source]:
             inner_config = getattr(model.hf_config, configuration, None)
             yield LocalWeights(hub.folder(inner, None, inner_config), load_format)
     yield from _other_files(model, folder, since_ns)
+
+
+def _hub(folder: str | None, since_ns: int) -> Hub:
+    return Hub(folder, since_ns, used=not envs.VLLM_USE_MODELSCOPE)
 
 
 def _is_replaced(load_format: str) -> bool:
@@ -190,7 +180,7 @@ def _is_replaced(load_format: str) -> bool:
 
 def _other_files(model: Any, folder: Path, since_ns: int) -> Iterator[Source]:
     """Files that change KV and may be outside of the model's folder."""
-    hub = Hub(None, since_ns)
+    hub = _hub(None, since_ns)
     if path := model.hf_config_path:
         revision = getattr(model, "_hf_config_revision", None) or model.revision
         yield LocalFiles(hub.folder(path, revision, model.hf_config), SMALL_FILES)
@@ -217,69 +207,3 @@ def _code_elsewhere(model: Any, folder: Path) -> Iterator[str]:
         repo, elsewhere, _ = str(reference).partition("--")
         if kind != "AutoTokenizer" and elsewhere and repo != model.model:
             yield repo
-
-
-# ---------------------------------------------------------------- the Hub's cache
-
-
-def _unknown(name: str) -> Indescribable:
-    return Indescribable(f"which weights of {name} were loaded is not known: {NAME_IT}")
-
-
-def _absolute(path: str) -> Path:
-    return Path(os.path.abspath(path))
-
-
-class Hub:
-    """The local cache of the Hugging Face Hub, in ``folder`` or where its client has it.
-    ``since_ns``: when the engine began (``making.since_ns``)."""
-
-    def __init__(self, folder: str | None, since_ns: int) -> None:
-        self._cache = Path(folder or constants.HF_HUB_CACHE).absolute()
-        self._since_ns = since_ns
-
-    def has(self, name: str) -> bool:
-        """Whether ``name`` is an existing path or a repository with files in the cache."""
-        return os.path.exists(name) or self._repo(name).exists()
-
-    def folder(self, name: str, revision: str | None, configuration: Any) -> Path:
-        """The folder of ``name``: the path itself, or the snapshot of a repository on the Hub.
-
-        ``configuration``: the configuration that was loaded from it, if any. Raises
-        ``Indescribable``.
-        """
-        if os.path.exists(name):
-            return _absolute(name)
-        if envs.VLLM_USE_MODELSCOPE:
-            raise _unknown(name)
-        commit = self._commit(self._repo(name), revision, configuration)
-        if commit is None:
-            raise Indescribable(
-                f"which commit of {name} was loaded is not known: give a commit as the revision, "
-                f"or {NAME_IT}"
-            )
-        if not (snapshot := self._repo(name) / "snapshots" / commit).is_dir():
-            raise Indescribable(f"the weights of {name} are not in {self._cache}: {NAME_IT}")
-        return snapshot
-
-    def _repo(self, name: str) -> Path:
-        return self._cache / repo_folder_name(repo_id=name, repo_type="model")
-
-    def _commit(self, repo: Path, revision: Any, configuration: Any) -> str | None:
-        """The commit that vLLM loaded, or None if it is not known.
-
-        It is the commit to which vLLM resolved the revision, or the revision itself, or the commit
-        in the cache's note. A note counts if it agrees with the configuration or is older than
-        the engine.
-        """
-        if (resolved := getattr(revision, "resolved", None)) is not None:
-            return str(resolved)
-        if revision is not None and COMMIT.fullmatch(revision):
-            return str(revision)
-        note = repo / "refs" / (revision or "main")
-        try:
-            commit, changed_ns = note.read_text().strip(), note.stat().st_ctime_ns
-        except OSError:
-            return None
-        agrees = commit == getattr(configuration, "_commit_hash", None)
-        return commit if agrees or changed_ns <= self._since_ns else None
