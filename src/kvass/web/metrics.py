@@ -121,10 +121,15 @@ def _family(
     name: str,
     meaning: str,
     labels: Sequence[str],
-    samples: Iterable[tuple[Sequence[str], float]],
+    samples: Iterable[tuple[Sequence[str], float | None]],
 ) -> Metric:
-    family = kind(name, meaning, labels=labels)
+    """A metric. Samples of the same labels are added up. None is not known, or there is none."""
+    sums: dict[Sequence[str], float] = {}
     for values, number in samples:
+        if number is not None:
+            sums[values] = sums.get(values, 0) + number
+    family = kind(name, meaning, labels=labels)
+    for values, number in sums.items():
         family.add_metric(values, number)
     return family
 
@@ -154,7 +159,7 @@ def _gauges(fields: Mapping[str, Any]) -> Iterator[Metric]:
     workers = sum(engine["ranks"] - len(engine["missing_ranks"]) for engine in engines)
     roles = {"scheduler": schedulers, "worker": workers}
     roles["other"] = fields["sessions"] - schedulers - workers
-    clients = (([role], count) for role, count in roles.items())
+    clients = (((role,), count) for role, count in roles.items())
     yield _family(GaugeMetricFamily, "kvass_clients", "Connections.", ["role"], clients)
     yield _used(fields)
 
@@ -170,7 +175,7 @@ def _used(fields: Mapping[str, Any]) -> Metric:
     parts = {"held": held, "writing": writing, "loading": loading}
     parts |= {"quarantined": quarantined, "cleared": cleared}
     parts["failed"] = fields["l1_used_bytes"] - sum(parts.values())
-    samples = (([state], number) for state, number in parts.items())
+    samples = (((state,), number) for state, number in parts.items())
     help_ = "Slots in use, by the state of their row, and cleared memory."
     return _family(GaugeMetricFamily, "kvass_l1_used_bytes", help_, ["state"], samples)
 
@@ -194,42 +199,32 @@ BY_MODEL: Final = {
 
 
 def _traffic(namespaces: list[dict[str, Any]], tiers: list[str]) -> Iterator[Metric]:
-    sums: dict[str, Counter[str]] = {name: Counter() for name in BY_MODEL}
-    hits: Counter[tuple[str, str]] = Counter()
-    misses: Counter[tuple[str, str]] = Counter()
-    for model, ns in zip(model_labels(namespaces), namespaces, strict=True):
-        for name, counter in sums.items():
-            if ns[name] is not None:  # else it is not known yet
-                counter[model] += ns[name]
-        hits[model, "l1"] += ns["hit_tokens"] - sum(ns["hit_tokens_tiers"])
-        for tier, count in zip(tiers, ns["hit_tokens_tiers"], strict=True):
-            hits[model, tier] += count
-        for why, count in ns["miss_tokens"].items():
-            misses[model, why] += count
-    help_ = declared.NAMESPACE_COUNTERS
+    every = [*zip(model_labels(namespaces), namespaces, strict=True)]
+    help_, kind = declared.NAMESPACE_COUNTERS, CounterMetricFamily
     for name, metric in BY_MODEL.items():
-        samples = (([model], count) for model, count in sums[name].items())
-        yield _family(CounterMetricFamily, f"kvass_{metric}", help_[name], ["model"], samples)
+        samples = [((model,), ns[name]) for model, ns in every]
+        yield _family(kind, f"kvass_{metric}", help_[name], ["model"], samples)
+    hits, misses = list[tuple[Sequence[str], float]](), list[tuple[Sequence[str], float]]()
+    for model, ns in every:
+        hits.append(((model, "l1"), ns["hit_tokens"] - sum(ns["hit_tokens_tiers"])))
+        of_tiers = zip(tiers, ns["hit_tokens_tiers"], strict=True)
+        hits += [((model, tier), count) for tier, count in of_tiers]
+        misses += [((model, why), count) for why, count in ns["miss_tokens"].items()]
     for name, label, counts in (("hit_tokens", "tier", hits), ("miss_tokens", "reason", misses)):
-        labels = ["model", label]
-        yield _family(CounterMetricFamily, f"kvass_{name}", help_[name], labels, counts.items())
+        yield _family(kind, f"kvass_{name}", help_[name], ["model", label], counts)
 
 
 def _shadow(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
     """What engines in shadow mode found, summed by model."""
     shadows = [ns for ns in namespaces if ns.get("shadow") is not None]
-    models = model_labels(shadows)
+    every = [*zip(model_labels(shadows), shadows, strict=True)]
     for name, help_ in declared.SHADOW.items():
-        sums: Counter[str] = Counter()
-        for model, ns in zip(models, shadows, strict=True):
-            if ns["shadow"][name] is not None:  # else it is not known yet
-                sums[model] += ns["shadow"][name]
-        samples = (([model], number) for model, number in sums.items())
+        samples = [((model,), ns["shadow"][name]) for model, ns in every]
         metric = f"kvass_shadow_{name.removesuffix('_s')}{'_seconds' * name.endswith('_s')}"
         text = f"Shadow mode: {help_}"
         yield _family(GaugeMetricFamily, metric, text, ["model"], samples)
     largest: dict[tuple[str, str], float] = {}
-    for model, ns in zip(models, shadows, strict=True):
+    for model, ns in every:
         for group in ns["shadow"]["groups"]:
             key = model, str(group["group"])
             largest[key] = max(largest.get(key, 0.0), group["largest_difference"])
@@ -245,9 +240,9 @@ def _moved(fields: Mapping[str, Any], names: list[str]) -> Iterator[Metric]:
         moved += [((name, "in"), tier["stored_bytes"]), ((name, "out"), tier["loaded_bytes"])]
     help_ = "Bytes written to (in) and read from (out) L1 or a tier."
     yield _family(CounterMetricFamily, "kvass_transfer_bytes", help_, ["tier", "dir"], moved)
-    rows = [(["l1"], fields["rows"])]
+    rows = [(("l1",), fields["rows"])]
     rows += [
-        ([name], tier["records"])
+        ((name,), tier["records"])
         for name, tier in zip(names, tiers, strict=True)
         if "records" in tier
     ]
@@ -281,14 +276,15 @@ def _buckets(histogram: Mapping[str, Any]) -> tuple[list[tuple[str, float]], flo
 
 
 def _groups(namespaces: list[dict[str, Any]]) -> Iterator[Metric]:
-    sums: dict[str, Counter[tuple[str, str, str]]] = {n: Counter() for n in declared.GROUP_GAUGES}
-    for model, ns in zip(model_labels(namespaces), namespaces, strict=True):
-        for group in ns["groups"]:
-            for name, counter in sums.items():
-                counter[model, str(group["group"]), group["kind"]] += group[name]
-    for name, counter in sums.items():
-        help_, labels = declared.GROUP_GAUGES[name], ["model", "group", "kind"]
-        yield _family(GaugeMetricFamily, f"kvass_group_{name}", help_, labels, counter.items())
+    labels = ["model", "group", "kind"]
+    every = [
+        ((model, str(group["group"]), group["kind"]), group)
+        for model, ns in zip(model_labels(namespaces), namespaces, strict=True)
+        for group in ns["groups"]
+    ]
+    for name, help_ in declared.GROUP_GAUGES.items():
+        samples = ((values, group[name]) for values, group in every)
+        yield _family(GaugeMetricFamily, f"kvass_group_{name}", help_, labels, samples)
 
 
 def tenant_label(tenant: Mapping[str, Any]) -> str:
@@ -305,11 +301,7 @@ def _tenants(tenants: list[dict[str, Any]]) -> Iterator[Metric]:
         (GaugeMetricFamily, declared.TENANT_GAUGES),
     ):
         for field, help_ in meanings.items():
-            counts: Counter[str] = Counter()
-            for tenant in tenants:
-                if tenant[field] is not None:
-                    counts[tenant_label(tenant)] += tenant[field]
-            samples = (([name], count) for name, count in counts.items())
+            samples = (((tenant_label(tenant),), tenant[field]) for tenant in tenants)
             yield _family(kind, f"kvass_tenant_{field}", help_, ["tenant"], samples)
 
 
@@ -319,11 +311,8 @@ def _tiers(tiers: list[dict[str, Any]], names: list[str]) -> Iterator[Metric]:
         (GaugeMetricFamily, declared.TIER_GAUGES | TIER_REPORT),
     ):
         for field, help_ in meanings.items():
-            samples = [
-                ([label], float(tier[field]))
-                for label, tier in zip(names, tiers, strict=True)
-                if field in tier
-            ]
+            there = [one for one in zip(names, tiers, strict=True) if field in one[1]]
+            samples = (((label,), tier[field]) for label, tier in there)
             yield _family(kind, f"kvass_tier_{field}", help_, ["tier"], samples)
     for field, help_ in TIER_TENANTS.items():
         by_tenant = [
