@@ -532,10 +532,18 @@ def _watch(connector: Any) -> None:
     loading: dict[str, tuple[tuple[int, ...], ...]] = {}
     late: list[tuple[int, Any]] = []
 
+    def spoil(blocks: tuple[tuple[int, ...], ...]) -> None:
+        for group, ids in enumerate(blocks):
+            if _here.settings.spoils(group):
+                for page in pages_of(connector, ids, group):
+                    page[:] = 0
+
     def start_load_kv(*args: Any, **kwargs: Any) -> None:
         for one in connector._get_connector_metadata().loads:
             skips = zip(one.blocks, one.skip, strict=True)
             loading[one.request] = tuple(ids[skip:] for ids, skip in skips)
+            if one.in_step:  # it has ended: the step that begins computes with it
+                spoil(loading[one.request])
         load(*args, **kwargs)
 
     def wait_for_save() -> None:
@@ -560,10 +568,7 @@ def _watch(connector: Any) -> None:
             blocks = loading.pop(request, ())  # of a blended request these are others
             if _here.settings.watch:
                 _here.pages.loaded.extend(_digests(connector, blocks))
-            for group, ids in enumerate(blocks):
-                if _here.settings.spoils(group):
-                    for page in pages_of(connector, ids, group):
-                        page[:] = 0
+            spoil(blocks)
         return ended
 
     connector.start_load_kv = start_load_kv
