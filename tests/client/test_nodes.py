@@ -27,7 +27,6 @@ from kvass.engine.node_rank import NodeRank
 from kvass.engine.nodes import NodesWork, NodeWork, SharedWork
 from kvass.errors import Unavailable
 from kvass.messages import (
-    FEATURES,
     Abort,
     AnyMessage,
     Clear,
@@ -496,19 +495,22 @@ def test_a_miss_of_the_own_daemon_gives_back_what_others_loaded() -> None:
     assert world.step() == ([], [Release(boot=boot(1), lease=lent.lease)])
 
 
-def test_a_node_that_can_load_nothing_makes_it_a_miss_at_once() -> None:
-    """For its own reason: the own daemon does not know yet whether it has anything."""
+@pytest.mark.parametrize("has", [0, 5])
+def test_a_node_that_can_load_nothing_is_asked_once_and_the_own_daemon_says_why(has: int) -> None:
+    """It knows whether anybody stored it, and counts the lookup."""
     world = World()
-    assert world.client.connection is not None
-    world.client.connection.welcome.features = FEATURES
-    question = promoting(world)
+    question, own = promoting(world), world.own.sent[-1]
     world.answer(0, world.matched(question, 0, 1, why="absent"))
+    for _ in range(2):
+        assert world.look_up().match is PENDING
+        assert world.step() == ([], [])
+    world.own.answers.append(lent := world.matched(own, has, why="evicted"))
     found = world.look_up()
-    assert (found.match, found.why, found.boot) == (None, "absent", boot(0))
+    assert (found.match, found.why) == (None, "other_node" if has else "evicted")
+    if has:
+        assert found.detail == "ranks 1 of 2 had 0 of 1,280 tokens"
+        assert world.own.sent[-1] == Release(boot=boot(0), lease=lent.lease)
     assert world.step() == ([], [])
-    world.own.answers.append(lent := world.matched(world.own.sent[-1], 5))
-    world.client.new_step()
-    assert world.own.sent[-1] == Release(boot=boot(0), lease=lent.lease)
 
 
 def test_windows_that_others_loaded_are_asked_for_again_as_far_as_the_own_daemon_goes() -> None:

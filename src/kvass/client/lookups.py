@@ -180,14 +180,14 @@ class Lookups:
     def look_up(self, request: str, message: Lookup, blocks: BlockHashes | None) -> Found:
         """Do what ``SchedulerClient.look_up`` says. ``message`` says what to look up."""
         lookup = self._of.setdefault(request, RequestLookup())
-        match, boot = self._match(lookup, message, blocks), b""
-        connection = self._client.connection
-        if lookup.why not in UNASKED and connection is not None and counts_results(connection):
-            boot = connection.boot
+        match = self._match(lookup, message, blocks)
         if isinstance(match, Pending):
             connection = lookup.connection
             waits = connection is not None and lookup.seq in connection.requests.promoting
-            return Found(match, boot=boot, promoting=waits)
+            return Found(match, promoting=waits)
+        connection, boot = self._client.connection, b""
+        if lookup.why not in UNASKED and connection is not None and counts_results(connection):
+            boot = connection.boot
         return Found(match, lookup.why, lookup.kept, boot, whole=lookup.whole)
 
     def _match(

@@ -53,13 +53,15 @@ ROUNDS: Final = 2
 @dataclass
 class _Asked:
     """The lookup of one request from chunk ``first`` of ``digests`` on, on all nodes. ``chunks``:
-    how many are asked for; None: all. ``cut``: because of which node."""
+    how many are asked for; None: all. ``cut``: because of which node. ``lack``: the nodes that have
+    nothing of it."""
 
     first: int
     digests: bytes
     chunks: int | None = None
     rounds: int = 0
     cut: str = ""
+    lack: set[StepClient] = field(default_factory=set)
 
 
 @dataclass(slots=True, frozen=True)
@@ -267,8 +269,8 @@ class NodesClient(SchedulerClient):
                 return own
             found = self._ask_others(request, asked, keys, width, context, blocks, own.match)
             for node, one in zip(self._others, found, strict=True):
-                if one.match is None:
-                    return self._missed(request, own, node, first, one.why)
+                if one.match is None and isinstance(own.match, Match):
+                    return self._missed(request, own, node, first)
             matches = [one.match for one in (own, *found) if isinstance(one.match, Match)]
             if len(matches) <= len(found):
                 return Found(PENDING, promoting=any(one.promoting for one in (own, *found)))
@@ -291,15 +293,11 @@ class NodesClient(SchedulerClient):
                 if match.chunks > end[0]:
                     client.lookups.restart(request)
 
-    def _missed(
-        self, request: str, own: Found, node: StepClient, first: int, why: str = OTHER_NODE
-    ) -> Found:
-        """The answer if a node has nothing of what the own daemon has, or may yet load: then it
-        says ``why``, and the own daemon would probably say the same."""
-        self.give_back(request)
-        if not isinstance(own.match, Match):
-            return own._replace(match=None, promoting=False, why=why)
+    def _missed(self, request: str, own: Found, node: StepClient, first: int) -> Found:
+        """The answer if a node has nothing of what the own daemon has."""
+        assert isinstance(own.match, Match)
         detail = self._cut(own.match, node, first, 0)
+        self.give_back(request)
         return own._replace(match=None, why=OTHER_NODE, detail=detail)
 
     def _cut(self, own: Match, node: StepClient, chunks: int, blocks: int) -> str:
@@ -325,12 +323,17 @@ class NodesClient(SchedulerClient):
             limit = partial(_within, blocks, own, width)
         found = list[Found]()
         for node in self._others:
+            if node in asked.lack:
+                found.append(Found(None))
+                continue
             node.lookups.share_time(request, self.lookups)
             one = node.look_up(request, keys, width, asked.first, context, limit)
             longer = isinstance(one.match, Match) and one.match.chunks > end
             if longer and not self._cuts and not asked.rounds:  # it was asked before that was known
                 node.lookups.restart(request)
                 one = node.look_up(request, keys, width, asked.first, context, limit)
+            if one.match is None:
+                asked.lack.add(node)
             found.append(one)
         return found
 
