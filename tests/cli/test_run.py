@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Final
 
 import pytest
@@ -202,6 +204,32 @@ def test_a_script_whose_interpreter_is_missing_is_a_line_after_the_daemons(tmp_p
     assert status == 127
     assert f"kvass: {script} cannot be run: No such file or directory\n" in errors
     assert not daemon_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        "while not select.select([0], [], [], 0)[0]: run._sleep(0.01)\nos._exit(7)",
+        "pid = os.posix_spawn('/bin/sh', ['sh', '-c', 'read x; exit 7'], {}, setsigmask=before)\n"
+        "os._exit(run._status(run._wait(pid, run._Daemon(''))))",
+    ],
+    ids=["the daemon", "the command"],
+)
+def test_who_is_stopped_while_it_waits_goes_on(waits: str) -> None:
+    """Python 3.11 then gives a signal with any number, which never came."""
+    code = "import os, select\nfrom kvass.cli import run\nrun._LOOK_S = 0.01\n"
+    code += "with run._signals_wait() as before:\n  print('waits', flush=True)\n"
+    code += indent(waits, "  ")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as one:
+        assert line_of(one) == "waits"
+        for _ in range(10):
+            one.send_signal(signal.SIGSTOP)
+            time.sleep(0.03)
+            one.send_signal(signal.SIGCONT)
+            time.sleep(0.02)
+        one.communicate("\n", timeout=WAIT_S)
+        assert one.returncode == 7
 
 
 def test_a_daemon_that_does_not_start_says_why_and_its_status_is_ours(tmp_path: Path) -> None:

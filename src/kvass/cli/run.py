@@ -6,24 +6,26 @@ Laws of this file:
   status is ours; 128 + N if signal N ended it.
 - A daemon that was started here ends after the command, and not before. It has a session of its
   own, so a Ctrl-C does not reach it. Its stdin is a pipe from this process. At the pipe's end it
-  stops, so it does not stay if this process is killed. The kernel's death signal (prctl) would need
-  a call through ctypes, and ends with the thread that made it.
+  stops, so it does not stay if this process is killed. The kernel's death signal (prctl) comes at
+  the end of the thread that asked for it.
 - A daemon that was there before is used, and left alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import select
 import shutil
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 from kvass.cli.environment import SET_HERE
@@ -271,8 +273,28 @@ class _Signalled(Exception):
 
 def _sleep(seconds: float) -> None:
     """Sleep, unless a signal comes. Raises ``_Signalled``."""
-    if (found := signal.sigtimedwait(_PASSED_ON, seconds)) is not None:
+    if (found := _signal(_PASSED_ON, seconds)) is not None:
         raise _Signalled(found.si_signo)
+
+
+def _signal(numbers: frozenset[signal.Signals], seconds: float) -> signal.struct_siginfo | None:
+    """The next of these signals; None: there was none for so long.
+
+    ``sigtimedwait`` itself does not wait: if this process was stopped until its time was over, it
+    would give what no signal was (Python 3.11).
+    """
+    select.select([_signal_fd(numbers)], [], [], seconds)
+    return signal.sigtimedwait(numbers, 0)
+
+
+@cache
+def _signal_fd(numbers: frozenset[signal.Signals]) -> int:
+    """A signalfd(2): it is readable while one of these signals waits. Nobody reads it."""
+    mask = struct.pack("=Q120x", sum(1 << number - 1 for number in numbers))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if (fd := libc.signalfd(-1, mask, os.O_CLOEXEC)) < 0:
+        raise OSError(ctypes.get_errno(), "no signalfd")
+    return int(fd)
 
 
 @contextmanager
@@ -297,7 +319,7 @@ def _wait(pid: int, daemon: _Daemon) -> int:
     A signal of the terminal has reached the command already, and is passed on to the daemon alone.
     """
     while True:
-        found = signal.sigtimedwait(_SIGNALS, _LOOK_S)
+        found = _signal(_SIGNALS, _LOOK_S)
         if found is not None and found.si_signo != signal.SIGCHLD:
             if found.si_code != _SI_KERNEL or pid == daemon.pid:
                 os.kill(pid, found.si_signo)
