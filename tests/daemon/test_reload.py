@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +23,10 @@ from kvass.daemon.listen import Access
 from kvass.daemon.live import LiveConfig
 from kvass.daemon.loop import Server
 from kvass.daemon.notices import Notices
-from kvass.messages import Clear, Error
+from kvass.messages import Clear, Cleared
 from kvass.testing.daemon import Daemon, running_daemon
 from tests.daemon.test_process import as_user, open_folder, stranger, try_to_connect
+from tests.support.tiers.faulty import url
 from tests.support.waiting import eventually
 from tests.support.wire.raw_session import RawSession
 
@@ -160,21 +160,37 @@ def test_without_a_file_there_is_nothing_to_reload(tmp_path: Path) -> None:
         assert daemon.running
 
 
+def clears(daemon: Daemon) -> bool:
+    """Whether its tier, too, confirms a clear."""
+    with RawSession(daemon.socket).greet() as peer:
+        peer.channel.send(Clear(seq=1, everything=True, tiers=True))
+        return isinstance(peer.next(), Cleared)
+
+
+def says_that_its_tier_is_down(daemon: Daemon, orders: Path) -> bool:
+    """Whether the tier's process says it, from when on the tier is down until it is up again."""
+    before = len(daemon.log())
+    (orders / "dead").touch()
+    assert not clears(daemon)
+    assert eventually(lambda: not daemon.status()["tiers"][0]["up"])
+    (orders / "dead").unlink()
+    assert eventually(lambda: clears(daemon) and daemon.status()["tiers"][0]["up"])
+    return "is down" in daemon.log()[before:]
+
+
 def test_a_tiers_process_logs_as_the_daemon_does(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
+    """From the next heartbeat on."""
+    (tmp_path / "orders").mkdir()
     file = tmp_path / "kvass.yaml"
     file.write_text("log_format: json\n")
-    tier = f"disk:{tmp_path}/disk?capacity=16MiB"
-    with running_daemon(tmp_path, "1MiB", config=str(file), tier=[tier]) as daemon:
+    with running_daemon(
+        tmp_path, "1MiB", config=str(file), tier=[url(tmp_path / "orders")]
+    ) as daemon:
+        assert says_that_its_tier_is_down(daemon, tmp_path / "orders"), "the control"
         file.write_text("log_format: json\nlog_level: error\n")
         os.kill(daemon.pid, signal.SIGHUP)
         assert eventually(lambda: '"level": "info", "message": "SIGHUP: log_level' in daemon.log())
-        time.sleep(1.5)  # the next heartbeat tells it
-        (tmp_path / "disk").rename(tmp_path / "moved")
-        with RawSession(daemon.socket).greet() as peer:
-            peer.ask(Clear(everything=True, tiers=True), Error)
-        assert eventually(lambda: not daemon.status()["tiers"][0]["up"])
-        assert "is down" not in daemon.log()
+        assert eventually(lambda: not says_that_its_tier_is_down(daemon, tmp_path / "orders"))
 
 
 def test_many_reloads_cost_no_memory_and_no_descriptor(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from kvass.testing.daemon import GRACE_S, Daemon
+from kvass.testing.daemon import Daemon
 from tests.engine.conftest import LORA, NOTHING_OWED, Starter, empty, store
 from tests.support.vllm.judge import Judge, check_same
 from tests.support.vllm.models import TINY, write_model
@@ -49,7 +49,7 @@ def test_killed_while_it_holds_leases_and_reservations(
     assert eventually(lambda: all(daemon.status()[held] for held in ("leases", "reservations")))
     assert daemon.status()["pins"] > 0
     victim.kill()
-    daemon.wait_until(1.0 + GRACE_S, **NOTHING_OWED)
+    daemon.wait_until(**NOTHING_OWED)
     for tokens in (kept, loading):
         warm = b.one(tokens)
         assert warm.external == 512

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from kvass.testing.daemon import GRACE_S, Daemon
+from kvass.testing.daemon import Daemon
 from tests.engine.conftest import ARGS, BLOCK, CHUNK, NOTHING_OWED, ROOT, Starter, empty, store
 from tests.support.vllm.judge import Judge, check_same
 from tests.support.vllm.models import TINY_LATENT, build
@@ -319,7 +319,7 @@ def strike(
     with pytest.raises(EngineDied):
         engine.answers()
     until(lambda: all(state(pid) in "Z-" for pid in pids), "the engine's end", 60.0)
-    daemon.wait_until(1.0 + GRACE_S, **NOTHING_OWED)
+    daemon.wait_until(**NOTHING_OWED)
     return held
 
 

@@ -88,6 +88,18 @@ def evaluated(folder: Path, given: list[dict[str, str]], minutes: int) -> set[st
     return {rule["alert"] for rule in names if f'alertname="{rule["alert"]}"' in said}
 
 
+def prompt(measured: Samples) -> Samples:
+    """``measured`` by a daemon that never waited for this machine, which has other work: no lookup
+    and no turn of the loop took it any time."""
+    found = dict(measured)
+    for name, labels in measured:
+        timed, bucket, _ = name.partition("_bucket")
+        if bucket and timed in ("kvass_lookup_seconds", "kvass_event_loop_lag_seconds"):
+            rest = tuple(label for label in labels if label[0] != "le")
+            found[name, labels] = measured[f"{timed}_count", rest]
+    return found
+
+
 def keys(count: int) -> list[bytes]:
     return [os.urandom(WIDTH) for _ in range(count)]
 
@@ -100,8 +112,8 @@ class Scene:
         self.before = self.scrape()
 
     def scrape(self) -> Samples:
-        """As Prometheus sees it now."""
-        return samples(self.daemon.status())
+        """As Prometheus sees it now, on a machine without other work."""
+        return prompt(samples(self.daemon.status()))
 
     def use(self, times: int = 1) -> None:
         """Traffic that hits."""
@@ -284,12 +296,15 @@ def test_a_daemon_that_is_slow(tmp_path: Path) -> None:
     """It is stopped for a second, in which its loop should have looked at its lag."""
     with scene(tmp_path) as one:
         one.use()
+        before = samples(one.daemon.status())
         one.daemon.suspend()
         time.sleep(1.3)
         one.daemon.resume()
         late = ("kvass_event_loop_lag_seconds_sum", ())
-        assert eventually(lambda: one.scrape()[late] - one.before[late] > 0.1)
-        assert one.fired() == {"KvassSlow"}
+        assert eventually(lambda: one.scrape()[late] - before[late] > 0.1)
+        minutes = HOURS * 60
+        assert fired(tmp_path, (before, samples(one.daemon.status()), minutes)) == {"KvassSlow"}
+        assert one.fired() == set()
 
 
 def test_every_alert_has_a_cause_here() -> None:

@@ -101,7 +101,7 @@ def test_the_picture_in_the_docs_is_of_this_page(browser: Browser, web: WebServe
     png = picture.picture(page)
     assert struct.unpack(">I", png[16:20]) == (picture.WIDTH,)
     assert picture.words_of(png) == picture.words(page)
-    page.run("document.querySelector('.card span').textContent = 'another label'")
+    page.run("document.querySelector('main h2').textContent = 'another label'")
     assert picture.words_of(png) != picture.words(page)
 
 

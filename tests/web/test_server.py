@@ -81,11 +81,19 @@ def test_an_answer_that_comes_late_arrives(
     daemon: Daemon, web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline is the request's, not the answer's."""
-    monkeypatch.setattr(server, "DEADLINE_S", 0.3)
+    looks, look = list[float](), web.service_actions
+
+    def looking() -> None:
+        looks.append(time.monotonic())
+        look()
 
     def slow(*_: Any, **__: Any) -> int:
-        time.sleep(1)
+        monkeypatch.setattr(server, "DEADLINE_S", 0.0)  # the request has arrived
+        enough = len(looks) + 2  # one may have begun before
+        assert eventually(lambda: len(looks) >= enough)
         return 7
+
+    monkeypatch.setattr(web, "service_actions", looking)
 
     monkeypatch.setattr(Client, "clear", slow)
     assert ask(web, "POST", "/api/v1/clear", b"", **WRITE) == (200, {"rows": 7})
@@ -115,7 +123,7 @@ def test_a_clear_that_takes_long_keeps_no_probe_waiting(
         with client.lock:  # as every wait for an answer
             if timeout_s > 100:
                 began.set()
-                end.wait(5)
+                end.wait(60)
             return wait(client, seq, timeout_s)
 
     monkeypatch.setattr(Client, "wait", slow)
