@@ -26,7 +26,7 @@ from kvass.core.saved.index_file import SavedIndex
 from kvass.daemon.peer_process import former_process, former_processes
 from kvass.errors import Unavailable
 from kvass.processes import start_time
-from kvass.testing.daemon import KVASS, READY_S, Daemon, running_daemon
+from kvass.testing.daemon import ENDS_S, KVASS, Daemon, running_daemon
 from kvass.testing.fake_engine import PATIENCE_S, FakeEngine, spread
 from kvass.testing.pages import WrongPageError
 from kvass.types import GroupLayout, RankLayout
@@ -281,7 +281,7 @@ def test_the_next_daemon_serves_while_the_former_one_unmaps_the_arena(
         with ExitStack() as ending:
             Rows(before.socket, "mine", ROW, ending).store(KEYS)
         os.kill(before.pid, signal.SIGTERM)
-        deadline_s = time.monotonic() + READY_S
+        deadline_s = time.monotonic() + ENDS_S
         while Path(before.socket + ".lock").exists():
             assert time.monotonic() < deadline_s, "it keeps the path"
             time.sleep(0.01)

@@ -23,8 +23,11 @@ from typing import Any, ClassVar
 
 from kvass.client.client import Client
 
-READY_S = 30.0
-"""How long a daemon may take to start or to end; a loaded machine starts Python slowly."""
+READY_S = 120.0
+"""How long a daemon may take to start; a loaded machine starts Python slowly."""
+ENDS_S = 30.0
+"""How long it may take to answer, to end or to reach a state: less than its leases last, so that
+nothing passes for ended because it has lapsed."""
 KVASS = ("-m", "kvass")
 GRACE_S = 1.0
 """The default of ``lost_engine_grace_s`` here. That of kvass is longer, for large pinned arenas."""
@@ -96,7 +99,7 @@ class Daemon:
 
     def wait(self) -> int:
         assert self._process is not None
-        return self._process.wait(timeout=READY_S)
+        return self._process.wait(timeout=ENDS_S)
 
     def restart(self) -> None:
         """Kill the process, and start a new one on the same socket path."""
@@ -116,9 +119,9 @@ class Daemon:
     def status(self) -> dict[str, Any]:
         """The fields of ``kvass status``, from a new connection."""
         with Client(self.socket) as client:
-            return client.status(READY_S)
+            return client.status(ENDS_S)
 
-    def wait_until(self, timeout_s: float = READY_S, **fields: Any) -> dict[str, Any]:
+    def wait_until(self, timeout_s: float = ENDS_S, **fields: Any) -> dict[str, Any]:
         """Wait until ``status()`` has these values. Returns the status. Raises
         ``AssertionError``."""
         deadline = time.monotonic() + timeout_s
