@@ -261,9 +261,10 @@ def test_nothing_ends_before_the_process_is_dead(
 
 @pytest.mark.alone
 def test_one_of_which_no_thread_runs_is_killed(folder: Path) -> None:
-    with shell(url(folder), heartbeat_s=SILENT_S, kill_after=10) as one:
+    with shell(url(folder), heartbeat_s=SILENT_S, kill_after=100_000) as one:
         first = one.pid
         os.kill(first, signal.SIGSTOP)
+        one.periods.kill_after = 10
         assert not one.end(load(1, 9, 1)).which.any()
         one.periods.heartbeat_s = 3600.0  # the next one may take its time
         assert one.until(lambda: one.report.get("restarts") == 1)
