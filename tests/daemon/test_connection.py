@@ -90,7 +90,8 @@ async def test_flush_says_when_too_much_is_unread_and_mute_forgets_it(
 @played
 async def test_close_sends_what_is_queued_first(connection: Connection, far: socket.socket) -> None:
     connection.queue(bytes(1 << 20))
-    connection.close()
+    with mock.patch.object(module, "LINGER_S", 60.0):
+        connection.close()
     connection.queue(b"too late")
     assert len(await read(far)) == 1 << 20
 
