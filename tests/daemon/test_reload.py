@@ -28,7 +28,7 @@ from kvass.testing.daemon import Daemon, running_daemon
 from tests.daemon.test_process import as_user, open_folder, stranger, try_to_connect
 from tests.support.tiers.faulty import url
 from tests.support.waiting import eventually
-from tests.support.wire.raw_session import RawSession
+from tests.support.wire.raw_session import RawSession, engine
 
 __all__ = ["open_folder", "stranger"]
 CONFIG = "l1_size: 1MiB\nlog_level: info\n"
@@ -174,7 +174,13 @@ def says_that_its_tier_is_down(daemon: Daemon, orders: Path) -> bool:
     assert not clears(daemon)
     assert eventually(lambda: not daemon.status()["tiers"][0]["up"])
     (orders / "dead").unlink()
-    assert eventually(lambda: clears(daemon) and daemon.status()["tiers"][0]["up"])
+    with engine(daemon.socket) as (scheduler, _):
+
+        def is_back() -> bool:
+            scheduler.lookup("a")  # each kind of what it is asked proves itself
+            return clears(daemon) and bool(daemon.status()["tiers"][0]["up"])
+
+        assert eventually(is_back)
     return "is down" in daemon.log()[before:]
 
 
