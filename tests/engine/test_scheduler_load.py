@@ -227,7 +227,7 @@ def test_what_the_ranks_copied_reaches_the_scheduler() -> None:
     assert both.failed_step == 2
     _client, world = stored()
     world.step(copied={0: slow})
-    assert world.planner.copy_speed.bytes_s == 2 << 20
+    assert world.planner.copy_speed.seconds([1 << 15]) == 1.0
 
 
 def pending(client: FakeClient, world: SchedulerHarness) -> None:

@@ -202,6 +202,35 @@ def test_one_slow_copy_prevents_no_load_after_the_next_one(asynchronous: bool) -
     assert [engine.run(one)[0] for one in prompts] == [256, 512, 512]
 
 
+def test_after_one_slow_copy_one_of_many_hits_is_a_trial_and_no_lookup_is() -> None:
+    engine = Engine()
+    engine.warm()
+    small, large = [seen(engine, 32) for _ in range(12)], seen(engine, 512)
+    engine.lookup_s = 0.002
+    for _ in range(SAMPLES):
+        engine.run(fresh(600))
+    engine.slower = 1000.0
+    assert engine.run(large)[0] == 512
+    engine.slower, before = 1.0, len(engine.client.lookups)
+    for _ in range(20):
+        engine.run(fresh(65))
+    assert len(engine.client.lookups) - before == 0
+    engine.lookup_s = 0.0
+    engine.world.planner._worth._lookups.clear()
+    engine.forget()
+    waiting = [engine.world.add(f"all {n}", one, max_tokens=1) for n, one in enumerate(small)]
+    loaded = set()
+    while engine.world.scheduler.has_unfinished_requests():
+        engine.step()
+        live = engine.world.planner._requests
+        loaded |= {
+            one.request_id
+            for one in waiting
+            if getattr(live.get(one.request_id), "loaded_tokens", 0)
+        }
+    assert len(loaded) == 1
+
+
 def test_a_load_inside_a_step_ends_refusals_too() -> None:
     """Its rank reports what it copied; what was measured while copies were slow is forgotten."""
     engine = Engine()

@@ -88,6 +88,16 @@ def test_a_step_whose_predecessor_was_seen_late_does_not_make_the_engine_fast() 
     )
 
 
+def test_the_speed_is_that_of_the_last_large_steps_whatever_size_they_had() -> None:
+    """Neither a size that came once nor steps that decode count for long."""
+    late = [(4096, 0.4)] * 9 + [(600, 1e-3)] + [(4096, 0.4)] * SAMPLES
+    assert paced(*late).tokens_s == pytest.approx(10_240)
+    slower = [(700, 0.035)] * 4 + [(8192, 2.0)] * SAMPLES
+    assert paced(*slower).tokens_s == pytest.approx(4096)
+    decoding = [(1024, 0.05)] * SAMPLES + [(256, 0.06)] * SAMPLES
+    assert paced(*decoding).tokens_s == pytest.approx(20_480)
+
+
 def test_an_engine_that_has_become_slow_is_believed_in_the_end() -> None:
     times = paced(*[(4096, 0.5)] * 3, *[(4096, 1.0)] * SAMPLES)
     assert times.tokens_s == pytest.approx(4096)

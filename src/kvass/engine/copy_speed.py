@@ -3,16 +3,17 @@
 Each rank reports what its loads took (``Copied``). All ranks copy their part of a load, so the
 slowest one decides.
 
-The estimate errs on the low side: it is the median of a rank's last loads, but no more than its
-last one. So a load that took long counts at once, and one that was slow by chance only until the
-next. A small load takes a time that hardly depends on its bytes. Once a larger one is known, it
-counts in the median only if it was faster than that, and it is slow only if it took ``SLOW_S``
-longer than the median lets expect.
+Small loads and larger ones are estimated apart. A small load takes a time that hardly depends on
+its bytes, and its rows may be in a CPU's cache. So neither says much of the other, and counts for
+it only while nothing else is known.
+
+The estimate errs on the slow side: it is the median of a rank's last loads, but the last one if
+that was slower. So a load that took long counts at once, and one that was slow by chance only until
+the next.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -23,6 +24,7 @@ SAMPLES: Final = 9
 SMALL_BYTES: Final = 256 << 10
 """A load of fewer bytes is small."""
 SLOW_S: Final = 0.001
+"""A small load that took no more than this longer than usual was not slow."""
 
 
 class Copied(NamedTuple):
@@ -74,11 +76,6 @@ class CopySpeed:
         """Whether all ranks can copy inside a step."""
         return self.known and all(rank.last.in_step for rank in self._of.values())
 
-    @property
-    def bytes_s(self) -> float:
-        """Bytes per second of the slowest rank; 0: unknown."""
-        return min(rank.bytes_s for rank in self._of.values()) if self.known else 0.0
-
     def seconds(self, blocks: Sequence[int]) -> float | None:
         """How long the slowest rank copies ``blocks[g]`` blocks of each layer group ``g``. None:
         unknown."""
@@ -86,41 +83,57 @@ class CopySpeed:
             return None
         return max(rank.seconds(blocks) for rank in self._of.values())
 
+    def most(self, seconds: float) -> int:
+        """How many blocks of an engine with one layer group the slowest rank copies in that time;
+        0: unknown."""
+        return min(rank.most(seconds) for rank in self._of.values()) if self.known else 0
+
 
 class _Rank:
     def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=SAMPLES)
-        self._small = True
-        """Whether all loads so far were small."""
-        self._last = math.inf
-        """The rate of the last load; infinity: it was small, and not slow."""
+        self._small: deque[Copied] = deque(maxlen=SAMPLES)
+        self._large: deque[Copied] = deque(maxlen=SAMPLES)
         self.last = Copied(0, 0.0)
 
     def add(self, copied: Copied) -> None:
-        self.last, self._last = copied, copied.bytes / max(copied.seconds, 1e-9)
-        small = copied.bytes < SMALL_BYTES
-        if small and not self._small and self._last <= (usual := median(self._rates)):
-            if copied.seconds < copied.bytes / usual + SLOW_S:
-                self._last = math.inf
-            return
-        if not small and self._small:
-            self._rates.clear()
-        self._small = self._small and small
-        self._rates.append(self._last)
+        self.last = copied
+        (self._small if copied.bytes < SMALL_BYTES else self._large).append(copied)
 
     def renew(self) -> None:
-        self._rates.clear()
-        self._small = True
+        self._small.clear()
+        self._large.clear()
         self.add(self.last)
 
     @property
     def bytes_s(self) -> float:
-        return min(median(self._rates), self._last)
+        """Of loads that are not small, if one is known."""
+        rates = [_rate(load) for load in self._large or self._small]
+        return min(median(rates), rates[-1])
 
     @property
     def doubtful(self) -> bool:
-        return self._last < median(self._rates) / 2
+        if self.last.bytes >= SMALL_BYTES:
+            return self.bytes_s < median(_rate(load) for load in self._large) / 2
+        usual_s = median(load.seconds for load in self._small)
+        return self.last.seconds > max(2 * usual_s, usual_s + SLOW_S)
 
     def seconds(self, blocks: Sequence[int]) -> float:
         sizes = zip(blocks, self.last.block_bytes, strict=True)
-        return sum(count * size for count, size in sizes) / self.bytes_s
+        return self._seconds(sum(count * size for count, size in sizes))
+
+    def most(self, seconds: float) -> int:
+        (block_bytes,) = self.last.block_bytes
+        size = seconds * self.bytes_s
+        if size < SMALL_BYTES and self._small:
+            size = SMALL_BYTES - 1 if self._seconds(1) <= seconds else 0
+        return int(size / max(block_bytes, 1))
+
+    def _seconds(self, size: int) -> float:
+        if 0 < size < SMALL_BYTES and self._small:
+            usual_s = median(load.seconds for load in self._small)
+            return max(usual_s, self._small[-1].seconds)
+        return size / self.bytes_s
+
+
+def _rate(load: Copied) -> float:
+    return load.bytes / max(load.seconds, 1e-9)

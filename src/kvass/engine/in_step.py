@@ -87,10 +87,10 @@ class InStep:
             return 0
         if (left_s := self._left_s()) <= 0:
             return 0
-        block_s, tokens = self._speed.seconds([1]) or 0.0, self._setup.groups[0].block_tokens
-        if self.fits(self._blocks(local, local + hit)) or not block_s:
+        if self.fits(self._blocks(local, local + hit)):
             return hit
-        return max(0, self._limits.end_before(local + int(left_s / block_s) * tokens) - local)
+        tokens = self._speed.most(left_s) * self._setup.groups[0].block_tokens
+        return min(hit, max(0, self._limits.end_before(local + tokens) - local))
 
     def tokens(self, request: Request, match: Match, local: int, end: int) -> int:
         """How many of the tokens ``[local, end)`` of ``match`` are loaded inside the step that is

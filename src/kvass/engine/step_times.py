@@ -43,6 +43,8 @@ class StepTimes:
         """The same of each size that was not measured since: tokens and seconds of its estimate."""
         self._curve: list[tuple[float, float]] | None = None
         """Tokens and seconds, both rising; None: it is computed when it is needed."""
+        self._speeds: deque[float] = deque(maxlen=SAMPLES)
+        """Tokens per second of the last large steps."""
         self._recent: deque[float] = deque(maxlen=SAMPLES)
         self.names: Set[str] = frozenset()
         """Of the requests of which the last step that was planned computes tokens. A step without
@@ -71,6 +73,8 @@ class StepTimes:
             self._recent.append(took_s)
             self._points.pop(size, None)
             self._curve = None
+            if tokens >= MIN_SAMPLE_TOKENS:
+                self._speeds.append(tokens / took_s)
 
     def load_s(self, since_s: float) -> float | None:
         """How long a load took inside the oldest step that has not ended, and that ends now: the
@@ -84,11 +88,11 @@ class StepTimes:
     @property
     def tokens_s(self) -> float:
         """How many tokens the engine computes per second, in large steps; 0: unknown. It errs on
-        the high side: the fastest size counts. If it were too low, a request would wait for tiers
-        that take longer than computing. But one step that seemed fast does not count, because that
-        of a step before it was seen late."""
-        large = (point for point in self._known() if point[0] >= MIN_SAMPLE_TOKENS)
-        return max((tokens / seconds for tokens, seconds in large), default=0.0)
+        the high side: of the last large steps a quarter were faster, of three or fewer none. If it
+        were too low, a request would wait for tiers that take longer than computing. But one step
+        that seemed fast does not count, because that of a step before it was seen late."""
+        speeds = sorted(self._speeds)
+        return speeds[-1 - len(speeds) // 4] if speeds else 0.0
 
     @property
     def recent_s(self) -> float:
@@ -98,17 +102,14 @@ class StepTimes:
     def seconds(self, tokens: float) -> float:
         """How long a step of ``tokens`` tokens takes; 0: unknown. Of fewer tokens than any step had
         it takes as long as the smallest. Of more than any had the engine makes several steps."""
+        if self._curve is None:
+            self._curve = self._rising()
         before = None
-        for point in self._known():
+        for point in self._curve:
             if tokens <= point[0]:
                 return point[1] if before is None else _between(before, point, tokens)
             before = point
         return 0.0 if before is None else before[1] * tokens / before[0]
-
-    def _known(self) -> list[tuple[float, float]]:
-        if self._curve is None:
-            self._curve = self._rising()
-        return self._curve
 
     def _rising(self) -> list[tuple[float, float]]:
         points: list[tuple[int, float, float]] = []

@@ -130,14 +130,14 @@ class Worth(Observer):
         if (found := self._best(state, local, most, self._inside.room(local, most))) is None:
             return True
         _, seems_s, saved_s = found
-        lookup_s = median(self._lookups)
-        if not worth_loading(lookup_s / self._easier, saved_s):
+        lookup_s, easier = median(self._lookups), 1.0 if self._doubt else self._easier
+        if not worth_loading(lookup_s / easier, saved_s):
             if name not in self._unasked:  # the engine may ask again in each step
                 self._unasked.add(name)
                 self._easier = min(EASIER * self._easier, EASIEST)
             return False
         if not worth_loading(lookup_s, saved_s):
-            self._lookup_most_s = lookup_s / self._easier
+            self._lookup_most_s = lookup_s / easier
         if saved_s + seems_s < lookup_s + seems_s * self._easier:
             self._asked.add(name)
         return True
@@ -220,6 +220,8 @@ class Worth(Observer):
         most_s = self._trials.pop(state.request.name, 0.0)
         if answer.why == CHEAPER:
             self._easier = min(EASIER * self._easier, EASIEST)
+        if self._doubt and most_s and tokens:
+            self._doubt, self._easier = False, 1.0
         if not tokens or not self._on or not self._copies.verified:
             return  # the first copies are verified, and take longer
         copy_s = self._copy_s(answer.local, answer.local + tokens)
