@@ -69,7 +69,7 @@ def remember(state: State, ns: Namespace, context: RequestContext, keys: U64Arra
     if context.then_s > 0 and state.tiers.used and not over:
         pause = min(context.then_s, LONGEST_S)
         size = _size(ns, len(keys))
-        load_s = max(tier.speed.seconds(size) for tier in state.tiers.used)
+        load_s = max(tier.speed.measured_s(size) for tier in state.tiers.used)
         early_s = max(LEAST_EARLY_S, pause * EARLY) + load_s
         prompt.early_s = min(early_s, pause * MOST_EARLY)
         prompt.gap_s = LET_GO_S

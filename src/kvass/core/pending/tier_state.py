@@ -30,7 +30,9 @@ class Speed(msgspec.Struct):
     """How fast a tier loads, measured over the time in which it has anything to load.
 
     ``bytes_s``: bytes per second; 0: not known. ``easier``: how many times faster it seems, because
-    loads were refused since it was measured last (``kvass.worth``).
+    loads were refused since its last trial (``kvass.worth``). ``trial``: a load began that is worth
+    it for this reason alone. Other loads leave ``easier`` as it is: they are of other sizes, or of
+    engines that compute slower, and show nothing of those that were refused.
     """
 
     bytes_s: float = 0.0
@@ -38,6 +40,7 @@ class Speed(msgspec.Struct):
     since: float = 0.0
     done_bytes: int = 0
     easier: float = 1.0
+    trial: bool = False
 
     def begin(self, size: int, now: float) -> None:
         """A load of ``size`` bytes began."""
@@ -52,16 +55,20 @@ class Speed(msgspec.Struct):
         spent = now - self.since
         if self.done_bytes and spent > 0 and (not self.loading_bytes or spent >= _SAMPLE_S):
             sample = self.done_bytes / spent
-            trusted = not self.bytes_s or sample >= self.bytes_s * self.easier > self.bytes_s
+            trusted = not self.bytes_s or (self.trial and sample >= self.bytes_s * self.easier)
             self.bytes_s += (1.0 if trusted else _SAMPLE_WEIGHT) * (sample - self.bytes_s)
-            self.since, self.done_bytes, self.easier = now, 0, 1.0
+            self.since, self.done_bytes = now, 0
+            if self.trial:
+                self.easier, self.trial = 1.0, False
+
+    def measured_s(self, size: int) -> float:
+        """How many seconds loading ``size`` bytes more takes at the speed that was measured; 0 if
+        none was."""
+        return (self.loading_bytes + size) / self.bytes_s if self.bytes_s else 0.0
 
     def seconds(self, size: int) -> float:
-        """How many seconds loading ``size`` bytes more seems to take; 0 if the speed is not
-        known."""
-        if not self.bytes_s:
-            return 0.0
-        return (self.loading_bytes + size) / (self.bytes_s * self.easier)
+        """How many seconds it seems to take."""
+        return self.measured_s(size) / self.easier
 
     def refused(self) -> None:
         """A load was not worth it, so the next one seems a little faster. What was measured stays:

@@ -79,14 +79,16 @@ def _worth_it(state: State, promotion: Promotion, wanted: list[I64Array], chunks
     sizes = np.zeros(len(tiers), np.int64)
     for c, home, w in zip(ns.classes, promotion.homes, wanted, strict=True):
         sizes += np.bincount(home[w], minlength=len(sizes)) * c.spec.row_bytes
-    used = np.flatnonzero(sizes).tolist()
-    load_s = sum(tiers[tier].speed.seconds(int(sizes[tier])) for tier in used)
-    tokens_s = promotion.context.prefill_tokens_s
-    if worth_loading(load_s, compute_s(chunks * ns.chunk_tokens, tokens_s)):
+    used = [(tiers[tier].speed, int(sizes[tier])) for tier in np.flatnonzero(sizes).tolist()]
+    computing_s = compute_s(chunks * ns.chunk_tokens, promotion.context.prefill_tokens_s)
+    if worth_loading(sum(speed.seconds(size) for speed, size in used), computing_s):
+        if not worth_loading(sum(speed.measured_s(size) for speed, size in used), computing_s):
+            for speed, _ in used:
+                speed.trial = True
         return True
     state.counters["promotions_not_worth_it"] += 1
-    for tier in used:
-        tiers[tier].speed.refused()
+    for speed, _ in used:
+        speed.refused()
     return False
 
 
