@@ -252,6 +252,11 @@ def broken(**fields: Any) -> dict[str, Any]:
             "stores fail: 5 failed, 4 did not",
         ),
         ({"up": True, "store_failures": 5, "stored_rows": 4, "last_failure_s": 600.0}, ""),
+        (
+            {"up": True, "store_failures": 15, "stored_rows": 0, "failing_rows": 15}
+            | {"last_failure_s": 660.0},
+            "stores fail: 15 failed, 0 did not",
+        ),
         ({"up": True, "store_failures": 0, "stored_rows": 0, "trouble": "slow"}, "slow"),
     ],
 )
@@ -262,16 +267,21 @@ def test_what_is_wrong_with_a_tier(fields: dict[str, Any], line: str) -> None:
 @pytest.mark.parametrize(
     ("minute", "all_", "when"),
     [
-        ((0, 0), (500, 1000), "since the start"),
-        ((4, 0), (500, 1000), "since the start"),
+        ((0, 0), (500, 1000), ""),
+        ((4, 0), (500, 1000), ""),
         ((5, 0), (500, 1000), ""),
         ((5, 4), (500, 1000), "since the start"),
+        ((1, 1), (500, 1000), "since the start"),
+        ((1, 1), (499, 1000), ""),
+        ((0, 0), (5, 5), "since the start"),
+        ((0, 0), (4, 4), ""),
+        ((1, 0), (5, 6), ""),
         ((60, 6), (500, 1000), "in the last minute"),
         ((60, 5), (500, 1000), ""),
         ((0, 0), (499, 1000), ""),
     ],
 )
-def test_failed_loads_are_a_trouble_until_loads_go_well(
+def test_failed_loads_are_a_trouble_while_loads_fail_or_until_one_went_well(
     minute: tuple[int, int], all_: tuple[int, int], when: str
 ) -> None:
     ns = {"namespace": "0" * 64, "loads": all_[1], "failed_loads": all_[0]}

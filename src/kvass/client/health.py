@@ -17,13 +17,16 @@ rows."""
 
 FAILED_LOADS: Final = 5
 FAILED_SHARE: Final = 0.1
-"""At least so many failed loads are a trouble, if they are this share of the last minute's, or half
-of all and nothing shows that loads go well now."""
+"""At least so many failed loads are a trouble, if they are this share of the last minute's. So are
+those since the start, if they are half of all and some of the last minute failed, too, as large a
+share of it; or if none went well. How many of a minute go well must not decide: a minute with few
+loads, or none, would then be a trouble again and again after all is mended."""
 FAILING_ROWS: Final = 16
 """A tier that fails to store this many rows in a row is in trouble."""
 FAILED_S: Final = 600.0
-"""So long after the last failure a tier that failed to store most rows is in trouble: a disk that
-was full for a night may not have stored as many again for days."""
+"""So long after the last failure a tier that failed to store most rows is in trouble, or until one
+is stored if that is later: a disk that was full for a night may not have stored as many again for
+days."""
 
 
 def troubles(fields: Mapping[str, Any]) -> list[str]:
@@ -100,13 +103,13 @@ def _arena(arena: Mapping[str, Any], up_s: float) -> list[str]:
 def load_trouble(ns: Mapping[str, Any]) -> str:
     """The trouble of the loads of a namespace, as one line; empty: none."""
     spans = ("minute_", "in the last minute", FAILED_SHARE), ("", "since the start", 0.5)
+    recent = ns.get("minute_failed_loads", 0)
+    fails = recent and recent >= FAILED_SHARE * ns.get("minute_loads", 0)
     for prefix, when, share in spans:
         failed, loads = ns.get(f"{prefix}failed_loads", 0), ns.get(f"{prefix}loads", 0)
-        if failed >= FAILED_LOADS and failed >= share * loads:
+        if failed >= FAILED_LOADS and failed >= share * loads and (fails or failed == loads):
             name = f"{ns.get('model') or '?'} ({ns['namespace'][:8]})"
             return f"{failed:,} of {loads:,} loads failed {when}: {name}; the engines' logs say why"
-        if loads >= FAILED_LOADS and failed < share * loads:
-            break  # they go well in the last minute: what failed before is over
     return ""
 
 
@@ -142,6 +145,7 @@ def tier_trouble(tier: dict[str, Any]) -> str:
         why = ", a row is larger than what the tier, or its tenant's part of it, may hold"
     if failing >= FAILING_ROWS:
         return f"stores fail: the last {failing:,} rows were not stored{why}"
-    if failed and failed >= stored and tier.get("last_failure_s", 0.0) < FAILED_S:
+    lately = failing or tier.get("last_failure_s", 0.0) < FAILED_S
+    if failed and failed >= stored and lately:
         return f"stores fail: {failed:,} failed, {stored:,} did not{why}"
     return str(tier.get("trouble", ""))
