@@ -99,19 +99,22 @@ def test_a_sample_has_what_was_saved_and_why_tokens_missed() -> None:
 
 
 def test_a_status_without_a_field_does_not_end_the_history(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A daemon of another version answered once."""
+    """A daemon of another version answered for a while. Each kind of error is logged once."""
     monkeypatch.setattr(module, "FRESH_S", 0.0)
     source, good = Source(daemon.socket), daemon.status()
     bad = {name: value for name, value in good.items() if name != "forgotten"}
-    answers = iter([good, bad, good])
+    none = {**good, "leases": None, "l1_used_bytes": None}
+    answers = iter([good, bad, none, bad, none, bad, good])
     monkeypatch.setattr(source.client, "status", lambda _: next(answers))
     clock = SimpleNamespace(monotonic=time.monotonic, time=time.time)
     clock.sleep = lambda _: len(source.history()["samples"]) < 2 or 1 / 0
     monkeypatch.setattr(module, "time", clock)
     with pytest.raises(ZeroDivisionError):
         source.sample_for_ever()
+    kinds = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert kinds == [KeyError, TypeError]
     source.client.close()
 
 

@@ -91,6 +91,8 @@ class Source:
         """Makes a client for one long request, because a client waits for one answer at a time."""
         self.client = self.new_client()
         self._lock = threading.Lock()
+        self._logged: set[type[Exception]] = set()
+        """The kinds of errors of samples that were logged."""
         self._fields: dict[str, Any] | None = None
         self._trouble = "not asked yet"
         self._asked_s = -FRESH_S
@@ -145,8 +147,10 @@ class Source:
         while True:
             try:
                 self.sample()
-            except Exception:  # noqa: BLE001 - no caller above: one bad status must not end the history
-                _log.exception("a sample failed")
+            except Exception as error:  # noqa: BLE001 - no caller above: one bad status must not end the history
+                if type(error) not in self._logged:
+                    self._logged.add(type(error))
+                    _log.exception("a sample failed; more %ss are not logged", type(error).__name__)
             time.sleep(SAMPLE_S)
 
     def history(self, since: float = 0.0) -> dict[str, Any]:
