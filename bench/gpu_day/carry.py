@@ -58,7 +58,7 @@ OF_VLLM: Final = (
     *("starlette", "truststore", "typing-inspection", "xgrammar"),
 )
 """What an engine of vLLM 0.33 imports beside what PyTorch's images tend to have."""
-JOIN: Final = "/var/tmp/$WHEEL"
+JOIN: Final = "/var/tmp/$(basename $WHEEL)"
 NOT_NEEDED: Final = "'vllm/vllm-rs' 'vllm/vllm_flash_attn/_vllm_fa2_C*'"
 """Of vLLM's wheel: its servers, and FlashAttention 2. Compute capability 9 has FlashAttention 3."""
 
@@ -80,11 +80,12 @@ def what_to_carry(folder: Path) -> tuple[str, bool]:
     lines += [f"packages, there or in {where}/ as wheels (pip install --no-index --no-deps):"]
     lines += [f"  {one}" for one in packages()]
     lines += [
-        "vLLM's wheel for CUDA does not fit into one call. Cut it, carry a part a call:",
-        f"  zip -qd $WHEEL {NOT_NEEDED}    on Hopper nothing needs these",
-        f"  split -b {part}M -d $WHEEL part.    here; one part.NN at a time into {where}/",
-        f"  cat {where}/part.* >> {JOIN}    there, in order; it stays while the machine is held",
-        f"  pip install --no-index --no-deps {JOIN}    after the last one",
+        "vLLM's wheel for CUDA does not fit into one call. Cut it, carry a part a call.",
+        "WHEEL is its path, here and there:",
+        f"  zip -qd $WHEEL {NOT_NEEDED}    # on Hopper nothing needs these",
+        f"  split -b {part}M -d $WHEEL part.    # here; one part.NN at a time into {where}/",
+        f"  cat {where}/part.* >> {JOIN}    # there, in order; it stays while the machine is held",
+        f"  pip install --no-index --no-deps {JOIN}    # after the last one",
         "A further call goes on where the day's file ends: bring it along, under --out.",
         f"this machine lacks: {'; '.join(lacking()) or 'nothing'}",
         f"here a day would have {fitting(found_room()).said}",

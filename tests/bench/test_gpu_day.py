@@ -450,6 +450,45 @@ def test_what_to_carry_is_listed_and_must_fit(
     assert "TOO MUCH" in text
 
 
+def test_the_commands_for_a_wheel_run_as_they_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a shell, with the tree on both sides. ``zip`` and ``pip`` say what they were given."""
+    here, there, bin_ = tmp_path / "here", tmp_path / "there", tmp_path / "bin"
+    for folder in (here, there / "wheels", bin_):
+        folder.mkdir(parents=True)
+    for name in ("zip", "pip"):
+        (bin_ / name).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        (bin_ / name).chmod(0o700)
+    monkeypatch.setattr(carry, "ROOT", there)
+    monkeypatch.setattr(carry, "packages", list)
+    monkeypatch.setattr(carry, "_needs", list)
+    monkeypatch.setattr(carry, "MOST_BYTES", 2 << 20)
+    text, _ = carry.what_to_carry(there / "wheels")
+    wheel = tmp_path / "vllm-1-py3-none-any.whl"
+    wheel.write_bytes(bytes(range(256)) * (9 << 10))  # parts of 1 MiB
+    commands = [line for line in text.splitlines() if "$WHEEL" in line and line.startswith("  ")]
+    joined = there / wheel.name
+
+    def told(command: str, folder: Path) -> list[str]:
+        command = command.replace("/var/tmp", str(there))
+        environment = {"PATH": f"{bin_}:{os.environ['PATH']}", "WHEEL": str(wheel)}
+        run = subprocess.run(
+            ["bash", "-ec", command], cwd=folder, env=environment, check=True, stdout=-1, text=True
+        )
+        return run.stdout.splitlines()
+
+    cut, split, join, install = commands
+    assert told(cut, here) == ["-qd", str(wheel), *carry.NOT_NEEDED.replace("'", "").split()]
+    assert told(split, here) == []
+    for part in sorted(here.iterdir()):
+        part.rename(there / "wheels" / part.name)
+        assert told(join, there) == []
+        (there / "wheels" / part.name).unlink()
+    assert joined.read_bytes() == wheel.read_bytes()
+    assert told(install, there) == ["install", "--no-index", "--no-deps", str(joined)]
+
+
 def test_what_travelled_has_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(carry, "ROOT", tmp_path)
