@@ -177,11 +177,12 @@ def run(stages: Sequence[Stage], day: Day, minutes: float, config: dict[str, Any
             if not ended_well(state):
                 day.end(stage.name, state, why, took_s)
             states = day.read()["stages"]
-            refused = "v2_refused" in states[stage.name]["figures"]
+            figures = states[stage.name]["figures"]
+            refused = "v2_refused" in figures
             if not config["runner"] and (refused or _v2_hung(states, stage, state)):
                 say("vLLM's model runner V2 ran no engine: V1 runs from now on")
                 config = config | {"runner": "0"}
-            if state == "failed" and "vllm" in stage.needs and not _came_up(states, "V1", "V2"):
+            if "engine_died" in figures and not _came_up(states, "V1", "V2"):
                 no_engine = why
             if state in MEASURED:
                 ran[stage.runs, "0" if refused else runner] = stage  # refused: V1 ran it at once

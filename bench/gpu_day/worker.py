@@ -151,6 +151,8 @@ def run_stage(stage: Stage, scene: Scene, day: Day) -> tuple[str, str]:
         ended = "skipped", str(missing)
     except Exception as error:  # noqa: BLE001 - whatever a GPU brings, the other stages shall run
         traceback.print_exc()
+        if isinstance(error, EngineDied):
+            note(engine_died=True)
         ended = "failed", last_words(error)
     day.end(stage.name, *ended, time.monotonic() - began_s)
     return ended

@@ -84,6 +84,7 @@ STAGES = (
     stage("waits", "hang"),
     stage("dies_later", "dies_later"),
     stage("engine_dies", "engine_dies"),
+    stage("no_daemon", "fail", 30.0, "vllm"),
     stage("no_engine", "engine_dies", 30.0, "vllm"),
     stage("engine", "well", 30.0, "vllm"),
     stage("refused", "v1_only"),

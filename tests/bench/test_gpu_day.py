@@ -258,6 +258,13 @@ def test_where_no_engine_starts_none_is_started_again(tmp_path: Path) -> None:
     assert stages["engine"]["why"].startswith("no engine started: ")
 
 
+def test_what_fails_before_an_engine_starts_says_nothing_of_engines(tmp_path: Path) -> None:
+    """As a daemon that does not start, because its address is in use."""
+    _, stages = run(tmp_path / "day.json", "no_daemon", "engine")
+    states = {name: one["state"] for name, one in stages.items()}
+    assert states == {"no_daemon": "failed", "engine": "done"}
+
+
 def test_of_two_files_of_a_day_what_came_to_its_end_counts() -> None:
     first = ONE | {"stages": {"gil": stage_of(a=1), "two": stage_of("cut", b=1), "hits": {}}}
     other = ONE | {"stages": {"gil": stage_of("skipped"), "two": stage_of(b=2)}}
