@@ -19,8 +19,8 @@ import msgspec
 from bench.gpu_day.carry import CARRY, lacking, what_to_carry
 from bench.gpu_day.day import BAD, MEASURED, Day, facts, page, read_day
 from bench.gpu_day.folder import own_folder, remove_left
-from bench.gpu_day.sizes import SHM, Room, Sizes, fitting, found_room, place
-from bench.gpu_day.stages import Stage, table
+from bench.gpu_day.sizes import SHM, Room, Sizes, agree, fitting, found_room, place
+from bench.gpu_day.stages import SIZED, Stage, table
 from bench.gpu_day.worker import Workers, ended_well
 from kvass.cli.bench.rig import say
 from kvass.errors import ConfigError
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     remove_left(*places)
     room = found_room() if args.smoke else _room(args.out)
     day, sizes = _day(args, room)
+    take_over(day, args.out, stages)
     todo = chosen if args.only else left(chosen, day.read()["stages"])
     minutes = args.minutes or (SMOKE_MINUTES if args.smoke else 9.0)
     if not args.smoke:
@@ -94,8 +95,30 @@ def _day(args: argparse.Namespace, room: Room) -> tuple[Day, Sizes | None]:
             return day, sizes
         except ConfigError as error:
             number += 1
-            out = args.out.with_stem(f"{args.out.stem}-{number}")
+            out = _numbered(args.out, number)
             say(f"into {out}: {error}")
+
+
+def take_over(day: Day, first: Path, stages: Sequence[Stage]) -> None:
+    """Take what other files of this card and day have measured of stages whose figures would be the
+    same with the sizes of this one."""
+    number = 1
+    while (path := _numbered(first, number)).exists():
+        number += 1
+        with suppress(ConfigError):  # no file of a day
+            own, other = day.read(), read_day(path)
+            if any(own[name] != other.get(name) for name in own.keys() - {"stages", "sizes"}):
+                continue
+            for one in (s for s in stages if s.runs in SIZED):
+                known, has = (d["stages"].get(one.name, {"state": ""}) for d in (other, own))
+                wanted = known["state"] in MEASURED and has["state"] not in MEASURED
+                if wanted and agree(own["sizes"], other.get("sizes", ""), SIZED[one.runs]):
+                    day.take(one.name, known)
+                    say(f"{one.name}: {known['state']}, of {path}")
+
+
+def _numbered(out: Path, number: int) -> Path:
+    return out.with_stem(f"{out.stem}-{number}") if number > 1 else out
 
 
 def left(stages: Sequence[Stage], states: dict[str, Any]) -> list[Stage]:

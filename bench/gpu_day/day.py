@@ -62,6 +62,10 @@ class Day:
             return
         self._change(stage, state=state, why=why, seconds=round(seconds, 1))
 
+    def take(self, stage: str, known: dict[str, Any]) -> None:
+        """What another file has of a stage."""
+        self._change(stage, **known)
+
     def states(self) -> dict[str, str]:
         """By stage."""
         return {name: one["state"] for name, one in self.read()["stages"].items()}

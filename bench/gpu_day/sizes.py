@@ -2,7 +2,7 @@
 
 A machine with less gets smaller models, fewer engines at once and less host memory. What was chosen
 is a fact of the day (``Sizes.said``): figures of other sizes are another column of the page. A
-later call keeps it, as long as it fits.
+later call keeps it, as long as it fits. Else its file takes over what no size changes (``SIZED``).
 """
 
 from __future__ import annotations
@@ -174,6 +174,12 @@ def fitting(room: Room, said: str = "") -> Sizes:
     than one small engine takes ``most`` is 0."""
     fit = [one for one in _choices() if fits(one, room)] or [*_choices()][-1:]
     return next((one for one in fit if one.said == said), fit[0])
+
+
+def agree(said: str, other: str, fields: tuple[str, ...]) -> bool:
+    """Whether the sizes of two calls have the same in these fields."""
+    known = {one.said: [getattr(one, name) for name in fields] for one in _choices()}
+    return said in known and known[said] == known.get(other)
 
 
 def fits(sizes: Sizes, room: Room) -> bool:

@@ -67,6 +67,16 @@ STAGES: Final = (
 """By worth, and beside what has the same engines: a start takes most of a minute. Seconds are
 reckoned, not seen: correct them by the page of a day."""
 
+SIZED: Final[dict[str, tuple[str, ...]]] = {
+    OTHERS + "tests": (),
+    OTHERS + "copies": ("tokens",),
+    OTHERS + "short": ("tokens",),
+    OTHERS + "gil": (),
+    TESTS: (),
+}
+"""By what a stage runs: the fields of ``Sizes`` that its figures depend on, of those that differ
+between days. Where it is not listed: all."""
+
 
 def table(stages: tuple[Stage, ...] = STAGES) -> str:
     """For ``--help``."""

@@ -3,6 +3,7 @@ lost. ``tests/engine/test_gpu_day.py`` runs the real stages."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -593,6 +594,34 @@ def test_a_second_call_measures_while_free_memory_moves(
         assert gpu_day.main(["--table", TABLE, "--out", str(out), "--only", name]) == 0
     assert sorted(Day(out).states()) == ["first", "second"]
     assert sorted(Day(tmp_path / "day-2.json").states()) == ["third"], "of other sizes"
+
+
+def test_what_no_size_changes_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory moves between calls. What is of other engines, another card or unfinished is."""
+    card, out = {"card": "NVIDIA H100"}, tmp_path / "day.json"
+    monkeypatch.setattr(gpu_day, "facts", lambda _: dict(card))
+    args = argparse.Namespace(out=out, smoke=False, runner="")
+
+    def call(gpu: int, *done: str) -> tuple[str, list[str]]:
+        """The name of its file, and what it left of the day's first stages."""
+        day, _ = gpu_day._day(args, replace(FULL, gpu=gpu * GIB))
+        gpu_day.take_over(day, out, STAGES)
+        for name in done:
+            day.begin(name)
+            day.end(name, "done")
+        names = [one.name for one in gpu_day.left(STAGES, day.read()["stages"])]
+        return day.path.name, names[: names.index("decode")]
+
+    known = ("tests", "copies", "gil", "hits")
+    assert call(78, *known) == ("day.json", ["short"])
+    assert call(52) == ("day-2.json", ["short", "hits"])
+    assert call(52, "short") == ("day-2.json", ["hits"])
+    assert call(78) == ("day.json", []), "also from a later file"
+    assert call(5) == ("day-3.json", ["copies", "short", "hits"]), "copies of fewer tokens"
+    card["card"] = "NVIDIA H200"
+    assert call(78) == ("day-4.json", ["tests", "copies", "short", "gil", "hits"])
 
 
 def test_memory_of_a_call_that_was_just_killed_is_waited_for(
