@@ -295,10 +295,12 @@ class Lookups:
             lookup.why = lookup.why or "no_answer"
             return 0.0
         message.readers, message.spare, message.writing = self.readers, self._spare, True
-        left_s = lookup.give_up_s - time.monotonic()
+        left_s, way_s = lookup.give_up_s - time.monotonic(), client.way_s
+        # the way there and back lasts as long whatever is asked for
+        asked_s = max(left_s - way_s, min(way_s, left_s)) - ANSWER_S
         message = msgspec.structs.replace(
             message,
-            budget_ms=bounded(1000 * max(left_s - ANSWER_S - client.way_s, 0.001)),
+            budget_ms=bounded(1000 * max(asked_s, 0.001)),
             reported=message.reported and counts_results(connection),
         )
         seq = client.submit(message)

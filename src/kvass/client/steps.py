@@ -9,8 +9,8 @@ Laws of this file:
 
 - Nobody waits. The agent sends what came and returns what is there; ``StepClient.wait`` polls.
 - A message is of one connection of the agent, and is dropped where another one is.
-- A lookup's budget is less by what the last steps took (``way_s``), so that an answer at its
-  deadline comes in time.
+- A lookup's budget is less by what the last step took (``way_s``), so that an answer at its
+  deadline comes in time. It is no less than that step took, as the answer comes no earlier.
 - A step's report may be lost, with all that it said. A step that ended without one lost it, because
   steps end in their order. Then the connection counts as lost, too, as the scheduler knows neither
   what arrived nor what was lent. No clock decides that, so a slow step is no lost one.
@@ -408,7 +408,7 @@ class StepClient(SchedulerClient):
                 self._connected(connection)
             while self._steps and self._steps[0][0] <= news.number:
                 _, seqs, began_s = self._steps.popleft()
-                self.way_s = max(time.monotonic() - began_s, self.way_s / 2)
+                self.way_s = time.monotonic() - began_s
                 if self.connection is not None:
                     self.connection.requests.under_way.difference_update(seqs)
             if channel is not None:
