@@ -20,6 +20,7 @@ from kvass.client.nodes import NodesClient
 from kvass.client.parallel import ParallelStrategy
 from kvass.client.reached import APART_STEPS, RankNews, Reached
 from kvass.client.reconnecting import CLOSE_S
+from kvass.client.requests import OpenRequests
 from kvass.client.steps import ANSWERED_S, FromAgent, Relay, StepClient, ToAgent
 from kvass.client.worker import WorkerClient
 from kvass.engine.boundary import Boundary
@@ -515,6 +516,41 @@ def test_a_node_that_can_load_nothing_is_asked_once_and_the_own_daemon_says_why(
     assert world.step() == ([], [])
 
 
+@pytest.mark.parametrize("cuts", [True, False])
+def test_nobody_waits_for_what_others_load_and_the_own_daemon_could_not(cuts: bool) -> None:
+    world = World(cuts=cuts)
+    late, own = promoting(world), world.own.sent[-1]
+    world.answer(0, Promoting(seq=late.seq))
+    world.own.answers.append(world.matched(own, 1))
+    assert world.look_up().match is PENDING
+    ((question,), _) = world.step()
+    assert len(question.digests) == WIDTH
+    assert world.look_up().match is PENDING
+    assert world.step() == ([], []), "it is asked once"
+    world.answer(0, world.matched(question, 1, 1))
+    assert world.look_up().match.chunks == 1
+    world.answer(0, lent := world.matched(late, 8, 1))
+    assert world.step() == ([], [Release(boot=boot(1), lease=lent.lease)])
+
+
+def test_a_node_that_could_not_be_asked_is_asked_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    assert world.look_up().match is PENDING
+    own = world.own.sent[-1]
+    world.own.answers.append(Promoting(seq=own.seq))
+    with monkeypatch.context() as full:
+        full.setattr(OpenRequests, "room", False)
+        assert world.look_up().match is PENDING
+    assert world.step() == ([], [])
+    assert world.look_up().match is PENDING
+    ((question,), _) = world.step()
+    world.own.answers.append(world.matched(own, 8))
+    world.answer(0, world.matched(question, 8, 1))
+    assert world.look_up().match.chunks == 8
+
+
 def test_windows_that_others_loaded_are_asked_for_again_as_far_as_the_own_daemon_goes() -> None:
     world = World(cuts=False)
     question = promoting(world)
@@ -549,7 +585,6 @@ def test_blocks_after_what_the_own_daemon_has_are_asked_for_once_and_only_if_of_
     assert look_up().match is PENDING
     assert world.own.sent[-1].again
     world.own.answers.append(world.matched(world.own.sent[-1], 2, blocks=3))
-    assert look_up().match is PENDING
     world.answer(0, world.matched(question, has, 1))
     match, (again, _) = look_up().match, world.step()
     if has > 2:

@@ -241,6 +241,11 @@ class Lookups:
         if (lookup := self._of.get(request)) is not None:
             self._void(lookup)
 
+    def awaits(self, request: str, chunks: int) -> bool:
+        """Whether an answer is to come for more than the first ``chunks`` chunks of ``request``."""
+        known = self._of.get(request)
+        return known is not None and known.in_flight and known.chunks > chunks
+
     def share_time(self, request: str, own: Lookups) -> None:
         """Look up ``request`` within the time that ``own`` gave it."""
         if (known := own._of.get(request)) is not None:

@@ -4,8 +4,8 @@ which asks the others', too (``steps.py``).
 Laws of this file:
 
 - A hit is what all nodes have. The own daemon is asked first, and a miss there is a miss. The
-  others are asked for what it has, or, while it loads from tiers, for the same. The shortest answer
-  is the hit.
+  others are asked for what it has, or, while it loads from tiers, for the same. If it then has
+  less, who has not answered is asked anew. The shortest answer is the hit.
 - Of a hit that needs all rows, longer answers are cut. Else they are given back, and asked for
   again as far as the shortest goes: ``ROUNDS`` times, then it is a miss.
 - What several nodes lent (``node_parts.py``) is settled on all of them, or handed over on all.
@@ -27,7 +27,7 @@ from typing import Final
 import msgspec
 
 from kvass.client.connection import BOOT_BYTES
-from kvass.client.lookups import OTHER_NODE, PENDING, BlockHashes, Found, Match, Pending
+from kvass.client.lookups import CLIENTS, OTHER_NODE, PENDING, BlockHashes, Found, Match, Pending
 from kvass.client.node_parts import Lent, ReservingAll, together
 from kvass.client.parallel import NODE
 from kvass.client.reached import RankNews, Reached
@@ -53,8 +53,8 @@ ROUNDS: Final = 2
 @dataclass
 class _Asked:
     """The lookup of one request from chunk ``first`` of ``digests`` on, on all nodes. ``chunks``:
-    how many are asked for; None: all. ``cut``: because of which node. ``lack``: the nodes that have
-    nothing of it."""
+    how many are asked for; None: all. ``cut``: because of which node. ``lack``: the nodes
+    whose daemons said that they have nothing of it."""
 
     first: int
     digests: bytes
@@ -328,11 +328,13 @@ class NodesClient(SchedulerClient):
                 continue
             node.lookups.share_time(request, self.lookups)
             one = node.look_up(request, keys, width, asked.first, context, limit)
-            longer = isinstance(one.match, Match) and one.match.chunks > end
-            if longer and not self._cuts and not asked.rounds:  # it was asked before that was known
+            early = node.lookups.awaits(request, end + self._spare)
+            if isinstance(one.match, Match):
+                early = one.match.chunks > end and not self._cuts and not asked.rounds
+            if early:  # it was asked before that was known
                 node.lookups.restart(request)
                 one = node.look_up(request, keys, width, asked.first, context, limit)
-            if one.match is None:
+            if one.match is None and one.why not in CLIENTS:
                 asked.lack.add(node)
             found.append(one)
         return found
