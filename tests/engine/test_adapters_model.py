@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvass.engine.boundary import Boundary
 from kvass.engine.held_adapters import GONE, UNKNOWN, Held, HeldAdapters, News
 from kvass.engine.protocols import Adapter
 from tests.support.vllm.lora_ranks import LoraManager, LoraRanks
+from tests.support.waiting import eventually
 
 SEEDS = range(12)
 REQUESTS = 200
@@ -231,7 +233,7 @@ def _after_reading(manager: Any, boundary: Any) -> Any:
 
 
 def _as_read(self: Any, path: str, state: Any) -> bool:
-    state.files = state.read[1]
+    state.files = min(state.read[1])
     return True
 
 
@@ -307,12 +309,42 @@ def test_machines_with_copies_of_an_adapter_store_and_load_nothing_which_is_said
     files: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The scheduler sees only the files of its own machine."""
-    state = Adapters(2)
-    for number in (1, 2):
+    state = Adapters(2, several_nodes=True)
+    for number in (1, 2, 1):
         adapter = Adapter(number, f"/{number}", f"{number}")
         state.track(adapter)
         held = [Held(1, f"weights {rank}", adapter.path, files[rank]) for rank in (0, 1)]
         state.reported({rank: {number: one} for rank, one in enumerate(held)})
         assert isinstance(state.to_store(adapter), NamedAdapter)
         assert state.to_load(adapter) is NoSalt.UNKNOWN
-    assert caplog.messages == [APART % "/1"] * (files == ("one", "other"))
+    said = [APART % "/1", APART % "/2"]  # of each adapter once
+    assert caplog.messages == said * (files == ("one", "other"))
+
+
+def test_on_one_machine_nobody_is_told_to_share_a_folder(caplog: pytest.LogCaptureFixture) -> None:
+    """The files were touched while the ranks read them."""
+    state, adapter = Adapters(2), Adapter(1, "/a", "a")
+    state.track(adapter)
+    files = "before", "after"
+    state.reported({rank: {1: Held(1, "weights", "/a", files[rank])} for rank in (0, 1)})
+    assert state.to_load(adapter) is NoSalt.UNKNOWN
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_machines_that_share_a_folder_load_wherever_each_has_it_mounted_since(
+    own: bool, tmp_path: Path
+) -> None:
+    """Folders above it are each machine's own. The scheduler must see them as a rank saw them."""
+    (tmp_path / "adapter.bin").write_text("weights")
+    state, adapter = Adapters(2, several_nodes=True), Adapter(1, str(tmp_path), "a")
+    assert eventually(lambda: adapter_files.files_state(str(tmp_path)) != "")
+    seen = adapter_files.files_state(str(tmp_path))
+    content = adapter_files.same_files(seen)
+    state.track(adapter)
+    files = seen if own else f"{content} 5", f"{content} 7"
+    state.reported({rank: {1: Held(1, "A", adapter.path, files[rank])} for rank in (0, 1)})
+    deadline_s = time.monotonic() + 60
+    while (found := state.to_load(adapter)) is NoSalt.PENDING and time.monotonic() < deadline_s:
+        state.new_step(state.step + 1)
+    assert isinstance(found, NamedAdapter) == own

@@ -20,7 +20,7 @@ import pytest
 
 from kvass.connectors.vllm import content
 from kvass.engine import adapter_files, adapters, boundary
-from kvass.engine.adapter_files import files_state
+from kvass.engine.adapter_files import files_state, same_files
 from kvass.engine.held_adapters import GONE, UNKNOWN, Held, HeldAdapters
 from kvass.engine.request_state import RequestState
 from tests.support.vllm.fake_client import FakeClient
@@ -282,6 +282,7 @@ def test_a_folder_on_the_way_that_was_there_before_is_seen(tmp_path: Path) -> No
     for source, target in (("now", "aside"), ("aside", "now")):
         (tmp_path / source).rename(tmp_path / target)
     assert files_state(str(one)) != before
+    assert same_files(files_state(str(one))) == same_files(before), "on another machine too"
 
 
 # ---------------------------------------------------------------- law 9

@@ -20,11 +20,18 @@ MAX_ENTRIES: Final = 1000
 def files_state(path: str) -> str:
     """A text that changes whenever a file in the folder ``path`` changes, or a link or folder on
     the way to it. Empty if it is not known: there is no such folder, it has more than
-    ``MAX_ENTRIES`` files, or something changed less than ``STABLE_NS`` ago."""
+    ``MAX_ENTRIES`` files, or something changed less than ``STABLE_NS`` ago. Two words: what
+    ``same_files`` returns, and when a link or folder on the way was last moved."""
     try:
         return _state(path)
     except OSError:
         return ""
+
+
+def same_files(state: str) -> str:
+    """What is equal in two states, of any machines, if they are of the same files in a shared
+    folder. Folders above a mount are each machine's own, and so are their times."""
+    return state.partition(" ")[0]
 
 
 def _state(path: str) -> str:
@@ -37,6 +44,6 @@ def _state(path: str) -> str:
     newest_ns = max(moved_ns, *(s.st_ctime_ns for s in states))
     if newest_ns > time.time_ns() - STABLE_NS:
         return ""
-    parts = [os.path.realpath(folder), *(os.path.realpath(file) for file in files), str(moved_ns)]
+    parts = [os.path.realpath(folder), *(os.path.realpath(file) for file in files)]
     parts += [str((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)) for s in states]
-    return identity.digest(parts)
+    return f"{identity.digest(parts)} {moved_ns}"

@@ -12,8 +12,9 @@ Laws of this file:
 - An engine's own prefix cache knows an adapter by a text (``Adapter.text``). If a text stood for
   two salts since that cache was emptied, the cache may have blocks of both. Requests with this text
   run uncached until the cache is emptied.
-- A rank may read an adapter again before it computes a request. So a load needs the files to be in
-  the state in which all ranks last read them, and the salt is that of the weights read then.
+- A rank may read an adapter again before it computes a request. So a load needs the files to be
+  those that all ranks last read, in the state that one of them saw. The salt is that of the weights
+  read then.
 - Only the threads that this file starts access the file system. A step waits for them at most
   ``WAIT_S``. At most one check of the files at a path runs at a time.
 """
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvass.engine import identity
-from kvass.engine.adapter_files import files_state
+from kvass.engine.adapter_files import files_state, same_files
 from kvass.engine.boundary import log, on_thread
 from kvass.engine.held_adapters import GONE, UNKNOWN, Held, News
 from kvass.engine.protocols import Adapter
@@ -46,7 +47,8 @@ not remembered run uncached."""
 
 APART: Final = (
     "the ranks read other files of LoRA adapter %s, so its requests load nothing until they read "
-    "the same ones: give all machines one shared folder (such adapters are not logged again)"
+    "the same ones: if each machine has a copy, give them one shared folder (of this adapter it is "
+    "not logged again)"
 )
 
 
@@ -85,12 +87,14 @@ class AdapterState:
 @dataclass
 class PathState:
     """The state of one path. ``read``: the weights that all ranks last read from there, and the
-    state of the files then. ``files``: the state of the files by the last check. That check began
-    in step ``look_step``, at ``look_began_s``, and its result was taken in step ``result_step``.
-    ``look``: the check that is running, and how long it took. ``slow``: the last check took longer
-    than a step may wait, or the one that is running was waited for in vain."""
+    states of the files that they saw then. ``apart``: ``APART`` was logged. ``files``: the state of
+    the files by the last check. That check began in step ``look_step``, at ``look_began_s``, and
+    its result was taken in step ``result_step``. ``look``: the check that is running, and how long
+    it took. ``slow``: the last check took longer than a step may wait, or the one that is running
+    was waited for in vain."""
 
-    read: tuple[NamedAdapter, str] | None = None
+    read: tuple[NamedAdapter, set[str]] | None = None
+    apart: bool = False
     files: str = ""
     look_step: int = -1
     look_began_s: float = 0.0
@@ -101,20 +105,20 @@ class PathState:
 
 class Adapters:
     """The LoRA adapters of one engine that has ``ranks`` ranks. Used from its scheduler thread
-    only. ``settings``: the engine's settings that change what an adapter computes."""
+    only. ``settings``: the engine's settings that change what an adapter computes.
+    ``several_nodes``: its ranks may be on several machines."""
 
-    def __init__(self, ranks: int = 1, settings: str = "") -> None:
+    def __init__(self, ranks: int = 1, settings: str = "", *, several_nodes: bool = False) -> None:
         self.step = 0
         """The last step that was planned (``StepWork.number``)."""
         self._ranks = ranks
         self._settings = settings
+        self._several_nodes = several_nodes
         self._ids: dict[int, AdapterState] = {}
         self._paths: dict[str, PathState] = {}
         self._texts: dict[str, bytes] = {}
         """The salt that a text stands for. Empty: more than one, or an unknown one."""
         self._left_s = WAIT_S
-        self._apart = False
-        """Whether ``APART`` was logged."""
 
     # ------------------------------------------------------------ events
 
@@ -166,7 +170,7 @@ class Adapters:
         if not self._look(adapter.path, path):
             late = path.look is None or time.monotonic() - path.look_began_s > PATIENCE_S
             return NoSalt.UNKNOWN if late else NoSalt.PENDING
-        if path.files != files:
+        if path.files not in files:
             return NoSalt.UNKNOWN
         self._stands_for(adapter.text, named.salt)  # loaded blocks enter the engine's cache, too
         return NamedAdapter(named.salt, AdapterHeld(adapter.id, digests, expected=not state.held))
@@ -197,13 +201,14 @@ class Adapters:
         for path in {one.path for one in state.ranks} - {""}:
             if path not in self._paths and len(self._paths) >= MAX_KNOWN:
                 self._paths = {p: s for p, s in self._paths.items() if s.look is not None}
-            files = {one.files for one in state.ranks if one.path == path}
-            if len(files - {""}) > 1 and not self._apart:
-                self._apart = True
+            known = self._paths.setdefault(path, PathState())
+            states = {one.files for one in state.ranks if one.path == path}
+            files = {same_files(one) for one in states}
+            if self._several_nodes and len(files - {""}) > 1 and not known.apart:
+                known.apart = True
                 log.warning(APART, path)
             whole = len(files) == 1 and all(one.path == path and one.files for one in state.ranks)
-            read = (state.named, files.pop()) if whole else None
-            self._paths.setdefault(path, PathState()).read = read
+            known.read = (state.named, states) if whole else None
 
     def _agreed(self, state: AdapterState) -> bool:
         """Whether all ranks hold weights with a digest, since the same step."""

@@ -91,7 +91,9 @@ class Planner:
         self.in_step = InStep(setup, limits, times, self.copy_speed)
         self._make = LoadMaker(setup, self._limits, self.in_step)
         self._recovered = 0
-        self._adapters = Adapters(setup.strategy.ranks, setup.adapters)
+        self._adapters = Adapters(
+            setup.strategy.ranks, setup.adapters, several_nodes=setup.several_nodes
+        )
         self._head_of_line = HeadOfLine(setup.one_queue)
         self._admission = LoadAdmission(setup, self._requests, pool)
         self.traffic = EngineTraffic()
