@@ -135,14 +135,18 @@ class World:
         self.steps = itertools.count(1)
         self.connect_own()
         where = where or [min(rank, self.daemons - 1) for rank in range(nodes)]
-        news = {rank: RankNews(boot(daemon)) for rank, daemon in enumerate(where)}
-        self.client.reported(news)
+        self.all_say(*map(boot, where))
         self.client.new_step()
         if self.client.connection is None:  # it registers as a part of its node
             self.connect_own()
         for number in range(len(self.others)):
             self.step(number)
             self.connect(number)
+
+    def all_say(self, *boots: bytes, steps: int = 2) -> None:
+        """All ranks say in so many steps where they are."""
+        for _ in range(steps):
+            self.client.reported({rank: RankNews(boot) for rank, boot in enumerate(boots)})
 
     def answers(self) -> bool:
         """Whether all daemons answer."""
@@ -232,11 +236,6 @@ class World:
         return match
 
 
-def said(*boots: bytes) -> dict[int, RankNews]:
-    """All ranks say in one step where they are."""
-    return {rank: RankNews(boot) for rank, boot in enumerate(boots)}
-
-
 # ---------------------------------------------------------------- which nodes there are
 
 
@@ -289,7 +288,7 @@ def test_ranks_that_are_not_side_by_side_are_named_whole() -> None:
     assert one.registration.instance == "engine, ranks 1, 3 of 4, 2 more daemons"
 
 
-def test_the_first_nodes_are_of_what_all_ranks_say_in_one_step() -> None:
+def test_the_first_nodes_are_of_what_all_ranks_say_in_two_steps() -> None:
     """The daemon of two ranks is restarted while the engine starts, and one of them came late."""
     world = World(3, daemons=2)
     world.client.reached, world.client.nodes = Reached(3), ()
@@ -299,7 +298,7 @@ def test_the_first_nodes_are_of_what_all_ranks_say_in_one_step() -> None:
         world.run_steps()
         assert (world.client.nodes, world.client.form) == ((), 1)
         world.client.reported({0: RankNews(boot(0)), 2: RankNews(boot(1, 1))})
-    world.client.reported(said(boot(0), boot(1, 1), boot(1, 1)))
+    world.all_say(boot(0), boot(1, 1), boot(1, 1))
     world.client.new_step()
     assert [node.name for node in world.others] == ["ranks 1-2 of 3"]
 
@@ -314,10 +313,22 @@ def test_a_daemon_that_is_restarted_makes_no_new_nodes() -> None:
     world.client.reported({1: RankNews(boot(2))})
     world.run_steps()
     assert world.client.form == 1
-    world.client.reported(said(boot(0), boot(2), boot(1, 1)))
+    world.all_say(boot(0), boot(2), boot(1, 1))
     world.client.new_step()
     assert world.client.nodes == ((0,), (1,), (2,))
     assert world.client.form == 2
+
+
+def test_ranks_that_speak_at_different_times_of_one_step_make_no_new_nodes() -> None:
+    """Their daemon is restarted after one of them spoke, and before the other does."""
+    world = World(3, daemons=2)
+    world.client.reported({1: RankNews(boot(1, 1))})
+    world.run_steps()
+    world.all_say(boot(0), boot(1, 1), boot(1), steps=1)
+    world.run_steps()
+    world.all_say(boot(0), boot(1, 1), boot(1, 1))
+    world.run_steps()
+    assert (world.client.nodes, world.client.form) == (((0,), (1, 2)), 1)
 
 
 def test_ranks_that_report_late_because_the_engine_was_idle_make_no_new_nodes() -> None:
@@ -328,7 +339,7 @@ def test_ranks_that_report_late_because_the_engine_was_idle_make_no_new_nodes() 
         world.client.reported({rank: RankNews(boot(0, 1))})
         world.run_steps()
         assert (world.client.nodes, world.client.form) == (((0, 1, 2),), 1)
-    world.client.reported(said(*[boot(0, 1)] * 3))
+    world.all_say(*[boot(0, 1)] * 3)
     world.run_steps()
     assert (world.client.nodes, world.client.form) == (((0, 1, 2),), 1)
 
@@ -349,7 +360,7 @@ def test_an_agent_that_was_lost_makes_no_other_nodes_while_ranks_may_still_repor
 
 def test_ranks_that_reach_one_daemon_again_are_no_node_any_more() -> None:
     world = World()
-    world.client.reported(said(boot(0), boot(0)))
+    world.all_say(boot(0), boot(0))
     world.client.new_step()
     assert world.client.nodes == ((0, 1),)
     own = world.client.registration
@@ -887,7 +898,7 @@ def test_what_is_known_of_ranks_is_what_they_reported_last() -> None:
     assert world.client.reached.known(1) == (boot(1), "other weights")
     world.client.reported({1: RankNews(boot(1, 1))})
     assert [world.client.reached.known(rank) for rank in (0, 1)] == [(b"", "")] * 2, "say it again"
-    world.client.reported(said(boot(0), boot(1, 1)))
+    world.all_say(boot(0), boot(1, 1))
     assert world.client.reached.known(1) == (boot(1, 1), "")
 
 
@@ -1209,7 +1220,7 @@ def test_it_is_said_if_no_rank_uses_the_schedulers_daemon(
 
     if not known:
         world.client.nodes = ()
-    world.client.reported(said(boot(7), boot(7)))
+    world.all_say(boot(7), boot(7))
     for _ in range(APART_STEPS):
         world.run_steps(1)
         assert not caplog.text
@@ -1239,7 +1250,7 @@ def test_it_is_said_which_ranks_have_reported_no_daemon(caplog: pytest.LogCaptur
     assert silent in caplog.text
     world.client.reported({1: RankNews(boot(1))})
     assert shown() == silent
-    world.client.reported(said(boot(0), boot(1), boot(2)))
+    world.all_say(boot(0), boot(1), boot(2))
     world.run_steps(1)
     assert shown() == ""
     assert len(world.client.nodes) == 3

@@ -6,9 +6,10 @@ Laws of this file:
   does, which each rank reports.
 - A step brings each rank what is known of it. What is not so is reported again, because the report
   of a step may be lost.
-- Nodes are made of what all ranks said in one step. While a daemon is restarted, its ranks reach
-  the new one at different times, and what they said in several steps shows nodes that never were.
-  So once one of them reaches another daemon, all are asked again.
+- Nodes are made of what all ranks said in two steps in a row. While a daemon is restarted, its
+  ranks reach the new one at different times, also within a step, and what they said shows nodes
+  that never were. So once one of them reaches another daemon, all are asked again. Who says the
+  same twice was there in between.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ class Reached:
         """Why ranks reach no daemon, or are refused."""
         self._apart = 0
         """For how many steps no nodes could be made."""
+        self._all_said = False
+        """Whether all ranks said in the last step where they are."""
         self.certain = False
-        """Whether all ranks said in one step where they are, and none has said otherwise since."""
+        """Whether all ranks said the same in two steps in a row, and none another thing since."""
 
     def reported(self, news: Mapping[int, RankNews]) -> None:
         """Take in what ranks reported after a step."""
         boots = {rank: one.boot for rank, one in news.items() if one.boot}
         moved = any(boot != self._boots.get(rank) for rank, boot in boots.items())
-        self.certain = len(boots) == self._ranks or (self.certain and not moved)
+        before, self._all_said = self._all_said, len(boots) == self._ranks
+        self.certain = not moved and (self.certain or (before and self._all_said))
         self._boots |= boots
         for rank, one in news.items():
             if one.boot:  # it is connected, and before nodes are known it does not say so otherwise
