@@ -540,6 +540,7 @@ def test_nobody_waits_for_what_others_load_and_the_own_daemon_could_not(cuts: bo
     assert world.step() == ([], []), "it is asked once"
     world.answer(0, world.matched(question, 1, 1))
     assert world.look_up().match.chunks == 1
+    assert not world.client.owes, "the request makes steps"
     world.answer(0, lent := world.matched(late, 8, 1))
     assert world.step() == ([], [Release(boot=boot(1), lease=lent.lease)])
 
@@ -719,6 +720,28 @@ def test_steps_go_on_until_what_nobody_waits_for_is_given_back(
             later = time.monotonic() + question.budget_ms / 1000 + 2 * ANSWERED_S
             monkeypatch.setattr(time, "monotonic", lambda at=later: at)
         assert not world.client.owes
+
+
+@pytest.mark.parametrize("misses", ["own", "another"])
+def test_no_step_is_made_for_what_others_load_of_a_miss(misses: str) -> None:
+    """The request itself makes steps. After them the engine is idle, however long a tier takes."""
+    world = World(3)
+    question, own = promoting(world), world.own.sent[-1]
+    ((second,), _) = world.step(1)
+    for number, one in enumerate((question, second)):
+        world.answer(number, Promoting(seq=one.seq))
+    if misses == "another":
+        world.answer(1, world.matched(second, 0, 2))
+    world.own.answers.append(world.matched(own, 0 if misses == "own" else 8))
+    assert world.look_up().match is None
+    world.client.give_back("r")
+    world.step()
+    world.step(1)
+    world.answer(0)
+    world.answer(1)
+    assert not world.client.owes
+    world.answer(0, lent := world.matched(question, 5, 1))
+    assert world.step()[1] == [Release(boot=boot(1), lease=lent.lease)]
 
 
 def test_no_step_is_made_for_a_prefetch_that_goes_on() -> None:

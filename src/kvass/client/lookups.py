@@ -241,10 +241,10 @@ class Lookups:
         if (lookup := self._of.get(request)) is not None:
             self._void(lookup)
 
-    def awaits(self, request: str, chunks: int) -> bool:
-        """Whether an answer is to come for more than the first ``chunks`` chunks of ``request``."""
+    def in_flight(self, request: str) -> tuple[int, int]:
+        """The message in flight for ``request``, and how many chunks it asks for; 0: none is."""
         known = self._of.get(request)
-        return known is not None and known.in_flight and known.chunks > chunks
+        return (known.seq, known.chunks) if known is not None and known.in_flight else (0, 0)
 
     def share_time(self, request: str, own: Lookups) -> None:
         """Look up ``request`` within the time that ``own`` gave it."""

@@ -261,9 +261,7 @@ class NodesClient(SchedulerClient):
             keys = digests if asked.chunks is None else digests[: asked.chunks * width]
             own = super().look_up(request, keys, width, first, context, blocks)
             if own.match is None:
-                self._asked.pop(request, None)
-                for node in self._others:
-                    node.give_back(request)
+                self._leave_others(request)
                 return own
             if isinstance(own.match, Pending) and not own.promoting:
                 return own
@@ -297,8 +295,15 @@ class NodesClient(SchedulerClient):
         """The answer if a node has nothing of what the own daemon has."""
         assert isinstance(own.match, Match)
         detail = self._cut(own.match, node, first, 0)
-        self.give_back(request)
+        super().give_back(request)
+        self._leave_others(request)
         return own._replace(match=None, why=OTHER_NODE, detail=detail)
+
+    def _leave_others(self, request: str) -> None:
+        """It is a miss, so the request makes steps."""
+        self._asked.pop(request, None)
+        for node in self._others:
+            node.let_go(request)
 
     def _cut(self, own: Match, node: StepClient, chunks: int, blocks: int) -> str:
         """What is said if a node has no more than so many chunks and blocks of ``own``."""
@@ -328,11 +333,12 @@ class NodesClient(SchedulerClient):
                 continue
             node.lookups.share_time(request, self.lookups)
             one = node.look_up(request, keys, width, asked.first, context, limit)
-            early = node.lookups.awaits(request, end + self._spare)
+            early = node.lookups.in_flight(request)[1] > end + self._spare
             if isinstance(one.match, Match):
                 early = one.match.chunks > end and not self._cuts and not asked.rounds
             if early:  # it was asked before that was known
-                node.lookups.restart(request)
+                node.let_go(request)
+                node.lookups.share_time(request, self.lookups)
                 one = node.look_up(request, keys, width, asked.first, context, limit)
             if one.match is None and one.why not in CLIENTS:
                 asked.lack.add(node)

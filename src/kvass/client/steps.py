@@ -281,6 +281,10 @@ class StepChannel:
         now_s = time.monotonic()
         return any(self._due_s.get(seq, 0.0) > now_s for seq in seqs)
 
+    def leave(self, seq: int) -> None:
+        """No step is to be made for the answer to ``seq``."""
+        self._due_s.pop(seq, None)
+
     def fileno(self) -> int:
         return -1
 
@@ -337,6 +341,15 @@ class StepClient(SchedulerClient):
         if (connection := self.connection) is None:
             raise Unavailable(f"no daemon of {self.name}")
         return connection.welcome
+
+    def let_go(self, request: str) -> None:
+        """As ``give_back``, of a request that makes steps. They fetch what may be lent to it. If
+        they end before that, no step is made for it: the lease ends at its time."""
+        with self.lock:
+            seq, _ = self.lookups.in_flight(request)
+            self.give_back(request)
+            if (channel := self._channel) is not None:
+                channel.leave(seq)
 
     @property
     def owes(self) -> bool:
