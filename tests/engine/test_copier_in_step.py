@@ -88,6 +88,24 @@ def test_it_has_ended_before_the_forward_pass_and_is_not_reported_as_asynchronou
     assert (report.in_step, report.failed_step) == ({"a": True}, 0)
 
 
+@pytest.mark.parametrize("verified", [False, True])
+def test_whether_the_first_loads_were_verified_is_reported(side: Side, verified: bool) -> None:
+    """Before that the scheduler plans no loads inside steps."""
+    verifier: Any = SimpleNamespace(
+        loads_verified=lambda planes: verified and planes == (PLANES,),
+        check=lambda job, holds: ("done", ""),
+        difference="",
+        take_counts=dict,
+    )
+    side.copier._verifier = verifier
+    side.copier.load(StepWork(loads=[inside("a")], number=1))
+    assert side.copier.results() == (set(), set())
+    report = side.copier.take_report()
+    assert report is not None
+    (copied,) = report.copied.values()
+    assert (copied.bytes, copied.verified, copied.in_step) == (2 * PAGE, verified, True)
+
+
 @pytest.mark.parametrize("why", ["late", "without a lease", "refused"])
 def test_one_that_fails_is_reported_with_its_blocks_and_nothing_is_stored(
     side: Side, why: str
