@@ -32,20 +32,9 @@ from kvass.client.node_parts import Lent, ReservingAll, together
 from kvass.client.parallel import NODE
 from kvass.client.reached import RankNews, Reached
 from kvass.client.reset import GENERATION_BYTES
-from kvass.client.scheduler import (
-    Prefetching,
-    Reserving,
-    SchedulerClient,
-    SendApart,
-)
+from kvass.client.scheduler import Prefetching, Reserving, SchedulerClient, SendApart
 from kvass.client.steps import Settling, StepClient, ToAgent
-from kvass.messages import (
-    NO_CONTEXT,
-    Granted,
-    Register,
-    RequestContext,
-    ReserveItem,
-)
+from kvass.messages import NO_CONTEXT, Granted, Register, RequestContext, ReserveItem
 
 ROUNDS: Final = 2
 

@@ -87,13 +87,11 @@ class Planner:
         self.off = False
         """Whether a copy was wrong, so that the engine runs uncached until it ends."""
         self._times = times = StepTimes()
-        self.copy_speed = CopySpeed(setup.strategy.ranks)
+        self.copy_speed = CopySpeed(ranks := setup.strategy.ranks)
         self.in_step = InStep(setup, limits, times, self.copy_speed)
         self._make = LoadMaker(setup, self._limits, self.in_step)
         self._recovered = 0
-        self._adapters = Adapters(
-            setup.strategy.ranks, setup.adapters, several_nodes=setup.several_nodes
-        )
+        self._adapters = Adapters(ranks, setup.adapters, several_nodes=setup.several_nodes)
         self._head_of_line = HeadOfLine(setup.one_queue)
         self._admission = LoadAdmission(setup, self._requests, pool)
         self.traffic = EngineTraffic()

@@ -147,7 +147,7 @@ class Source:
         while True:
             try:
                 self.sample()
-            except Exception as error:  # noqa: BLE001 - no caller above: one bad status must not end the history
+            except (LookupError, TypeError, ValueError) as error:  # a status of another version
                 if type(error) not in self._logged:
                     self._logged.add(type(error))
                     _log.exception("a sample failed; more %ss are not logged", type(error).__name__)
